@@ -1,0 +1,184 @@
+"""EngineConfig: every engine option, in one frozen and validated dataclass.
+
+Command-line flags, YAML keys and keyword arguments are all made from its fields, so that an option exists
+once. Names are vLLM's where vLLM has the same thing. This module is a leaf: anyone may import it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from quire.errors import ConfigError
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "chat": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "target_itl_ms": 100.0},
+    "batch": {"max_num_seqs": 128, "max_num_batched_tokens": 4096},
+    "long-context": {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "long_prefill_token_threshold": 1024,
+        "max_num_partial_prefills": 2,
+        "block_size": 64,
+    },
+}
+"""`--preset`: low latency, throughput, or long prompts. Options given by hand win over a preset's."""
+
+_SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
+_SIZE_UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
+
+
+def option(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A field of `EngineConfig`: its default, the help text of its flag, and the range it is checked against."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "4GiB", "512MB" or "1000000".
+
+    Raises:
+        ConfigError: the text is not a number with one of the known units.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].lower() not in _SIZE_UNITS:
+        raise ConfigError(f"{text!r} is not a size; write a number of bytes or one with a unit, such as '4GiB'")
+    return int(float(match[1]) * _SIZE_UNITS[match[2].lower()])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine.
+
+    Raises:
+        ConfigError: an option has the wrong type, is out of range, or contradicts another one.
+    """
+
+    model: str = dataclasses.field(
+        metadata={"help": "folder of a Hugging Face checkpoint, org/name to download, or 'demo'"}
+    )
+    revision: str | None = option(None, "branch, tag or commit of a downloaded model")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "data type of weights and KV; auto is the checkpoint's"
+    )
+    device: Literal["cpu"] = option("cpu", "where the model runs")
+    threads: int | None = option(None, "threads of a step; default: one a core", low=1, high=1024)
+    max_model_len: int | None = option(
+        None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1
+    )
+    block_size: Literal[16, 32, 64, 128, 256] = option(16, "tokens a KV block")
+    num_kv_blocks: int | None = option(None, "KV blocks, in place of what the memory plan finds", low=2)
+    kv_cache_memory: str | None = option(None, "memory for KV, e.g. 4GiB; default: a fair share of what is free")
+    prefix_cache: Literal["radix", "hash", "off"] = option(
+        "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
+    )
+    max_num_seqs: int = option(64, "most requests that run at once (64 on a CPU)", low=1, high=65536)
+    max_num_batched_tokens: int = option(2048, "most tokens a step computes", low=1, high=2**20)
+    min_chunk: int = option(16, "tokens a step that the oldest part-way prompt always gets", low=1)
+    enable_chunked_prefill: bool = option(True, "let a prompt be computed over several steps")
+    max_num_partial_prefills: int = option(1, "how many prompts may be part-way at once", low=1)
+    long_prefill_token_threshold: int = option(0, "most tokens of one prompt a step; 0: no limit", low=0)
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "order of requests: by arrival, or by priority (lower first) and arrival"
+    )
+    target_itl_ms: float | None = option(
+        None, "aim for this time between tokens by shrinking prefill chunks", low=1.0, high=600_000.0
+    )
+    deterministic: bool = option(True, "a request's tokens depend on nothing but the request")
+    generation_config: Literal["auto", "off"] = option(
+        "auto", "sampling defaults: the checkpoint's generation_config.json, or neutral ones"
+    )
+    check_invariants: bool = option(False, "check the scheduler's book-keeping after every step (slow; debugging)")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_field(field, _hints(type(self))[field.name], getattr(self, field.name))
+        if not self.model:
+            raise ConfigError("model is empty; give a folder, org/name, or 'demo'")
+        if self.kv_cache_memory is not None:
+            parse_size(self.kv_cache_memory)
+        self._check_budgets()
+
+    def _check_budgets(self) -> None:
+        """Refuse budgets under which decodes could starve a prompt, or a prompt could never be admitted."""
+        if self.max_num_batched_tokens < self.max_num_seqs + self.min_chunk:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs} "
+                f"+ min_chunk={self.min_chunk}: decoding requests could starve a prompt; raise "
+                f"max_num_batched_tokens to {self.max_num_seqs + self.min_chunk} or lower max_num_seqs"
+            )
+        if 0 < self.long_prefill_token_threshold < self.min_chunk:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} is below "
+                f"min_chunk={self.min_chunk}; raise it, or set it to 0 for no limit"
+            )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} needs chunked prefill; "
+                "leave enable_chunked_prefill on, or set the threshold to 0"
+            )
+        if not self.enable_chunked_prefill and self.target_itl_ms is not None:
+            raise ConfigError(
+                f"target_itl_ms={self.target_itl_ms} works by shrinking prompt chunks; leave "
+                "enable_chunked_prefill on, or drop the target"
+            )
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes, or None where the memory plan decides."""
+        return None if self.kv_cache_memory is None else parse_size(self.kv_cache_memory)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], preset: str | None = None) -> EngineConfig:
+        """A configuration from named options, as keyword arguments or YAML keys give them.
+
+        Raises:
+            ConfigError: an option or the preset is unknown (the message names the nearest one), or invalid.
+        """
+        if preset is not None and preset not in PRESETS:
+            raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in names:
+                raise ConfigError(unknown_option(name, names))
+        if "model" not in options:
+            raise ConfigError("no model was named; give a folder, org/name, or 'demo'")
+        return cls(**(PRESETS[preset] if preset else {}) | dict(options))
+
+
+def unknown_option(name: str, known: list[str]) -> str:
+    """The message for an option that does not exist, with the nearest one that does."""
+    if name == "trust_remote_code":
+        return "trust_remote_code is refused: Quire never runs code from a checkpoint; remove the option"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"unknown option {name!r}; {hint}"
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
+    """Type and range of one option."""
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return
+        [hint] = [arg for arg in get_args(hint) if arg is not type(None)]
+    if get_origin(hint) is Literal:
+        if not any(value == choice and type(value) is type(choice) for choice in get_args(hint)):
+            allowed = ", ".join(str(choice) for choice in get_args(hint))
+            raise ConfigError(f"{field.name}={value!r} is not supported; allowed: {allowed}")
+        return
+    accepted = (int, float) if hint is float else hint
+    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{field.name}={value!r} is of type {type(value).__name__}; it must be {hint.__name__}")
+    if hint in (int, float):
+        low, high = field.metadata.get("low"), field.metadata.get("high")
+        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+            bounds = f"from {low if low is not None else '-inf'} to {high if high is not None else 'any size'}"
+            raise ConfigError(f"{field.name}={value!r} is out of range; allowed: {bounds}")

@@ -1,0 +1,39 @@
+"""A block's identity outside its process: a keyed hash chained over the whole prefix.
+
+A predictable hash would let one user serve another a wrong prefix, so the hash is keyed: at random per boot,
+or with the cluster's key where tiers are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from blake3 import blake3
+
+
+class BlockHasher:
+    """Chained, keyed BLAKE3 over parent hash and key ids.
+
+    Args:
+        key: 32 secret bytes.
+        fingerprint: what KV bytes depend on beside the tokens: checkpoint, dtype, KV dtype, layout version.
+    """
+
+    def __init__(self, key: bytes, fingerprint: str) -> None:
+        self._key = key
+        self._fingerprint = fingerprint.encode()
+
+    def root(self, scope: str) -> bytes:
+        """Where the chains of one scope (adapter, tenant salt) begin."""
+        scope_bytes = scope.encode()
+        # Lengths are written out so that no two (fingerprint, scope) pairs give the same bytes.
+        head = len(self._fingerprint).to_bytes(8, "little") + self._fingerprint
+        return blake3(head + scope_bytes, key=self._key).digest()
+
+    def chain(self, parent: bytes, keys: Iterable[bytes]) -> list[bytes]:
+        """Hashes of consecutive full blocks; `keys` are the blocks' key ids as bytes."""
+        hashes, key = [], self._key
+        for block_key in keys:
+            parent = blake3(parent + block_key, key=key).digest()
+            hashes.append(parent)
+        return hashes

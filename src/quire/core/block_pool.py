@@ -1,0 +1,61 @@
+"""The KV blocks of one device: who holds each, and which are free."""
+
+from __future__ import annotations
+
+NULL_BLOCK = 0
+"""Padding writes here, and a window's passed blocks point here; it is never handed out."""
+
+
+class BlockPool:
+    """Reference counts and a free list over block ids 1 to `num_blocks - 1`.
+
+    A block's count is the number of block tables, locks and steps in flight that hold it. A count of zero
+    does not free the block by itself, since a prefix cache may keep it: the caller recycles it.
+
+    Attributes:
+        ref_counts: holders of each block.
+        generations: how often each block was handed out, so that a stale handle can be told.
+        double_releases: releases of blocks that nobody held; a bug, counted and otherwise ignored.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.generations = [0] * num_blocks
+        self.double_releases = 0
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def free_blocks(self) -> list[int]:
+        """The free list, for checks."""
+        return self._free
+
+    def allocate(self) -> int:
+        """Hand out a free block with one holder. The caller has made sure that there is one."""
+        block = self._free.pop()
+        self.ref_counts[block] = 1
+        self.generations[block] += 1
+        return block
+
+    def retain(self, block: int) -> bool:
+        """Add a holder; True if the block had none."""
+        count = self.ref_counts[block]
+        self.ref_counts[block] = count + 1
+        return count == 0
+
+    def release(self, block: int) -> bool:
+        """Take a holder away; True if it was the last one."""
+        count = self.ref_counts[block]
+        if count == 0:
+            self.double_releases += 1
+            return False
+        self.ref_counts[block] = count - 1
+        return count == 1
+
+    def recycle(self, block: int) -> None:
+        """Put a block without holders back on the free list."""
+        self._free.append(block)

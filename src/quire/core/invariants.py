@@ -1,0 +1,100 @@
+"""What must hold between any two calls of the scheduler; `check_invariants` runs this after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.core.block_pool import NULL_BLOCK
+from quire.core.kv_manager import KVManager
+from quire.core.prefix_cache import KEY_BYTES, Node
+from quire.core.request import Request, Status
+from quire.core.scheduler import Scheduler
+
+
+class InvariantError(AssertionError):
+    """The book-keeping contradicts itself: a bug in Quire."""
+
+
+def check(scheduler: Scheduler) -> None:
+    """Compare the scheduler's and the pool's books with what they are derived from.
+
+    Raises:
+        InvariantError: naming the rule and the values.
+    """
+    kv = scheduler.kv
+    _check_blocks(kv, scheduler.running)
+    _check_tree(kv)
+    _check_tables(kv, scheduler.running)
+    orders = [request.order for request in scheduler.running]
+    _must(orders == sorted(orders), f"running requests are out of order: {orders}")
+    _must(len(orders) <= scheduler.config.max_num_seqs, f"{len(orders)} requests run")
+    for request in scheduler.requests.values():
+        if request.status is not Status.RUNNING:
+            _must(not request.table, f"request {request.id} is {request.status.value} and holds {request.table}")
+
+
+def _must(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantError(message)
+
+
+def _check_blocks(kv: KVManager, running: list[Request]) -> None:
+    """Invariants 1 to 3: every block is in one place, and its count is its number of holders."""
+    pool, cache = kv.pool, kv.cache
+    holders: Counter[int] = Counter()
+    for request in running:
+        holders.update(block for block in request.table if block != NULL_BLOCK)
+        holders.update(source for source, _, _ in request.copies)
+    for blocks in kv.deferred.values():
+        holders.update(blocks)
+    for block in range(1, pool.num_blocks):
+        count = pool.ref_counts[block]
+        _must(count == holders[block], f"block {block} counts {count} holders and has {holders[block]}")
+    free = pool.free_blocks
+    free_set = set(free)
+    _must(len(free_set) == len(free) and NULL_BLOCK not in free_set, f"a block is free twice, or null is: {free}")
+    for block in range(1, pool.num_blocks):
+        idle = pool.ref_counts[block] == 0 and block not in cache.nodes
+        _must(idle == (block in free_set), f"block {block}: idle and uncached is {idle}, free is {not idle}")
+    num_idle = sum(pool.ref_counts[block] == 0 for block in cache.nodes)
+    _must(cache.num_idle == num_idle, f"the cache counts {cache.num_idle} idle blocks and has {num_idle}")
+    _must(pool.double_releases == 0, f"{pool.double_releases} blocks were released twice")
+    deferred = sum(len(blocks) for blocks in kv.deferred.values())
+    _must(kv.num_deferred == deferred, f"{kv.num_deferred} deferred blocks are counted, there are {deferred}")
+
+
+def _check_tree(kv: KVManager) -> None:
+    """Invariant 9: children differ, keys are whole blocks (or leaves), parents are held at least as often."""
+    pool, cache = kv.pool, kv.cache
+    seen: set[int] = set()
+    stack: list[Node] = list(cache.roots.values())
+    while stack:
+        node = stack.pop()
+        _must(node.attached, f"block {node.block} is in the tree and detached")
+        _must(node.order == sorted(node.children), f"children of block {node.block} are not sorted")
+        for key, child in node.children.items():
+            _must(child.parent is node and child.key == key, f"block {child.block} has the wrong parent or key")
+            _must(child.block not in seen and cache.nodes.get(child.block) is child, f"block {child.block} twice")
+            _must(
+                len(key) == cache.block_bytes or not child.children, f"partly filled block {child.block} has children"
+            )
+            _must(0 < len(key) <= cache.block_bytes and len(key) % KEY_BYTES == 0, f"block {child.block}: bad key")
+            if node.parent is not None and kv.window is None:
+                held, above = pool.ref_counts[child.block], pool.ref_counts[node.block]
+                _must(above >= held, f"block {child.block} is held {held} times, its parent {above} times")
+            seen.add(child.block)
+            stack.append(child)
+    _must(seen == set(cache.nodes), "the tree and the index hold different blocks")
+
+
+def _check_tables(kv: KVManager, running: list[Request]) -> None:
+    """Invariants 5 and 7: tables cover what was scheduled, and what may be written has one holder."""
+    for request in running:
+        blocks = kv.blocks_for(request.num_computed)
+        _must(len(request.table) >= blocks, f"request {request.id}: {len(request.table)} blocks, {blocks} needed")
+        _must(
+            all(0 <= b < kv.pool.num_blocks for b in request.table), f"request {request.id}: a block is not in the pool"
+        )
+        for block in request.table[request.num_computed // kv.block_size :]:
+            count = kv.pool.ref_counts[block]
+            _must(count == 1, f"request {request.id} may write block {block}, which has {count} holders")

@@ -1,0 +1,202 @@
+"""Block tables: which blocks hold a request's KV, how they are shared, and when they are given back."""
+
+from __future__ import annotations
+
+from quire.core.block_hash import BlockHasher
+from quire.core.block_pool import NULL_BLOCK, BlockPool
+from quire.core.prefix_cache import CACHES, Match
+from quire.core.request import Request
+
+
+class KVManager:
+    """Block tables of the requests, over one pool and one prefix cache.
+
+    Blocks that a step in flight may still write are kept until that step has committed.
+
+    Args:
+        num_blocks: size of the pool, the null block included.
+        block_size: tokens a block.
+        prefix_cache: "radix", "hash" or "off".
+        window: how many of the latest tokens each token attends to; None for all of them.
+        hasher: gives blocks their identity.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: str,
+        hasher: BlockHasher,
+        window: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.window = window
+        self.hasher = hasher
+        self.pool = BlockPool(num_blocks)
+        self.cache = CACHES[prefix_cache](self.pool, block_size)
+        self.num_deferred = 0
+        self._deferred: dict[int, list[int]] = {}  # by number of the last step that touches them
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks of the pool without the null block."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones, and cached ones that nobody holds."""
+        return self.pool.num_free + self.cache.num_idle
+
+    @property
+    def deferred(self) -> dict[int, list[int]]:
+        """Blocks kept for steps in flight, for checks."""
+        return self._deferred
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` positions."""
+        return -(-num_tokens // self.block_size)
+
+    def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at once, in chunks of at most `max_chunk` tokens."""
+        blocks = self.blocks_for(num_tokens)
+        return blocks if self.window is None else min(blocks, self.blocks_for(self.window + max_chunk) + 1)
+
+    # -- prefix cache --------------------------------------------------------------------------------------
+
+    def match(self, request: Request) -> Match:
+        """The longest cached head of a waiting request; its hashes up to its last full block are made here.
+
+        A request that asks for prompt log-probabilities reads nothing, since cached rows have no logits.
+        """
+        if not self.cache.caching:
+            return Match()
+        self._extend_hashes(request, len(request.tokens) // self.block_size)
+        if request.params.prompt_logprobs is not None:
+            return Match()
+        keys = request.keys.tobytes()
+        return self.cache.match(request.scope, keys, request.hashes, len(request.tokens) - 1)
+
+    def admit(self, request: Request, match: Match) -> None:
+        """Start a request's table with a match that was locked for it."""
+        request.table = [node.block for node in match.nodes]
+        request.tip = match.nodes[-1] if match.nodes else None
+        request.num_published = len(match.nodes)
+        request.num_computed = len(match.nodes) * self.block_size
+        if match.partial:
+            target = self._take()
+            request.copies = [(match.partial.block, target, match.partial_tokens)]
+            request.table.append(target)
+            request.num_computed += match.partial_tokens
+        request.num_committed = request.num_computed
+        request.num_sent = 0
+
+    def copied(self, request: Request, step: int) -> None:
+        """The request's copies are in step `step`; their sources stay locked until it has committed."""
+        for source, _, _ in request.copies:
+            self._defer(source, step)
+        request.copies = []
+
+    def publish(self, request: Request) -> list[bytes]:
+        """Offer the blocks that committed steps have filled to the prefix cache; returns their hashes."""
+        full = request.num_committed // self.block_size
+        if not self.cache.caching or full <= request.num_published:
+            return []
+        first = request.num_published
+        self._extend_hashes(request, full)
+        request.num_published = full
+        tip = request.tip if first else self.cache.root(request.scope, self.hasher.root(request.scope))
+        for index, key in enumerate(request.block_keys(first, full, self.block_size), start=first):
+            if tip is None or not tip.attached:
+                request.tip = None  # its head was evicted (a window passed it): the rest stays private
+                break
+            block = request.table[index]
+            tip = request.tip = self.cache.insert(tip, key, block, request.hashes[index])
+            if tip.block != block:
+                self._adopt(request, index, tip.block)
+        return request.hashes[first:full]
+
+    def _adopt(self, request: Request, index: int, block: int) -> None:
+        """Share the block that holds the same already, in place of the request's own."""
+        self.cache.retain(block)
+        self._give_back(request, [request.table[index]])
+        request.table[index] = block
+        request.num_sent = min(request.num_sent, index)
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        have = len(request.hashes)
+        if have < count:
+            parent = request.hashes[-1] if have else self.hasher.root(request.scope)
+            request.hashes += self.hasher.chain(parent, request.block_keys(have, count, self.block_size))
+
+    # -- tables --------------------------------------------------------------------------------------------
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make the table cover `num_tokens` positions; False, and nothing done, where blocks do not suffice."""
+        self._pass_window(request)
+        missing = self.blocks_for(num_tokens) - len(request.table)
+        if missing > self.num_available:
+            return False
+        for _ in range(missing):
+            request.table.append(self._take())
+        return True
+
+    def free(self, request: Request, *, keep_partial: bool = False) -> None:
+        """Give back a request's blocks, the last one first, so that heads outlive tails in the cache.
+
+        Args:
+            keep_partial: offer the last, partly filled block to the prefix cache.
+        """
+        if keep_partial and self.cache.caching:
+            self._publish_partial(request)
+        for source, _, _ in request.copies:  # never ran: its lock ends here
+            self.cache.release(source)
+        blocks, request.table, request.copies = request.table, [], []
+        request.tip, request.num_published = None, 0
+        self._give_back(request, [block for block in reversed(blocks) if block != NULL_BLOCK])
+
+    def step_committed(self, step: int) -> None:
+        """Steps commit in order: what waited for this one is given back."""
+        for block in self._deferred.pop(step, ()):
+            self.num_deferred -= 1
+            self.cache.release(block)
+
+    def _publish_partial(self, request: Request) -> None:
+        full, rest = divmod(request.num_committed, self.block_size)
+        if not rest or full != request.num_published:
+            return
+        tip = request.tip if full else self.cache.root(request.scope, self.hasher.root(request.scope))
+        if tip is not None and tip.attached:
+            key = request.key_bytes(full * self.block_size, full * self.block_size + rest)
+            self.cache.insert_partial(tip, key, request.table[full])
+
+    def _take(self) -> int:
+        if not self.pool.num_free:
+            self.cache.evict(1)
+        return self.pool.allocate()
+
+    def _give_back(self, request: Request, blocks: list[int]) -> None:
+        if request.num_in_flight:
+            for block in blocks:
+                self._defer(block, request.last_step)
+            return
+        for block in blocks:
+            self.cache.release(block)
+
+    def _defer(self, block: int, step: int) -> None:
+        self._deferred.setdefault(step, []).append(block)
+        self.num_deferred += 1
+
+    def _pass_window(self, request: Request) -> None:
+        """Give up the blocks that no later token of the request attends to."""
+        if self.window is None:
+            return
+        passed = max(0, request.num_computed - self.window + 1) // self.block_size
+        gone: list[int] = []
+        for index in range(min(passed, len(request.table)) - 1, -1, -1):
+            if request.table[index] == NULL_BLOCK:
+                break
+            if index >= request.num_published and self.cache.caching:
+                continue  # not committed yet: it is published first
+            gone.append(request.table[index])
+            request.table[index] = NULL_BLOCK
+        self._give_back(request, gone)

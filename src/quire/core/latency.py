@@ -1,0 +1,44 @@
+"""How many prompt tokens a step may take for decoding requests to keep their pace."""
+
+from __future__ import annotations
+
+_FORGET = 0.95
+"""Weight that an observation keeps with each newer one; old machine load is forgotten within some 50 steps."""
+
+
+class LatencyTarget:
+    """Steers the prompt share of a step toward a time between tokens.
+
+    A step's time is modelled as a + b * (prompt tokens), fitted to recent steps by least squares with
+    exponential forgetting; a holds whatever the decodes cost.
+
+    Args:
+        seconds: the time between tokens to aim for.
+        min_chunk: prompt tokens that a step may always take, so that a prompt never starves.
+    """
+
+    def __init__(self, seconds: float, min_chunk: int) -> None:
+        self._target = seconds
+        self._min_chunk = min_chunk
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, prompt_tokens: int, seconds: float) -> None:
+        """Learn from a step that ran beside decodes."""
+        x, y = float(prompt_tokens), seconds
+        self._n = self._n * _FORGET + 1
+        self._x = self._x * _FORGET + x
+        self._y = self._y * _FORGET + y
+        self._xx = self._xx * _FORGET + x * x
+        self._xy = self._xy * _FORGET + x * y
+
+    def budget(self, most: int) -> int:
+        """Prompt tokens for the next step: between `min_chunk` and `most`."""
+        spread = self._n * self._xx - self._x * self._x
+        if spread <= 0.0:  # no two steps with different shares yet: probe with twice the mean share
+            probe = int(2 * self._x / self._n) if self._n else 0
+            return max(self._min_chunk, min(most, probe))
+        slope = (self._n * self._xy - self._x * self._y) / spread
+        base = (self._y - slope * self._x) / self._n
+        if slope <= 0.0:
+            return most
+        return int(max(self._min_chunk, min(most, (self._target - base) / slope)))

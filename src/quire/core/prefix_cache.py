@@ -1,0 +1,323 @@
+"""Prefix caches: KV blocks that finished or running requests leave for others with the same prompt head.
+
+Both caches keep a tree with one node a block. A radix tree would usually merge a chain of such nodes into one
+edge; keeping them apart makes every lock and every eviction exact to the block, and there is nothing to split
+or to merge. A node is locked as often as its block has holders in the pool, so the tree keeps no counts of
+its own: who holds a block also holds all blocks before it.
+
+* `RadixCache` finds children by their very content, and after the last full block the child with the longest
+  common head, so a match is to the token.
+* `HashCache` finds nodes by their chained hash: whole blocks only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from quire.core.block_pool import NULL_BLOCK, BlockPool
+
+KEY_BYTES = 8
+"""A key id is a 64-bit integer: a token id, or a content hash where something other than a token stands."""
+
+
+class Node:
+    """One cached block, or the root of a scope (which has the null block).
+
+    Attributes:
+        key: the block's key ids as bytes; shorter than a block for a partly filled leaf.
+        children: by key. `order` has the same keys sorted, so that a key's neighbours are found by bisection.
+        last_used: the cache's tick when the block last lost its last holder.
+        attached: False once the node was evicted.
+    """
+
+    __slots__ = ("attached", "block", "children", "hash", "key", "last_used", "order", "parent", "scope")
+
+    def __init__(self, parent: Node | None, key: bytes, block: int, hash: bytes, scope: str) -> None:
+        self.parent = parent
+        self.key = key
+        self.block = block
+        self.hash = hash
+        self.scope = scope
+        self.children: dict[bytes, Node] = {}
+        self.order: list[bytes] = []
+        self.last_used = 0
+        self.attached = True
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest cached head of a prompt.
+
+    Attributes:
+        nodes: one a full block, from the start of the prompt.
+        partial: a node whose block begins with the next `partial_tokens` tokens, to be copied.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    partial: Node | None = None
+    partial_tokens: int = 0
+
+
+class PrefixCache:
+    """What the two caches share: the tree, locks, and eviction of the least recently used leaf.
+
+    With `caching` False nothing is ever kept or found (`prefix_cache="off"`).
+    """
+
+    caching = True
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.block_bytes = block_size * KEY_BYTES
+        self.nodes: dict[int, Node] = {}  # by block
+        self.roots: dict[str, Node] = {}  # by scope
+        self.num_idle = 0  # cached blocks without holders: all of them can be evicted
+        self.num_evicted = 0
+        self._tick = 0
+        # A heap of (last_used, serial, node); an entry that no longer holds is skipped when it comes up.
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._serial = 0
+
+    # -- finding -------------------------------------------------------------------------------------------
+
+    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
+        """The longest cached head of at most `limit` tokens.
+
+        Args:
+            scope: separates tenants and adapters.
+            keys: the prompt's key ids as bytes.
+            hashes: chained hashes of the prompt's full blocks.
+            limit: most tokens to match; at least one token is always left to compute.
+        """
+        raise NotImplementedError
+
+    def lock(self, match: Match) -> None:
+        """Hold all blocks of a match, so that nothing evicts them. The order of holders is parents first."""
+        for node in match.nodes:
+            self._hold(node)
+        if match.partial:
+            self._hold(match.partial)
+
+    def unlock(self, match: Match) -> None:
+        """Undo `lock`."""
+        if match.partial:
+            self.release(match.partial.block)
+        for node in reversed(match.nodes):
+            self.release(node.block)
+
+    def retain(self, block: int) -> None:
+        """Add a holder to a block."""
+        if self.pool.retain(block) and block in self.nodes:
+            self.num_idle -= 1
+
+    def release(self, block: int) -> None:
+        """Take a holder from a block: without holders it stays if it is cached, and is recycled if not."""
+        if not self.pool.release(block):
+            return
+        node = self.nodes.get(block)
+        if node is None:
+            self.pool.recycle(block)
+            return
+        self.num_idle += 1
+        self._tick += 1
+        node.last_used = self._tick
+        if not node.children:
+            self._push_leaf(node)
+
+    # -- keeping -------------------------------------------------------------------------------------------
+
+    def root(self, scope: str, root_hash: bytes) -> Node:
+        """The root of a scope, made when it is missing."""
+        node = self.roots.get(scope)
+        if node is None:
+            node = self.roots[scope] = Node(None, b"", NULL_BLOCK, root_hash, scope)
+        return node
+
+    def insert(self, parent: Node, key: bytes, block: int, hash: bytes) -> Node:
+        """Publish a full block that somebody holds; returns the node that stands for it.
+
+        Where equal content is there already, that node is returned and `block` stays private: the caller
+        takes over the node's block.
+        """
+        existing = parent.children.get(key)
+        if existing is not None:
+            return existing
+        node = Node(parent, key, block, hash, parent.scope)
+        self._attach(node)
+        return node
+
+    def insert_partial(self, parent: Node, key: bytes, block: int) -> None:
+        """Keep a finished request's last, partly filled block as a leaf; only the radix cache does."""
+
+    # -- giving up -----------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> int:
+        """Recycle up to `count` blocks without holders, least recently used first, leaves first."""
+        evicted = 0
+        while evicted < count:
+            node = self._pop_leaf() or self._oldest_idle()
+            if node is None:
+                break
+            evicted += self._detach(node)
+        self.num_evicted += evicted
+        return evicted
+
+    def clear(self) -> int:
+        """Evict everything that nobody holds."""
+        return self.evict(self.num_idle)
+
+    def _attach(self, node: Node) -> None:
+        parent = node.parent
+        if parent is None:
+            return
+        parent.children[node.key] = node
+        insort(parent.order, node.key)
+        self.nodes[node.block] = node
+
+    def _detach(self, node: Node) -> int:
+        """Take a node and all below it out of the tree; recycles what nobody holds and says how many."""
+        recycled, subtree = 0, [node]
+        parent = node.parent
+        if parent is not None:
+            del parent.children[node.key]
+            del parent.order[bisect_left(parent.order, node.key)]
+            if not parent.children:
+                self._became_leaf(parent)
+        while subtree:
+            lost = subtree.pop()
+            lost.attached = False
+            subtree.extend(lost.children.values())
+            del self.nodes[lost.block]
+            self._forget(lost)
+            if self.pool.ref_counts[lost.block] == 0:
+                self.num_idle -= 1
+                self.pool.recycle(lost.block)
+                recycled += 1
+        return recycled
+
+    def _became_leaf(self, node: Node) -> None:
+        if node.parent is None:
+            node.attached = False
+            del self.roots[node.scope]
+        elif self.pool.ref_counts[node.block] == 0:
+            self._push_leaf(node)
+
+    def _forget(self, node: Node) -> None:
+        """Drop what a subclass knows of a node that was detached."""
+
+    def _hold(self, node: Node) -> None:
+        if self.pool.retain(node.block):
+            self.num_idle -= 1
+
+    def _evictable(self, node: Node) -> bool:
+        return node.attached and not node.children and self.pool.ref_counts[node.block] == 0
+
+    def _push_leaf(self, node: Node) -> None:
+        self._serial += 1
+        heapq.heappush(self._leaves, (node.last_used, self._serial, node))
+        if len(self._leaves) > 2 * len(self.nodes) + 64:  # mostly stale: a hot leaf is pushed at every use
+            self._leaves = [e for e in self._leaves if self._evictable(e[2]) and e[0] == e[2].last_used]
+            heapq.heapify(self._leaves)
+
+    def _pop_leaf(self) -> Node | None:
+        while self._leaves:
+            last_used, _, node = heapq.heappop(self._leaves)
+            if self._evictable(node) and last_used == node.last_used:
+                return node
+        return None
+
+    def _oldest_idle(self) -> Node | None:
+        """An idle node with held blocks below it: only a sliding window, which gives up heads first, leaves such."""
+        idle = [node for node in self.nodes.values() if self.pool.ref_counts[node.block] == 0]
+        return min(idle, key=lambda node: node.last_used, default=None)
+
+
+class NoCache(PrefixCache):
+    """`prefix_cache="off"`: keeps nothing, finds nothing."""
+
+    caching = False
+
+    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
+        return Match()
+
+
+class RadixCache(PrefixCache):
+    """Children by content; the last, partly equal block is found too."""
+
+    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
+        match = Match()
+        node = self.roots.get(scope)
+        if node is None:
+            return match
+        size, end = self.block_bytes, limit * KEY_BYTES
+        start = 0
+        while start + size <= end:
+            child = node.children.get(keys[start : start + size])
+            if child is None:
+                break
+            match.nodes.append(child)
+            node, start = child, start + size
+        self._match_partial(match, node, keys[start : min(start + size, end)])
+        return match
+
+    def _match_partial(self, match: Match, node: Node, rest: bytes) -> None:
+        """Among sorted keys, the longest common head is a neighbour's."""
+        place = bisect_left(node.order, rest)
+        for key in node.order[max(place - 1, 0) : place + 1]:
+            tokens = common_tokens(key, rest)
+            if tokens > match.partial_tokens:
+                match.partial, match.partial_tokens = node.children[key], tokens
+
+    def insert(self, parent: Node, key: bytes, block: int, hash: bytes) -> Node:
+        node = super().insert(parent, key, block, hash)
+        place = bisect_left(parent.order, key)
+        if place > 0:
+            before = parent.children[parent.order[place - 1]]
+            if len(before.key) < len(key) and key.startswith(before.key) and self._evictable(before):
+                self._detach(before)  # the partly filled leaf says nothing that the full block does not
+        return node
+
+    def insert_partial(self, parent: Node, key: bytes, block: int) -> None:
+        place = bisect_left(parent.order, key)
+        covered = place < len(parent.order) and parent.order[place].startswith(key)
+        if not covered and key:
+            self._attach(Node(parent, key, block, b"", parent.scope))
+
+
+class HashCache(PrefixCache):
+    """Nodes by chained hash: whole blocks only."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        super().__init__(pool, block_size)
+        self._by_hash: dict[bytes, Node] = {}
+
+    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
+        match = Match()
+        for block_hash in hashes[: limit // self.block_size]:
+            node = self._by_hash.get(block_hash)
+            if node is None:
+                break
+            match.nodes.append(node)
+        return match
+
+    def _attach(self, node: Node) -> None:
+        super()._attach(node)
+        self._by_hash[node.hash] = node
+
+    def _forget(self, node: Node) -> None:
+        del self._by_hash[node.hash]
+
+
+CACHES: dict[str, type[PrefixCache]] = {"radix": RadixCache, "hash": HashCache, "off": NoCache}
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many key ids two keys have in common at their heads."""
+    length = min(len(a), len(b))
+    for start in range(0, length, KEY_BYTES):
+        if a[start : start + KEY_BYTES] != b[start : start + KEY_BYTES]:
+            return start // KEY_BYTES
+    return length // KEY_BYTES

@@ -1,0 +1,198 @@
+"""A request as the scheduler sees it, and what it tells the outside."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from quire.core.prefix_cache import KEY_BYTES, Node
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo, TokenLogprobs
+
+
+class Status(enum.Enum):
+    """Where a request is. `HELD`: another request is computing the block that this one needs next."""
+
+    WAITING = "waiting"
+    HELD = "held"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Times (seconds, on the caller's clock) and counts of one request.
+
+    Attributes:
+        arrived, admitted, first_token, finished: when each happened; None while it has not.
+        prefill_seconds, decode_seconds: time inside steps that computed its prompt, and its output.
+        steps: steps that it took part in.
+        preemptions: how often it lost its blocks.
+    """
+
+    arrived: float
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """What one commit yielded for one request. The one with a `finish_reason` is the last.
+
+    Attributes:
+        finish_reason: "stop", "length", "abort" or "error".
+        stop_reason: the token id that ended it, if one did.
+        cached_tokens: prompt tokens that were found in the prefix cache at first admission.
+    """
+
+    request: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    stats: RequestStats | None = None
+
+
+class Request:
+    """One sequence on its way through the engine. The `n` choices of a user's request are one of these each.
+
+    Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
+    steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
+    in flight have run.
+
+    Attributes:
+        id: the engine's own number; also the order of arrival.
+        tokens: prompt and output token ids known so far.
+        keys: the same as 64-bit key ids, for caches.
+        table: block ids from position 0 on; 0 where a window has passed.
+        num_sent: how many entries of `table` the runner knows.
+        copies: block heads to copy when the next span runs: (source, destination, tokens).
+        num_committed: positions whose steps have committed since the last admission.
+        num_published: full blocks offered to the prefix cache since the last admission.
+        tip: node of the last published block.
+        high_water: most positions ever computed at a preemption; below it, the request is recomputing.
+        num_in_flight: steps in flight that hold a span of this request; `last_step` is the newest one's number.
+        num_scored: rows whose prompt log-probability was asked for already.
+    """
+
+    __slots__ = (
+        "bad_words",
+        "choice",
+        "copies",
+        "hashes",
+        "high_water",
+        "id",
+        "keys",
+        "known_to_runner",
+        "last_step",
+        "max_tokens",
+        "num_cached",
+        "num_committed",
+        "num_computed",
+        "num_in_flight",
+        "num_pending",
+        "num_prompt",
+        "num_published",
+        "num_scored",
+        "num_sent",
+        "order",
+        "params",
+        "scope",
+        "stats",
+        "status",
+        "stop_token_ids",
+        "table",
+        "tip",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        choice: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        bad_words: list[list[int]] | None = None,
+        scope: str = "",
+        arrived: float = 0.0,
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.choice = choice
+        self.max_tokens = max_tokens
+        self.stop_token_ids = stop_token_ids
+        self.bad_words = bad_words or []
+        self.scope = scope
+        self.order = (0, id)
+        self.status = Status.WAITING
+        self.stats = RequestStats(arrived)
+
+        self.tokens = list(prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.keys = array("q", self.tokens)
+        self.hashes: list[bytes] = []
+        self.num_computed = 0
+        self.num_pending = 0
+        self.num_cached = 0
+        self.high_water = 0
+        self.num_scored = 0
+        self.known_to_runner = False
+
+        self.table: list[int] = []
+        self.num_sent = 0
+        self.copies: list[tuple[int, int, int]] = []
+        self.num_committed = 0
+        self.num_published = 0
+        self.tip: Node | None = None
+        self.num_in_flight = 0
+        self.last_step = -1
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens known so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that could be computed next: one for a decoding request, none when it must wait for a commit."""
+        total = len(self.tokens) + self.num_pending
+        if total - self.num_prompt >= self.max_tokens:
+            return 0  # the last token is sampled; nothing needs its KV
+        return total - self.num_computed
+
+    def key_bytes(self, start: int, end: int) -> bytes:
+        """Key ids of positions `start` to `end` as bytes."""
+        return self.keys[start:end].tobytes()
+
+    def block_keys(self, first: int, last: int, block_size: int) -> list[bytes]:
+        """Key ids of the full blocks `first` to `last - 1`, one entry each."""
+        data, size = self.key_bytes(first * block_size, last * block_size), block_size * KEY_BYTES
+        return [data[start : start + size] for start in range(0, len(data), size)]
+
+    def append(self, tokens: list[int]) -> None:
+        self.tokens.extend(tokens)
+        self.keys.extend(tokens)
+
+    def info(self) -> RequestInfo:
+        """What the runner must know, with the output so far in case it is a fresh runner."""
+        return RequestInfo(
+            request=self.id,
+            params=self.params,
+            choice=self.choice,
+            prompt_token_ids=self.tokens[: self.num_prompt],
+            output_token_ids=self.tokens[self.num_prompt :],
+            stop_token_ids=self.stop_token_ids,
+            bad_words=self.bad_words,
+        )

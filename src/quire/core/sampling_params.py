@@ -1,0 +1,306 @@
+"""How to sample one request: `SamplingParams`, and the limits of every field.
+
+A leaf: anyone may import it. Every value is checked when the object is made, so that whoever holds a
+`SamplingParams` holds a valid one; only what depends on the model waits for `check_against`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import msgspec
+from msgspec.structs import force_setattr, replace
+
+from quire.errors import SamplingParamsError, TokenOutOfRangeError
+
+MAX_N = 128
+MAX_TEMPERATURE = 100.0
+GREEDY_TEMPERATURE = 1e-5
+"""Below this temperature (0 included) the most likely token is taken: fp32 could not scale the logits."""
+MAX_ADDITIVE_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS_ENTRIES = 4096
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
+MAX_LOGPROBS = 20
+MAX_CACHE_SALT_LENGTH = 256
+MAX_INT32 = (1 << 31) - 1
+MAX_INT64 = (1 << 63) - 1
+
+NEUTRAL: dict[str, float | int] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What the fields mean that a checkpoint's `generation_config.json` may set, where it does not set them."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample one request. All fields are keywords; sequences are stored as tuples.
+
+    The filters act in this order: penalties; bias and masks; temperature; min_p; top_k; top_p.
+
+    Attributes:
+        n: how many choices to make of the prompt.
+        temperature: the logits are divided by it; 0 takes the most likely token. None: the checkpoint's
+            `generation_config.json`, else 1.
+        top_p: keep the fewest most likely tokens whose probabilities add up to this. None: as above, else 1.
+        top_k: keep this many of the most likely tokens; 0 is off. None: as above, else 0.
+        min_p: keep tokens at least this times as likely as the most likely one. None: as above, else 0.
+        presence_penalty: subtracted once from the logit of every token in the output so far.
+        frequency_penalty: subtracted once for every time that the token stands in the output so far.
+        repetition_penalty: logits of tokens in the prompt or the output are divided by it where positive
+            and multiplied where negative (Keskar et al. 2019). None: as above, else 1.
+        seed: keys the noise; None draws one at admission.
+        stop: one or more strings that end the text; they are not part of it unless
+            `include_stop_str_in_output`.
+        stop_token_ids: further token ids that end the request.
+        min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many
+            tokens.
+        max_tokens: at most this many tokens; None is what is left of the context.
+        ignore_eos: the model's end-of-sequence tokens do not end the request.
+        logit_bias: added to the logits of these token ids.
+        allowed_token_ids: all other ids are masked.
+        bad_words: strings that must not be generated: the last token of each is masked behind the others.
+        logprobs: also return the log-probabilities of the sampled token and of this many best ones.
+        prompt_logprobs: the same for the prompt's tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        priority: lower runs first, under the `priority` scheduling policy.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+
+    Raises:
+        SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts
+            another field.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            force_setattr(self, name, check(name, value))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SamplingParamsError(
+                f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
+                "min_tokens must not be the larger one"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise. Only resolved parameters know."""
+        return self.temperature is not None and self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, always as a tuple."""
+        return tuple(self.stop or ())
+
+    def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """A copy in which no field is None that `NEUTRAL` names.
+
+        `defaults` is the checkpoint's `generation_config.json` (other keys are ignored), or nothing for
+        neutral values. Raises `SamplingParamsError` where a value there is not valid.
+        """
+        changes: dict[str, float | int] = {}
+        for name, neutral in NEUTRAL.items():
+            if getattr(self, name) is None:
+                given = (defaults or {}).get(name)
+                changes[name] = neutral if given is None else given
+        if not changes:
+            return self
+        try:
+            return replace(self, **changes)
+        except SamplingParamsError as error:
+            raise SamplingParamsError(
+                f"the checkpoint's generation_config.json: {error}; set it, or use generation_config='off'"
+            ) from error
+
+    def check_against(self, vocab_size: int, max_model_len: int | None = None) -> None:
+        """Checks what depends on the model: token ids below `vocab_size`, lengths within `max_model_len`.
+
+        Raises `TokenOutOfRangeError` or `SamplingParamsError`.
+        """
+        named: dict[str, Iterable[int] | None] = {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids,
+            "logit_bias": self.logit_bias,
+        }
+        for name, ids in named.items():
+            largest = max(ids or (0,))
+            if largest >= vocab_size:
+                raise TokenOutOfRangeError(
+                    f"{name} has the token id {largest}, but the model's ids are 0 to {vocab_size - 1}"
+                )
+        for name, length in {"max_tokens": self.max_tokens, "min_tokens": self.min_tokens}.items():
+            if max_model_len is not None and length is not None and length > max_model_len:
+                raise SamplingParamsError(
+                    f"{name} is {length}, more than the context of {max_model_len} tokens; "
+                    "lower it or raise max_model_len"
+                )
+
+
+def _refuse(name: str, value: object, allowed: str, hint: str = "") -> SamplingParamsError:
+    try:
+        shown = repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        shown = f"a huge {type(value).__name__}"
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return SamplingParamsError(f"{name} is {shown}; it must be {allowed}" + (f" ({hint})" if hint else ""))
+
+
+_Check = Callable[[str, Any], Any]
+
+
+def _integer(low: int, high: int, hint: str = "") -> _Check:
+    def check(name: str, value: Any) -> int:
+        # bool is an Integral too, but True is not a count. numpy's integers are welcome.
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise _refuse(name, value, f"an integer from {low} to {high}", hint)
+        number = operator.index(value)
+        if not low <= number <= high:
+            raise _refuse(name, value, f"an integer from {low} to {high}", hint)
+        return number
+
+    return check
+
+
+def _number(low: float, high: float, hint: str = "", above_low: bool = False) -> _Check:
+    allowed = f"a number {'above' if above_low else 'of at least'} {low:g} and at most {high:g}"
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise _refuse(name, value, allowed, hint)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        # NaN fails every comparison, so it is refused here too.
+        if not (low < number if above_low else low <= number) or not number <= high:
+            raise _refuse(name, value, allowed, hint)
+        return number
+
+    return check
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False")
+    return value
+
+
+def _text(name: str, value: Any, max_length: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
+        raise _refuse(name, value, f"a string of 1 to {max_length} characters")
+    return value
+
+
+def _salt(name: str, value: Any) -> str:
+    return _text(name, value, MAX_CACHE_SALT_LENGTH)
+
+
+def _sequence(name: str, value: Any, max_length: int, what: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise _refuse(name, value, f"a list of {what}")
+    if len(value) > max_length:
+        raise SamplingParamsError(f"{name} has {len(value)} entries; at most {max_length} are allowed")
+    return value
+
+
+def _texts(max_count: int, max_length: int) -> _Check:
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        given = _sequence(name, [value] if isinstance(value, str) else value, max_count, "strings")
+        return tuple(_text(f"{name}[{i}]", text, max_length) for i, text in enumerate(given))
+
+    return check
+
+
+_token_id = _integer(0, MAX_INT32)
+
+
+def _token_ids(max_count: int, may_be_empty: bool = True) -> _Check:
+    def check(name: str, value: Any) -> tuple[int, ...]:
+        given = _sequence(name, value, max_count, "token ids")
+        if not given and not may_be_empty:
+            raise _refuse(name, value, "None or at least one token id", "an empty list would allow nothing")
+        return tuple(_token_id(f"{name}[{i}]", token) for i, token in enumerate(given))
+
+    return check
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise _refuse(name, value, "a dict from token id to a number")
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise SamplingParamsError(f"{name} has {len(value)} entries; at most {MAX_LOGIT_BIAS_ENTRIES} are allowed")
+    number = _number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "to forbid a token use bad_words or -100")
+    return {_token_id(f"a key of {name}", key): number(f"{name}[{key}]", bias) for key, bias in value.items()}
+
+
+_CHECKS: dict[str, _Check] = {
+    "n": _integer(1, MAX_N),
+    "temperature": _number(0.0, MAX_TEMPERATURE, "0 is greedy"),
+    "top_p": _number(0.0, 1.0, "1 is off; for greedy sampling set temperature=0", above_low=True),
+    "top_k": _integer(0, MAX_INT32, "0 is off"),
+    "min_p": _number(0.0, 1.0, "0 is off"),
+    "presence_penalty": _number(-MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
+    "frequency_penalty": _number(-MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
+    "repetition_penalty": _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "1 is off"),
+    "seed": _integer(-MAX_INT64 - 1, MAX_INT64),
+    "stop": _texts(MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+    "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS),
+    "include_stop_str_in_output": _boolean,
+    "min_tokens": _integer(0, MAX_INT32),
+    "max_tokens": _integer(1, MAX_INT32, "None is what is left of the context"),
+    "ignore_eos": _boolean,
+    "logit_bias": _bias,
+    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),
+    "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+    "logprobs": _integer(0, MAX_LOGPROBS, "0 returns the sampled token's alone"),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS, "0 returns the prompt token's alone"),
+    "skip_special_tokens": _boolean,
+    "priority": _integer(-MAX_INT32 - 1, MAX_INT32),
+    "cache_salt": _salt,
+}
+
+_OPTIONAL = frozenset(
+    name
+    for name, default in zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
+    if default is None
+)

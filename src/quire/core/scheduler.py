@@ -1,0 +1,467 @@
+"""Which tokens of which requests the next step computes.
+
+One order rules everything: (priority, arrival), kept through preemption. A step holds first one token for every
+decoding request, then chunks of the prompts that are part-way, then waiting requests. Its doors are `add`,
+`abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+
+from quire.config import EngineConfig
+from quire.core.kv_manager import KVManager
+from quire.core.latency import LatencyTarget
+from quire.core.prefix_cache import Match
+from quire.core.request import Request, RequestUpdate, Status
+from quire.core.step import FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
+from quire.errors import RequestError, RequestTooLargeError
+
+
+class Scheduler:
+    """Decides the steps of one engine.
+
+    Args:
+        config: budgets and policy.
+        kv: block tables and prefix cache.
+        max_model_len: longest context; without chunked prefill, the largest chunk.
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVManager, max_model_len: int) -> None:
+        self.config = config
+        self.kv = kv
+        self.requests: dict[int, Request] = {}
+        self.running: list[Request] = []  # in order
+        self.in_flight: deque[_Flight] = deque()
+        self.num_preemptions = 0
+        self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap; entries of the dead are skipped
+        self._held: dict[bytes, list[Request]] = {}  # by the hash of the block they wait for
+        self._computing: dict[bytes, Request] = {}  # who computes the prompt block of a hash
+        self._ended: list[int] = []  # for the runner to forget
+        self._updates: list[RequestUpdate] = []  # ends that no commit yielded
+        self._next_number = 0
+        self._chunked = config.enable_chunked_prefill
+        limit = config.long_prefill_token_threshold or max_model_len
+        self._max_chunk = min(limit, config.max_num_batched_tokens)
+        target = config.target_itl_ms
+        self._latency = LatencyTarget(target / 1000, config.min_chunk) if target else None
+
+    # -- doors ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestTooLargeError: it could never fit into the pool, even alone.
+        """
+        if request.id in self.requests:
+            raise RequestError(f"request id {request.id} is in use; ids must be unique")
+        needed = self.kv.peak_blocks(request.num_prompt + request.max_tokens, self._max_chunk)
+        if needed > self.kv.num_usable:
+            raise RequestTooLargeError(
+                f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {needed} KV "
+                f"blocks of {self.kv.block_size} tokens, but the pool has {self.kv.num_usable}; lower max_tokens, "
+                "or give the engine more with kv_cache_memory or num_kv_blocks"
+            )
+        priority = request.params.priority if self.config.scheduling_policy == "priority" else 0
+        request.order = (priority, request.id)
+        self.requests[request.id] = request
+        self._enqueue(request)
+
+    def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
+        """End a request wherever it is; one that is not there is ignored.
+
+        Args:
+            reason: "abort", or "stop" where the client's side found a stop string.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, now, keep_partial=reason == "stop")
+            self._updates.append(self._terminal(request, reason))
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None where nothing can run now."""
+        step = _Step(self.config.max_num_batched_tokens)
+        self._choose_decodes(step)
+        self._limit_prefill(step)
+        self._choose_prefills(step)
+        self._choose_waiting(step, now)
+        return self._plan(step) if step.chosen else None
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
+        """Take in what a step yielded; the updates say what each request got."""
+        flight = self.in_flight.popleft()
+        if not plan.number == result.number == flight.number:
+            raise RuntimeError(f"step {flight.number} must commit next, not plan {plan.number} / {result.number}")
+        for request, _ in flight.requests:
+            request.num_in_flight -= 1
+        self.kv.step_committed(plan.number)
+        updates = self.take_updates()
+        for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
+            if request.status is not Status.FINISHED:
+                update = self._commit_span(
+                    request, span, outcome, preemptions == request.stats.preemptions, now, result.seconds
+                )
+                if update is not None:
+                    updates.append(update)
+        if self._latency and flight.num_decodes:
+            self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
+        return updates
+
+    def take_updates(self) -> list[RequestUpdate]:
+        """Terminal updates of requests that were aborted since the last call."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    # -- what the outside may know -------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """No request is waiting or running."""
+        return not self.requests
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, in the queue or for another's prefix."""
+        return len(self.requests) - len(self.running)
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    def _choose_decodes(self, step: _Step) -> None:
+        """One token for every decoding request."""
+        for request in list(self.running):
+            if request.status is Status.RUNNING and request.num_remaining == 1 and self._reserve(request, 1, step):
+                step.choose(request, 1)
+                step.num_decodes += 1
+
+    def _limit_prefill(self, step: _Step) -> None:
+        if self._latency and step.num_decodes:
+            step.budget = min(step.budget, self._latency.budget(step.budget))
+
+    def _choose_prefills(self, step: _Step) -> None:
+        """Further chunks of the prompts that are part-way, the oldest first."""
+        for request in list(self.running):
+            if request.status is Status.RUNNING and request.num_remaining > 1:
+                count = self._chunk(request.num_remaining, step)
+                if count and self._reserve(request, count, step):
+                    step.choose(request, count)
+                    step.num_partial += count < request.num_remaining
+                else:
+                    step.num_partial += 1
+
+    def _choose_waiting(self, step: _Step, now: float) -> None:
+        """Admit waiting requests in order; the head of the queue is never bypassed for blocks."""
+        aside: list[Request] = []
+        while step.budget > 0:
+            request = self._pop_waiting()
+            if request is None:
+                break
+            if request.num_pending:  # preempted while a step of it is in flight: its last token is not known yet
+                aside.append(request)
+            elif not self._admit(request, step, now) and request.status is not Status.HELD:
+                aside.append(request)
+                break
+        for request in aside:
+            self._enqueue(request)
+
+    def _chunk(self, remaining: int, step: _Step) -> int:
+        """Tokens that a prompt with `remaining` ones may take now."""
+        count = min(remaining, step.budget, self._max_chunk)
+        return count if self._chunked or count == remaining else 0
+
+    def _admit(self, request: Request, step: _Step, now: float) -> bool:
+        """Give a waiting request its first chunk; False if it must go on waiting."""
+        seats_taken = len(self.running) >= self.config.max_num_seqs
+        if seats_taken and self._outranked(request) is None:
+            return False
+        match = self.kv.match(request)
+        if self._hold(request, match):
+            return False
+        if self.kv.num_available <= self.kv.blocks_for(len(request.tokens)):
+            match.partial, match.partial_tokens = None, 0  # copying holds a block more: not in a tight pool
+        if self._admit_match(request, match, step, now, seats_taken):
+            return True
+        # Alone and still too large: a match may hold more than a sliding window needs. Do without it.
+        return not self.running and bool(match.nodes) and self._admit_match(request, Match(), step, now, False)
+
+    def _admit_match(self, request: Request, match: Match, step: _Step, now: float, seats_taken: bool) -> bool:
+        cached = len(match.nodes) * self.kv.block_size + match.partial_tokens
+        remaining = len(request.tokens) - cached
+        count = self._chunk(remaining, step)
+        if not count or (count < remaining and step.num_partial >= self.config.max_num_partial_prefills):
+            return False
+        self.kv.cache.lock(match)
+        fits = self._find_blocks(request, match, cached + count, seats_taken, step)
+        if not fits:
+            self.kv.cache.unlock(match)
+            return False
+        self.kv.admit(request, match)
+        self.kv.reserve(request, cached + count)
+        self._start(request, now)
+        step.choose(request, count)
+        step.num_partial += count < remaining
+        return True
+
+    def _find_blocks(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: _Step) -> bool:
+        """Whether the locked match can grow to `num_tokens`; makes room by preempting lower priorities.
+
+        A request that was preempted comes back only when all its tokens fit while one free block remains for
+        each running request; otherwise it would soon be the victim again.
+        """
+        while True:
+            needed = self.kv.blocks_for(num_tokens) - len(match.nodes)
+            if request.stats.preemptions:
+                all_tokens = self.kv.peak_blocks(len(request.tokens), self._max_chunk) - len(match.nodes)
+                needed = max(needed, all_tokens) + len(self.running)
+            if needed <= self.kv.num_available and not seats_taken:
+                return True
+            victim = self._outranked(request)
+            if victim is None or self.kv.num_deferred:
+                return False
+            self._preempt(victim, step)
+            seats_taken = False
+
+    def _start(self, request: Request, now: float) -> None:
+        if request.stats.admitted is None:
+            request.stats.admitted = now
+            request.num_cached = request.num_computed
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_order)
+        for block_hash in request.hashes[request.num_published :]:
+            self._computing.setdefault(block_hash, request)
+
+    # -- waiting for another's prefix ----------------------------------------------------------------------
+
+    def _hold(self, request: Request, match: Match) -> bool:
+        """Hold back a request whose next blocks another one is computing, until that one has the last of them."""
+        if request.params.prompt_logprobs is not None:
+            return False
+        awaited = None
+        for block_hash in request.hashes[len(match.nodes) : (len(request.tokens) - 1) // self.kv.block_size]:
+            if block_hash not in self._computing:
+                break
+            awaited = block_hash
+        if awaited is None:
+            return False
+        request.status = Status.HELD
+        self._held.setdefault(awaited, []).append(request)
+        return True
+
+    def _computed(self, hashes: list[bytes], leader: Request) -> None:
+        """`leader` no longer computes these blocks: whoever waits for one goes back to the queue."""
+        for block_hash in hashes:
+            if self._computing.get(block_hash) is leader:
+                del self._computing[block_hash]
+                for request in self._held.pop(block_hash, ()):
+                    self._enqueue(request)
+
+    # -- the queue -----------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def _pop_waiting(self) -> Request | None:
+        while self._waiting:
+            request = heapq.heappop(self._waiting)[1]
+            if request.status is Status.WAITING:
+                return request
+        return None
+
+    def _drop_dead_entries(self) -> None:
+        """Keep the heap in proportion to the living, at constant cost an abort."""
+        if len(self._waiting) > 2 * self.num_waiting + 64:
+            self._waiting = [entry for entry in self._waiting if entry[1].status is Status.WAITING]
+            heapq.heapify(self._waiting)
+
+    # -- preemption ----------------------------------------------------------------------------------------
+
+    def _reserve(self, request: Request, count: int, step: _Step) -> bool:
+        """Blocks for a running request's next `count` tokens; preempts later ones, and yields if there are none."""
+        while not self.kv.reserve(request, request.num_computed + count):
+            victim = self._victim(request)
+            if victim is None or self.kv.num_deferred:  # what steps in flight hold comes back when they commit
+                return False
+            self._preempt(victim, step)
+        return True
+
+    def _victim(self, requester: Request) -> Request | None:
+        """The last request behind `requester`; one that is still recomputing only as the last resort."""
+        last = None
+        for request in reversed(self.running):
+            if request.order <= requester.order:
+                break
+            if request.num_computed >= request.high_water:
+                return request
+            last = last or request
+        return last
+
+    def _outranked(self, request: Request) -> Request | None:
+        """Under `priority`, the last running request of strictly lower priority."""
+        last = self.running[-1] if self.running else None
+        return last if last is not None and last.order[0] > request.order[0] else None
+
+    def _preempt(self, victim: Request, step: _Step) -> None:
+        """Take a request's blocks; it will compute its tokens again, and get the same ones."""
+        step.withdraw(victim)
+        self.running.remove(victim)
+        self._computed(victim.hashes[victim.num_published :], victim)
+        self.kv.free(victim)
+        victim.high_water = max(victim.high_water, victim.num_computed)
+        victim.num_computed = victim.num_committed = 0
+        victim.stats.preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(victim)
+
+    # -- plans ---------------------------------------------------------------------------------------------
+
+    def _plan(self, step: _Step) -> StepPlan:
+        plan = StepPlan(self._next_number, [], ended=self._ended)
+        flight = _Flight(plan.number, [], step.num_decodes)
+        self._next_number += 1
+        self._ended = []
+        for request, count in step.chosen.items():
+            if not request.known_to_runner:
+                request.known_to_runner = True
+                plan.started.append(request.info())
+            plan.spans.append(self._span(request, count, plan.number))
+            plan.num_tokens += count
+            flight.requests.append((request, request.stats.preemptions))
+        self.in_flight.append(flight)
+        return plan
+
+    def _span(self, request: Request, count: int, number: int) -> Span:
+        """The span of a request's next `count` tokens; the request counts them as computed from here on."""
+        start = request.num_computed
+        end = start + count
+        tokens = request.tokens[start:end]
+        if len(tokens) < count:
+            tokens.append(FROM_PREVIOUS)
+        num_sampled = int(end == len(request.tokens) + request.num_pending)
+        span = Span(request.id, start, tokens, num_sampled)
+        if request.params.prompt_logprobs is not None:
+            span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
+        if len(request.table) > request.num_sent:
+            span.table_start = request.num_sent
+            span.blocks = request.table[request.num_sent :]
+            request.num_sent = len(request.table)
+        if request.copies:
+            span.copies = request.copies
+            self.kv.copied(request, number)
+        request.num_computed = end
+        request.num_pending += num_sampled
+        request.num_in_flight += 1
+        request.last_step = number
+        return span
+
+    # -- commits -------------------------------------------------------------------------------------------
+
+    def _commit_span(
+        self, request: Request, span: Span, outcome: SpanResult, current: bool, now: float, seconds: float
+    ) -> RequestUpdate | None:
+        """Take in one span's outcome; `current` is False if the request was preempted since it was planned.
+
+        Then its blocks are gone, but its tokens are as good as any: they are kept.
+        """
+        stats = request.stats
+        stats.steps += 1
+        if span.start < request.num_prompt:
+            stats.prefill_seconds += seconds
+        else:
+            stats.decode_seconds += seconds
+        request.num_pending -= span.num_sampled
+        if outcome.error is not None:
+            self._end(request, now)
+            return self._terminal(request, "error", error=outcome.error)
+        if current:
+            request.num_committed = span.start + len(span.tokens)
+            if request.num_committed // self.kv.block_size > request.num_published:
+                self._computed(self.kv.publish(request), request)
+        if not outcome.tokens and not outcome.prompt_logprobs:
+            return None
+        if outcome.tokens and stats.first_token is None:
+            stats.first_token = now
+        update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
+        if outcome.prompt_logprobs:
+            update.prompt_logprobs = outcome.prompt_logprobs[max(0, request.num_scored - span.start) :]
+            request.num_scored += len(update.prompt_logprobs)
+        request.append(outcome.tokens)
+        self._finish_if_done(request, update, now)
+        return update
+
+    def _finish_if_done(self, request: Request, update: RequestUpdate, now: float) -> None:
+        """End a request at a stop token or at its length."""
+        if not update.tokens:
+            return
+        last, num_output = update.tokens[-1], len(request.tokens) - request.num_prompt
+        if last in request.stop_token_ids and num_output >= request.params.min_tokens:
+            update.finish_reason = "stop"
+            update.stop_reason = last if last in (request.params.stop_token_ids or ()) else None
+        elif num_output >= request.max_tokens:
+            update.finish_reason = "length"
+        else:
+            return
+        update.stats = request.stats
+        self._end(request, now, keep_partial=True)
+
+    def _end(self, request: Request, now: float, keep_partial: bool = False) -> None:
+        """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._computed(request.hashes[request.num_published :], request)
+            self.kv.free(request, keep_partial=keep_partial)
+        elif request.status is Status.HELD:
+            for held in self._held.values():
+                if request in held:
+                    held.remove(request)
+        request.status = Status.FINISHED
+        request.stats.finished = now
+        del self.requests[request.id]
+        self._drop_dead_entries()
+        if request.known_to_runner:
+            self._ended.append(request.id)
+
+    def _terminal(self, request: Request, reason: str, error: str | None = None) -> RequestUpdate:
+        return RequestUpdate(
+            request.id,
+            finish_reason=reason,
+            error=error,
+            cached_tokens=request.num_cached,
+            stats=request.stats,
+        )
+
+
+class _Step:
+    """The step being made: tokens chosen for each request, and what is left of the budget."""
+
+    __slots__ = ("budget", "chosen", "num_decodes", "num_partial")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chosen: dict[Request, int] = {}
+        self.num_decodes = 0
+        self.num_partial = 0  # prompts that will still be part-way after this step
+
+    def choose(self, request: Request, count: int) -> None:
+        self.chosen[request] = count
+        self.budget -= count
+
+    def withdraw(self, request: Request) -> None:
+        self.budget += self.chosen.pop(request, 0)
+
+
+class _Flight:
+    """A step in flight: its requests, each with its count of preemptions when the step was planned."""
+
+    __slots__ = ("num_decodes", "number", "requests")
+
+    def __init__(self, number: int, requests: list[tuple[Request, int]], num_decodes: int) -> None:
+        self.number = number
+        self.requests = requests
+        self.num_decodes = num_decodes
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

@@ -1,0 +1,129 @@
+"""The plan of one step and what came of it: all that passes between deciding and computing.
+
+A step is a list of spans: *run these tokens of this request from this position*. A whole prompt, a chunk
+of one, one decoded token, and a row of drafted tokens to verify are the same thing with another length.
+
+Spans are mutable and slotted because hundreds are made every step; nobody changes one after `schedule`
+has returned it. This module is a leaf: anyone may import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.core.sampling_params import SamplingParams
+
+FROM_PREVIOUS = -1
+"""Stands for a token id in a span: the token that this request's previous step sampled."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Run `tokens` of one request from position `start`.
+
+    Attributes:
+        request: the engine's own number of the request.
+        start: position of the first token. With `start_follows` it is an upper bound.
+        tokens: ids; `FROM_PREVIOUS` where the previous step's sample goes.
+        num_sampled: how many of the last rows are sampled: 0 for part of a prompt, 1 as a rule,
+            1 + drafts when drafts are verified.
+        targets: the prompt tokens that rows 0, 1, ... should have predicted; empty unless the request asks
+            for prompt log-probabilities. The last one may lie in the next span.
+        table_start: `blocks`, if there are any, replace the request's block table from this index on.
+        blocks: block ids that are new in the table since the request's last span.
+        copies: (source, destination, tokens): block heads to copy before anything of this step is computed.
+        parents: for drafts, the row that each row continues; None where each continues the one before.
+        start_follows: the true start is the previous step's start plus what it accepted.
+    """
+
+    request: int
+    start: int
+    tokens: list[int]
+    num_sampled: int = 0
+    targets: Sequence[int] = ()
+    table_start: int = 0
+    blocks: Sequence[int] = ()
+    copies: Sequence[tuple[int, int, int]] = ()
+    parents: Sequence[int] | None = None
+    start_follows: bool = False
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """What the runner must know of a request beside its spans; sent once, with its first span.
+
+    Attributes:
+        request: the engine's own number of the request.
+        params: how to sample. `params.seed` is set.
+        choice: which of the `n` choices this is: part of the noise key.
+        prompt_token_ids: the prompt (penalties count it).
+        output_token_ids: tokens made before, when a request is resumed on a fresh runner.
+        stop_token_ids: ids that end the request, so that `min_tokens` can mask them.
+        bad_words: token sequences of which the last token must not follow the others.
+    """
+
+    request: int
+    params: SamplingParams
+    choice: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """All that a step needs.
+
+    Attributes:
+        number: counts up by one; a gap means that full state must be sent again.
+        spans: at most one a request.
+        started: requests that the runner has not seen yet.
+        ended: requests that the runner may forget before it runs this step.
+        num_tokens: the sum of the spans' lengths.
+    """
+
+    number: int
+    spans: list[Span]
+    started: list[RequestInfo] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token that stands there first, then the best ones.
+
+    `ids`, `values` (natural log, of the raw distribution) and `ranks` (1 is the most likely) run in parallel.
+    """
+
+    ids: list[int]
+    values: list[float]
+    ranks: list[int]
+
+
+@dataclass(slots=True)
+class SpanResult:
+    """What one span yielded.
+
+    Attributes:
+        tokens: the sampled ids, at most the span's `num_sampled`.
+        logprobs: one entry a sampled token, when asked for.
+        prompt_logprobs: one entry a target, when asked for.
+        error: why this request must end (its logits were not finite); None when all is well.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step yielded: one result a span, in the plan's order, and how long it ran."""
+
+    number: int
+    spans: list[SpanResult]
+    seconds: float = 0.0

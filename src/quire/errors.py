@@ -1,0 +1,110 @@
+"""Every error that Quire raises on purpose, one class a cause.
+
+A message says what is wrong, the value found, what is allowed, and what to do.
+This module is a leaf: it imports nothing of Quire, and anyone may import it.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """The root of all errors that Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """An engine option is unknown, out of range, or at odds with another one."""
+
+
+class MemoryPlanError(ConfigError):
+    """The memory that was granted does not hold what was asked of it."""
+
+
+class PoolTooSmallError(MemoryPlanError):
+    """The KV pool cannot hold one request of `max_model_len` tokens."""
+
+
+class CheckpointError(QuireError):
+    """A checkpoint cannot be used as it lies on disk."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No folder of that name, and no download of that name either."""
+
+
+class NoSafetensorsError(CheckpointError):
+    """The folder holds no `*.safetensors` file."""
+
+
+class CorruptSafetensorsError(CheckpointError):
+    """A safetensors file's header, offsets or length are not valid."""
+
+
+class MissingTensorError(CheckpointError):
+    """The model needs tensors that the checkpoint does not hold."""
+
+
+class UnexpectedTensorError(CheckpointError):
+    """The checkpoint holds tensors that the model has no place for."""
+
+
+class TensorShapeError(CheckpointError):
+    """A tensor's shape is not the one that the configuration implies."""
+
+
+class TensorDtypeError(CheckpointError):
+    """A tensor's data type is none that Quire computes with."""
+
+
+class ModelConfigError(CheckpointError):
+    """A field of `config.json` is missing, of the wrong type, or not supported."""
+
+
+class UnknownArchitectureError(ModelConfigError):
+    """`config.json` names an architecture that Quire does not know."""
+
+
+class TokenizerError(CheckpointError):
+    """The tokenizer's files are missing or not valid."""
+
+
+class ChatTemplateError(QuireError, ValueError):
+    """A chat template is missing, not valid, or failed on these messages."""
+
+
+class RequestError(QuireError, ValueError):
+    """A request is refused before anything runs.
+
+    `index` is the place of the bad prompt in the list given to `generate`; None where there was no list.
+    """
+
+    index: int | None = None
+
+    def at(self, index: int) -> RequestError:
+        """The same error, saying which prompt of a list it is about."""
+        error = type(self)(f"prompt {index}: {self}")
+        error.index = index
+        return error
+
+
+class SamplingParamsError(RequestError):
+    """A sampling parameter is not a finite number, out of range, or at odds with another one."""
+
+
+class EmptyPromptError(RequestError):
+    """The prompt has no tokens."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room in the context."""
+
+
+class TokenOutOfRangeError(RequestError):
+    """A token id lies outside the model's vocabulary."""
+
+
+class RequestTooLargeError(RequestError):
+    """The request could never fit into the KV pool, even alone."""
+
+
+class EngineClosedError(QuireError, RuntimeError):
+    """The engine was closed and takes no more requests."""

@@ -1,0 +1,186 @@
+"""Invariants 1-5, 7-16 and 18-20 under random operations, on core alone with its fake runner."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.core.invariants import check
+from quire.errors import RequestTooLargeError
+from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Add, abort, break, schedule and commit in any order; at the end everything must have ended, and rightly."""
+
+    @initialize(data=st.data())
+    def start(self, data):
+        draw = data.draw
+        self.block_size = draw(st.sampled_from([1, 2, 4, 8]))
+        self.window = draw(st.sampled_from([None, None, 9]))
+        self.depth = draw(st.integers(0, 2))
+        self.scheduler, self.runner = make_scheduler(
+            num_blocks=draw(st.integers(80, 200)) // self.block_size + 2,
+            block_size=self.block_size,
+            window=self.window,
+            prefix_cache=draw(st.sampled_from(["radix", "hash", "off"])),
+            max_num_seqs=draw(st.sampled_from([1, 3, 8])),
+            max_num_batched_tokens=draw(st.sampled_from([12, 20, 64])),
+            max_num_partial_prefills=draw(st.integers(1, 2)),
+            long_prefill_token_threshold=draw(st.sampled_from([0, 5])),
+            scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
+            target_itl_ms=draw(st.sampled_from([None, 1.0])),
+        )
+        self.prompts: dict[int, list[int]] = {}
+        self.max_tokens: dict[int, int] = {}
+        self.aborted: set[int] = set()
+        self.updates = []
+        self.flying = []
+        self.now = 0.0
+
+    @rule(
+        head=st.integers(0, 40),
+        tail=st.lists(st.integers(0, 2), max_size=8),
+        like=st.integers(0, 100),
+        max_tokens=st.integers(1, 15),
+        priority=st.integers(-1, 1),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        scope=st.sampled_from(["", "", "tenant"]),
+    )
+    def add(self, head, tail, like, max_tokens, priority, prompt_logprobs, scope):
+        base = self.prompts.get(like % (len(self.prompts) or 1), [])
+        prompt = (base + tail)[: head + 1] or [1]
+        id = len(self.prompts)
+        request = make_request(id, prompt, max_tokens, priority=priority, prompt_logprobs=prompt_logprobs, scope=scope)
+        try:
+            self.scheduler.add(request)
+        except RequestTooLargeError:
+            return
+        self.prompts[id], self.max_tokens[id] = prompt, max_tokens
+
+    @rule(which=st.integers(0, 1000), reason=st.sampled_from(["abort", "abort", "stop"]))
+    def abort(self, which, reason):
+        if self.prompts:
+            id = which % len(self.prompts)
+            if id in self.scheduler.requests:
+                self.aborted.add(id)
+            self.scheduler.abort(id, reason, self.now)
+
+    @rule(which=st.integers(0, 1000))
+    def break_logits(self, which):
+        if self.prompts:
+            self.runner.broken.add(which % len(self.prompts))
+
+    @rule()
+    def evict_all(self):
+        self.scheduler.kv.cache.clear()
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count):
+        for _ in range(count):
+            self._step()
+
+    def _step(self) -> bool:
+        self.now += 1
+        plan = self.scheduler.schedule(self.now)
+        check(self.scheduler)
+        if plan:
+            self._check_plan(plan)
+            self.flying.append((plan, self.runner.run(plan)))
+        if not plan and not self.flying:
+            return False
+        if not plan or len(self.flying) > self.depth:
+            self.updates += self.scheduler.commit(*self.flying.pop(0), self.now)
+        return True
+
+    def _check_plan(self, plan):
+        config = self.scheduler.config
+        assert plan.num_tokens == sum(len(span.tokens) for span in plan.spans)
+        assert 0 < plan.num_tokens <= config.max_num_batched_tokens
+        assert len(plan.spans) <= config.max_num_seqs
+        assert len({span.request for span in plan.spans}) == len(plan.spans)
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "scheduler"):
+            check(self.scheduler)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(20_000):
+            if not self._step():
+                break
+        self.updates += self.scheduler.take_updates()
+        assert self.scheduler.idle, "runnable work is left, and nothing happens"
+        kv = self.scheduler.kv
+        assert kv.num_available == kv.num_usable and not kv.deferred
+        self._check_outputs()
+
+    def _check_outputs(self):
+        ends = [update.request for update in self.updates if update.finish_reason]
+        assert sorted(ends) == sorted(self.prompts), "each request ends exactly once"
+        made = outputs(self.updates)
+        reasons = {update.request: update.finish_reason for update in self.updates if update.finish_reason}
+        scored: dict[int, list] = {}
+        for update in self.updates:
+            scored.setdefault(update.request, []).extend(update.prompt_logprobs or [])
+        for id, prompt in self.prompts.items():
+            tokens = made.get(id, [])
+            assert tokens == expected_output(prompt, len(tokens), self.window)
+            if reasons[id] == "length":
+                assert len(tokens) == self.max_tokens[id]
+                if scored[id]:
+                    assert [entry.ids[0] for entry in scored[id]] == prompt[1:]
+            else:
+                assert id in self.aborted or (reasons[id] == "error" and id in self.runner.broken)
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
+    rnd = random.Random(seed)
+    block_size, window, depth = rnd.choice([1, 2, 4, 8]), rnd.choice([None, None, 9]), rnd.choice([0, 0, 1, 2])
+    scheduler, runner = make_scheduler(
+        num_blocks=rnd.choice([60, 80, 160]) // block_size + 2,
+        block_size=block_size,
+        window=window,
+        prefix_cache=rnd.choice(["radix", "hash", "off"]),
+        max_num_seqs=rnd.choice([3, 8]),
+        max_num_batched_tokens=rnd.choice([12, 20, 64]),
+        max_num_partial_prefills=rnd.choice([1, 2]),
+        scheduling_policy=rnd.choice(["fcfs", "priority"]),
+    )
+    prompts: list[list[int]] = []
+    for id in range(25):
+        if prompts and rnd.random() < 0.5:
+            prompt = rnd.choice(prompts)[: rnd.randrange(1, 30)] + [rnd.randrange(3) for _ in range(rnd.randrange(8))]
+        else:
+            prompt = [rnd.randrange(3) for _ in range(rnd.randrange(1, 30))]
+        prompts.append(prompt)
+        scheduler.add(make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3)))
+    flying, updates = [], []
+    for step in range(5000):
+        plan = scheduler.schedule(float(step))
+        if plan:
+            flying.append((plan, runner.run(plan)))
+        if not plan and not flying:
+            break
+        if not plan or len(flying) > depth:
+            updates += scheduler.commit(*flying.pop(0), float(step))
+            check(scheduler)
+    assert scheduler.idle
+    made = outputs(updates)
+    for id, prompt in enumerate(prompts):
+        assert made[id] == expected_output(prompt, len(made[id]), window)
+    most = max(update.stats.preemptions for update in updates if update.stats)
+    assert most <= 25, f"one request was preempted {most} times"

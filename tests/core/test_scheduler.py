@@ -1,0 +1,294 @@
+"""What the scheduler decides, in small cases with known answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.request import Status
+from quire.core.step import FROM_PREVIOUS, SpanResult, StepResult
+from quire.errors import ConfigError, RequestError, RequestTooLargeError
+from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
+
+
+def run_step(scheduler, runner, now=0.0):
+    plan = scheduler.schedule(now)
+    return plan, scheduler.commit(plan, runner.run(plan), now)
+
+
+def lengths(plan):
+    return {span.request: len(span.tokens) for span in plan.spans}
+
+
+def test_prompts_are_filled_in_order_into_every_step():
+    scheduler, runner = make_scheduler(
+        num_blocks=4000, block_size=16, max_num_batched_tokens=4096, max_model_len=60_000
+    )
+    for id, length in enumerate((10_000, 1_000, 50_000)):
+        scheduler.add(make_request(id, list(range(id, id + length)), max_tokens=1))
+    plans = []
+    while (plan := scheduler.schedule(0.0)) is not None:
+        plans.append(plan)
+        scheduler.commit(plan, runner.run(plan), 0.0)
+    assert len(plans) == 15
+    assert all(plan.num_tokens == 4096 for plan in plans[:-1])
+    assert lengths(plans[2]) == {0: 1808, 1: 1000, 2: 1288}
+
+
+def test_decodes_ride_along_with_a_long_prompt():
+    scheduler, runner = make_scheduler(num_blocks=400)
+    scheduler.add(make_request(0, [1, 2], max_tokens=10))
+    run_step(scheduler, runner)
+    scheduler.add(make_request(1, list(range(200)), max_tokens=1))
+    plan, _ = run_step(scheduler, runner)
+    assert lengths(plan) == {0: 1, 1: 63}
+
+
+def test_a_lone_prompt_is_one_span_and_samples_once():
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request(0, [5, 6, 7]))
+    plan = scheduler.schedule(0.0)
+    [span] = plan.spans
+    assert (span.start, list(span.tokens), span.num_sampled) == (0, [5, 6, 7], 1)
+    assert [info.request for info in plan.started] == [0]
+
+
+def test_the_next_step_is_planned_before_the_token_is_known():
+    scheduler, runner = make_scheduler()
+    scheduler.add(make_request(0, [5, 6, 7], max_tokens=3))
+    first = scheduler.schedule(0.0)
+    second = scheduler.schedule(0.0)
+    assert second.spans[0].tokens == [FROM_PREVIOUS] and second.spans[0].start == 3
+    third = scheduler.schedule(0.0)
+    assert third.spans[0].start == 4
+    assert scheduler.schedule(0.0) is None, "max_tokens=3 leaves nothing to plan"
+    updates = []
+    for plan in (first, second, third):
+        updates += scheduler.commit(plan, runner.run(plan), 0.0)
+    assert outputs(updates)[0] == expected_output([5, 6, 7], 3)
+
+
+def test_steps_must_commit_in_order():
+    scheduler, runner = make_scheduler()
+    scheduler.add(make_request(0, [5, 6, 7]))
+    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    results = [runner.run(first), runner.run(second)]
+    with pytest.raises(RuntimeError, match="must commit next"):
+        scheduler.commit(second, results[1], 0.0)
+
+
+def test_a_stop_token_ends_a_request_and_drops_the_surplus_step():
+    first = expected_output([5, 6, 7], 1)[0]
+    scheduler, runner = make_scheduler()
+    scheduler.add(make_request(0, [5, 6, 7], max_tokens=9, stop_token_ids=frozenset([first])))
+    plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+    updates = [u for plan in plans for u in scheduler.commit(plan, runner.run(plan), 0.0)]
+    assert outputs(updates)[0] == [first]
+    assert [update.finish_reason for update in updates] == ["stop"]
+    assert scheduler.idle and scheduler.kv.num_available == scheduler.kv.num_usable
+
+
+def test_min_tokens_lets_a_stop_token_pass():
+    first, second = expected_output([5, 6, 7], 2)
+    scheduler, runner = make_scheduler()
+    request = make_request(0, [5, 6, 7], 9, min_tokens=2, stop_token_ids=frozenset([first, second]))
+    scheduler.add(request)
+    assert outputs(run_all(scheduler, runner))[0] == [first, second]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    scheduler, _ = make_scheduler(num_blocks=5, block_size=4)
+    with pytest.raises(RequestTooLargeError, match=r"10 tokens and max_tokens=7 need 5 KV blocks.*pool has 4"):
+        scheduler.add(make_request(0, list(range(10)), max_tokens=7))
+    scheduler.add(make_request(1, list(range(10)), max_tokens=6))
+
+
+def test_an_id_in_use_is_refused():
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request(0, [1]))
+    with pytest.raises(RequestError, match="in use"):
+        scheduler.add(make_request(0, [2]))
+
+
+def test_the_latest_arrival_is_preempted_and_finishes_with_the_same_tokens():
+    scheduler, runner = make_scheduler(num_blocks=9, block_size=4)
+    for id in range(2):
+        scheduler.add(make_request(id, [id] * 8, max_tokens=20 if id == 0 else 16))
+    updates = run_all(scheduler, runner)
+    assert scheduler.num_preemptions > 0
+    stats = {update.request: update.stats for update in updates if update.stats}
+    assert stats[0].preemptions == 0 and stats[1].preemptions > 0
+    assert outputs(updates) == {0: expected_output([0] * 8, 20), 1: expected_output([1] * 8, 16)}
+
+
+def test_under_fcfs_admission_never_preempts():
+    scheduler, runner = make_scheduler(num_blocks=5, block_size=4)
+    scheduler.add(make_request(0, [1] * 12, max_tokens=4, priority=5))
+    run_step(scheduler, runner)
+    scheduler.add(make_request(1, [2] * 12, max_tokens=4, priority=0))
+    run_step(scheduler, runner)
+    assert scheduler.num_preemptions == 0 and scheduler.requests[1].status is Status.WAITING
+
+
+def test_under_priority_a_waiting_request_preempts_a_lower_one_for_blocks_and_for_a_seat():
+    for limits in ({"num_blocks": 5}, {"max_num_seqs": 1}):
+        scheduler, runner = make_scheduler(block_size=4, scheduling_policy="priority", **limits)
+        scheduler.add(make_request(0, [1] * 12, max_tokens=4, priority=5))
+        run_step(scheduler, runner)
+        scheduler.add(make_request(1, [2] * 12, max_tokens=4, priority=0))
+        plan, _ = run_step(scheduler, runner)
+        assert lengths(plan) == {1: 12}
+        updates = run_all(scheduler, runner)
+        assert [update.request for update in updates if update.finish_reason] == [1, 0]
+
+
+def test_the_head_of_the_queue_is_not_bypassed_for_blocks():
+    scheduler, runner = make_scheduler(num_blocks=9, block_size=4, prefix_cache="off")
+    scheduler.add(make_request(0, [1] * 20, max_tokens=4))
+    run_step(scheduler, runner)
+    scheduler.add(make_request(1, [2] * 24, max_tokens=4))
+    scheduler.add(make_request(2, [3] * 4, max_tokens=4))
+    plan, _ = run_step(scheduler, runner)
+    assert lengths(plan) == {0: 1}, "request 2 would fit, but request 1 came first"
+
+
+def test_requests_with_a_common_prefix_wait_for_the_one_that_computes_it():
+    scheduler, runner = make_scheduler(num_blocks=100, block_size=4, max_num_batched_tokens=200)
+    common = list(range(40))
+    for id in range(4):
+        scheduler.add(make_request(id, [*common, id, id], max_tokens=2))
+    plan = scheduler.schedule(0.0)
+    assert lengths(plan) == {0: 42}
+    assert [scheduler.requests[id].status for id in (1, 2, 3)] == [Status.HELD] * 3
+    scheduler.commit(plan, runner.run(plan), 0.0)
+    plan, _ = run_step(scheduler, runner)
+    assert lengths(plan) == {0: 1, 1: 2, 2: 2, 3: 2}
+
+
+def test_when_the_leader_ends_its_followers_compute_for_themselves():
+    for end in ("abort", "break"):
+        scheduler, runner = make_scheduler(num_blocks=100, block_size=4, max_num_batched_tokens=20)
+        for id in range(2):
+            scheduler.add(make_request(id, [*range(40), id], max_tokens=2))
+        run_step(scheduler, runner)
+        if end == "abort":
+            scheduler.abort(0)
+        else:
+            runner.broken.add(0)
+        updates = run_all(scheduler, runner)
+        assert outputs(updates)[1] == expected_output([*range(40), 1], 2)
+
+
+def test_an_aborted_request_is_over_at_once_and_its_late_result_does_nothing():
+    scheduler, runner = make_scheduler()
+    scheduler.add(make_request(0, [1, 2, 3]))
+    plan = scheduler.schedule(0.0)
+    scheduler.abort(0)
+    assert scheduler.kv.num_deferred > 0, "the step in flight still writes its blocks"
+    [update] = scheduler.commit(plan, runner.run(plan), 0.0)
+    assert (update.finish_reason, update.tokens) == ("abort", [])
+    assert scheduler.kv.num_available == scheduler.kv.num_usable
+
+
+def test_aborts_in_a_long_queue_leave_nothing_behind():
+    scheduler, runner = make_scheduler()
+    for id in range(5000):
+        scheduler.add(make_request(id, [1, 2, 3]))
+    for id in range(1, 5000):
+        scheduler.abort(id)
+    assert len(scheduler._waiting) < 200
+    assert len(outputs(run_all(scheduler, runner))[0]) == 4
+
+
+def test_non_finite_logits_end_that_request_alone_and_its_blocks_are_not_shared():
+    scheduler, runner = make_scheduler()
+    runner.broken.add(0)
+    scheduler.add(make_request(0, [1] * 12))
+    scheduler.add(make_request(1, [2] * 12))
+    updates = run_all(scheduler, runner)
+    ends = {update.request: (update.finish_reason, update.error) for update in updates if update.finish_reason}
+    assert ends == {0: ("error", "logits are not finite"), 1: ("length", None)}
+    scheduler.add(make_request(2, [1] * 12))
+    assert run_all(scheduler, runner)[-1].cached_tokens == 0
+
+
+def test_without_chunking_a_prompt_waits_until_a_step_holds_all_of_it():
+    scheduler, runner = make_scheduler(num_blocks=100, enable_chunked_prefill=False)
+    scheduler.add(make_request(0, [1] * 40, max_tokens=2))
+    scheduler.add(make_request(1, [2] * 40, max_tokens=2))
+    assert lengths(run_step(scheduler, runner)[0]) == {0: 40}
+    assert lengths(run_step(scheduler, runner)[0]) == {0: 1, 1: 40}
+
+
+def test_a_threshold_and_partial_prefills_let_prompts_share_a_step():
+    scheduler, runner = make_scheduler(
+        num_blocks=200, long_prefill_token_threshold=20, max_num_partial_prefills=2, prefix_cache="off"
+    )
+    for id in range(3):
+        scheduler.add(make_request(id, [id] * 100, max_tokens=1))
+    assert lengths(run_step(scheduler, runner)[0]) == {0: 20, 1: 20}
+    scheduler, runner = make_scheduler(num_blocks=200, long_prefill_token_threshold=20, prefix_cache="off")
+    for id in range(3):
+        scheduler.add(make_request(id, [id] * 100, max_tokens=1))
+    assert lengths(run_step(scheduler, runner)[0]) == {0: 20}
+
+
+def test_a_latency_target_shrinks_chunks_but_never_starves_a_prompt():
+    def serve(target):
+        scheduler, _ = make_scheduler(
+            num_blocks=4000, block_size=16, max_num_batched_tokens=512, min_chunk=8, target_itl_ms=target
+        )
+        scheduler.add(make_request(0, [1, 2, 3], max_tokens=3000))
+        scheduler.add(make_request(1, list(range(6000)), max_tokens=1))
+        chunks, times = [], []
+        while len(scheduler.requests) == 2:
+            plan = scheduler.schedule(0.0)
+            prompt_tokens = plan.num_tokens - 1
+            seconds = 0.010 + 0.0005 * prompt_tokens
+            results = [SpanResult([7] if span.num_sampled else []) for span in plan.spans]
+            scheduler.commit(plan, StepResult(plan.number, results, seconds), 0.0)
+            chunks.append(prompt_tokens)
+            times.append(seconds)
+        return chunks, times
+
+    _, free = serve(None)
+    _, aimed = serve(50.0)
+    assert max(free) > 0.2
+    assert sorted(aimed)[len(aimed) // 2] == pytest.approx(0.050, rel=0.05)
+    chunks, _ = serve(5.0)
+    assert set(chunks[3:-1]) == {8}, "an impossible target leaves min_chunk"
+
+
+def test_a_preempted_request_keeps_the_tokens_of_a_step_that_was_in_flight():
+    scheduler, runner = make_scheduler(num_blocks=9, block_size=4)
+    for id in range(2):
+        scheduler.add(make_request(id, [id] * 8, max_tokens=16))
+    updates = run_all(scheduler, runner, depth=1)
+    assert scheduler.num_preemptions > 0
+    assert outputs(updates) == {id: expected_output([id] * 8, 16) for id in range(2)}
+
+
+def test_prompt_logprobs_are_given_once_for_each_token_after_the_first():
+    scheduler, runner = make_scheduler(num_blocks=100, max_num_batched_tokens=13)
+    prompt = list(range(30))
+    scheduler.add(make_request(0, prompt, max_tokens=1))
+    run_all(scheduler, runner)
+    scheduler.add(make_request(1, prompt, max_tokens=1, prompt_logprobs=0))
+    updates = run_all(scheduler, runner)
+    scored = [entry for update in updates for entry in update.prompt_logprobs or []]
+    assert [entry.ids[0] for entry in scored] == prompt[1:]
+    assert [entry.values[0] for entry in scored] == [float(p) for p in range(29)]
+
+
+def test_budgets_that_could_starve_a_prompt_are_refused():
+    with pytest.raises(ConfigError, match="could starve a prompt"):
+        EngineConfig(model="m", max_num_seqs=64, max_num_batched_tokens=64)
+
+
+def test_a_sliding_window_frees_the_blocks_it_has_passed():
+    scheduler, runner = make_scheduler(num_blocks=12, block_size=4, window=9, max_num_batched_tokens=16)
+    prompt = [n % 7 for n in range(100)]
+    scheduler.add(make_request(0, prompt, max_tokens=60))
+    updates = run_all(scheduler, runner)
+    assert outputs(updates)[0] == expected_output(prompt, 60, window=9)
+    assert scheduler.num_preemptions == 0
