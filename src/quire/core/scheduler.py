@@ -81,6 +81,12 @@ class Scheduler:
             self._end(request, now, keep_partial=reason == "stop")
             self._updates.append(self._terminal(request, reason))
 
+    def fail(self, request_id: int, error: str, now: float) -> None:
+        """End a request with an error that is not its step's."""
+        request = self.requests[request_id]
+        self._end(request, now)
+        self._updates.append(self._terminal(request, "error", error))
+
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where nothing can run now."""
         step = _Step(self.config.max_num_batched_tokens)
@@ -121,6 +127,11 @@ class Scheduler:
     def idle(self) -> bool:
         """No request is waiting or running."""
         return not self.requests
+
+    @property
+    def has_updates(self) -> bool:
+        """Some request was aborted, and nobody has been told."""
+        return bool(self._updates)
 
     @property
     def num_waiting(self) -> int:

@@ -1,0 +1,185 @@
+"""The engine: a model, its KV blocks, and a scheduler, driven a step at a time."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineConfig
+from quire.core import invariants
+from quire.core.block_hash import BlockHasher
+from quire.core.kv_manager import KVManager
+from quire.core.request import Request, RequestUpdate
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, StepResult
+from quire.engine.executor import Executor, InlineExecutor, PendingResult
+from quire.errors import EngineClosedError
+from quire.models.checkpoint import resolve
+from quire.models.registry import load_model
+from quire.ops import KVCache
+from quire.runner.memory_plan import MemoryPlan, free_memory, plan_memory
+from quire.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+OnLoad = Callable[[str, float], None]
+"""Told (phase, share done from 0 to 1) while an engine starts."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine started, and what is there now.
+
+    A step counts as prefill when it computes any prompt token beside the last one of a decode; the tokens per
+    second of either kind are its tokens over its seconds.
+
+    Attributes:
+        steps: steps run.
+        prompt_tokens, cached_tokens, output_tokens: of all requests: prompts, what was found in the prefix
+            cache of them, and what was sampled.
+        prefill_tokens, prefill_seconds: tokens computed in prefill steps, and their time.
+        decode_tokens, decode_seconds: the same of pure decode steps.
+        peak_blocks: most blocks held at once. num_blocks: usable blocks of the pool.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    preemptions: int = 0
+    peak_blocks: int = 0
+    num_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+
+    def count(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in a step."""
+        self.steps += 1
+        self.output_tokens += sum(len(span.tokens) for span in result.spans)
+        if plan.num_tokens > len(plan.spans):
+            self.prefill_tokens += plan.num_tokens
+            self.prefill_seconds += result.seconds
+        else:
+            self.decode_tokens += plan.num_tokens
+            self.decode_seconds += result.seconds
+
+
+class Engine:
+    """Runs requests to their end, a step a call.
+
+    Args:
+        config: its options.
+        on_load: told how far starting is.
+
+    Attributes:
+        path: folder of the checkpoint.
+        model_name: what the user called it.
+        notes: what was decided at start without being asked for.
+
+    Raises:
+        ConfigError, CheckpointError: and what derives from them, when the engine cannot start.
+    """
+
+    def __init__(self, config: EngineConfig, on_load: OnLoad | None = None) -> None:
+        report = on_load or (lambda phase, share: None)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.config = config
+        report("finding the checkpoint", 0.0)
+        self.path: Path = resolve(config.model, config.revision)
+        self.model = load_model(self.path, config.dtype, lambda done, total: report("loading weights", done / total))
+        report("planning memory", 1.0)
+        self.memory_plan: MemoryPlan = plan_memory(config, self.model, free_memory())
+        self.notes = (*self.model.notes, *self.memory_plan.notes)
+        self.max_model_len = self.memory_plan.max_model_len
+        self.stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
+        self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
+        self._executor: Executor = InlineExecutor(self._runner())
+        self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._depth = 0  # steps in flight beside the one that is waited for; the device needs none on a CPU
+        self._closed = False
+        report("ready", 1.0)
+
+    def _kv_manager(self) -> KVManager:
+        config = self.config
+        fingerprint = f"{self.path}|{self.model.dtype}|block={config.block_size}|layout=1"
+        hasher = BlockHasher(secrets.token_bytes(32), fingerprint)
+        return KVManager(
+            self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, self.model.retention
+        )
+
+    def _runner(self) -> ModelRunner:
+        model, plan = self.model, self.memory_plan
+        kv = KVCache(
+            plan.num_blocks, model.num_layers, model.num_kv_heads, model.head_dim, plan.block_size, model.dtype
+        )
+        return ModelRunner(model, kv, plan.logit_rows)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is waiting, running, or left to tell."""
+        return self.scheduler.idle and not self._in_flight and not self.scheduler.has_updates
+
+    def add(self, request: Request) -> None:
+        """Queue a request; see `Scheduler.add`."""
+        self._check_open()
+        self.scheduler.add(request)
+        self.stats.prompt_tokens += request.num_prompt
+
+    def abort(self, request_id: int, reason: str = "abort") -> None:
+        """End a request wherever it is."""
+        self.scheduler.abort(request_id, reason, time.monotonic())
+
+    def step(self) -> list[RequestUpdate]:
+        """Run the next step; what the requests got from it. Nothing to run gives only late aborts."""
+        self._check_open()
+        plan = self.scheduler.schedule(time.monotonic())
+        if plan:
+            self._in_flight.append((plan, self._executor.submit(plan)))
+        if self._in_flight and (not plan or len(self._in_flight) > self._depth):
+            return self._commit(*self._in_flight.popleft())
+        if not plan and not self.scheduler.idle:
+            return self._end_stalled()
+        return self.scheduler.take_updates()
+
+    def close(self) -> None:
+        """Free the model and its blocks. Calls after this raise EngineClosedError; a second close does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._in_flight.clear()
+            del self.model, self.scheduler, self._executor
+
+    def _commit(self, plan: StepPlan, pending: PendingResult) -> list[RequestUpdate]:
+        result = pending.wait()
+        stats, kv = self.stats, self.scheduler.kv
+        stats.count(plan, result)
+        stats.peak_blocks = max(stats.peak_blocks, kv.num_usable - kv.num_available)
+        updates = self.scheduler.commit(plan, result, time.monotonic())
+        stats.cached_tokens += sum(update.cached_tokens for update in updates if update.finish_reason)
+        stats.preemptions = self.scheduler.num_preemptions
+        stats.running, stats.waiting = len(self.scheduler.running), self.scheduler.num_waiting
+        if self.config.check_invariants:
+            invariants.check(self.scheduler)
+        return updates
+
+    def _end_stalled(self) -> list[RequestUpdate]:
+        """Requests are there, and none can run: a bug. The first one ends with an error, so the others go on."""
+        request = min(self.scheduler.requests.values(), key=lambda request: request.order)
+        logger.error("no request can run; request %d (%s) is ended", request.id, request.status.value)
+        self.scheduler.fail(request.id, "the scheduler could not run this request", time.monotonic())
+        return self.scheduler.take_updates()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this engine was closed; make a new one")

@@ -1,0 +1,99 @@
+"""What a user gets back: one `RequestOutput` a prompt, which grows while the request runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability (natural log) in the model's own distribution, before any filter.
+
+    Attributes:
+        rank: 1 is the most likely token.
+        decoded_token: its text; None where the model has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice.
+
+    Attributes:
+        index: which of the `n` choices.
+        text: everything so far; `delta` is what is new since the output was last handed out.
+        token_ids: sampled ids, up to the one that completed a stop string.
+        logprobs: one dict a token, by token id; always holds the sampled one. None unless asked for.
+        cumulative_logprob: the sum over the sampled tokens; None unless `logprobs` were asked for.
+        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        stop_reason: the stop string or stop token id that ended it.
+        error: what went wrong, with `finish_reason="error"`.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    delta: str = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds, and counts. With several choices: times of the first one, sums of the counts.
+
+    Attributes:
+        queue_seconds: from arrival to the first step.
+        time_to_first_token: from arrival to the first sampled token; None if there was none.
+        prefill_seconds, decode_seconds: in steps that computed the prompt, and the output.
+        total_seconds: from arrival to the end.
+        steps: steps that held a span of the request.
+        preemptions: how often it lost its blocks and was computed again.
+    """
+
+    queue_seconds: float = 0.0
+    time_to_first_token: float | None = None
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    total_seconds: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All that belongs to one prompt.
+
+    Attributes:
+        request_id: the user's, or one that was made.
+        prompt: its text; None where token ids were given.
+        prompt_logprobs: one entry a prompt token; None for the first, which nothing predicts.
+        cached_tokens: prompt tokens found in the prefix cache.
+        seed: what the noise was keyed with: the user's, or the one drawn at admission.
+        metrics: filled when the request has ended.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    seed: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def finished(self) -> bool:
+        """All choices have ended."""
+        return all(output.finished for output in self.outputs)

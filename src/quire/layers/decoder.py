@@ -1,0 +1,144 @@
+"""The decoder layer of Llama's family: attention, then a gated MLP, each behind a norm and a residual.
+
+Llama, Mistral, Qwen2 and Qwen3 share it; they differ in the options of `LayerConfig` and in the windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.layers.attention import Attention
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.ops import KVCache, RaggedBatch, silu_mul
+
+TakeTensor = Callable[[str], torch.Tensor]
+"""Gives a tensor of the layer by its name in the checkpoint, such as "mlp.up_proj.weight"."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """Sizes of a decoder layer, and what is optional in it.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        intermediate_size: width inside the MLP.
+        num_heads, num_kv_heads: query heads, and the key and value heads that they share.
+        head_dim: width of a head; num_heads * head_dim need not be hidden_size.
+        rms_norm_eps: added to the mean square.
+        qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
+        qk_norm: whether each head's query and key are normalized before they are turned.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A layer's tensors by their names in a checkpoint, with their shapes."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", q, hidden, self.qkv_bias),
+            ("self_attn.k_proj", kv, hidden, self.qkv_bias),
+            ("self_attn.v_proj", kv, hidden, self.qkv_bias),
+            ("self_attn.o_proj", hidden, q, self.output_bias),
+            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
+            ("mlp.up_proj", inner, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, inner, self.mlp_bias),
+        ):
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        shapes["post_attention_layernorm.weight"] = (hidden,)
+        return shapes
+
+
+class DecoderLayer:
+    """One layer. Weights that read the same input are fused into one product.
+
+    Args:
+        config: sizes and options.
+        take: gives the layer's tensors by name.
+        rotary: shared by all layers.
+        layer: which one this is.
+        window: a row sees this many positions, itself included; None: all.
+    """
+
+    def __init__(
+        self, config: LayerConfig, take: TakeTensor, rotary: RotaryEmbedding, layer: int, window: int | None
+    ) -> None:
+        self.config = config
+        self.rotary = rotary
+        eps = config.rms_norm_eps
+        self.input_norm = RMSNorm(take("input_layernorm.weight"), eps)
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qkv = _linear(take, qkv, config.qkv_bias)
+        self.q_norm = RMSNorm(take("self_attn.q_norm.weight"), eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(take("self_attn.k_norm.weight"), eps) if config.qk_norm else None
+        self.attention = Attention(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, window, layer
+        )
+        self.output = _linear(take, ("self_attn.o_proj",), config.output_bias)
+        self.post_attention_norm = RMSNorm(take("post_attention_layernorm.weight"), eps)
+        self.gate_up = _linear(take, ("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
+        self.down = _linear(take, ("mlp.down_proj",), config.mlp_bias)
+
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step through the layer.
+
+        Args:
+            x: [tokens, hidden], what the layer before yielded; None at the first.
+            residual: [tokens, hidden], to which it is still to be added.
+            tables: cos and sin of the step's positions.
+
+        Returns:
+            (x, residual) for the next layer.
+        """
+        if x is None:
+            x = self.input_norm(residual)
+        else:
+            x, residual = self.input_norm.with_residual(x, residual)
+        x = self._attend(x, tables, kv, batch)
+        x, residual = self.post_attention_norm.with_residual(x, residual)
+        return self.down(silu_mul(self.gate_up(x))), residual
+
+    def _attend(
+        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        c = self.config
+        qkv = self.qkv(x).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)  # [tokens, heads, head_dim]
+        q, k, v = torch.split(qkv, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary.apply(q, k, *tables)
+        return self.output(self.attention(q, k, v, kv, batch))
+
+
+def _linear(take: TakeTensor, names: Sequence[str], bias: bool) -> Linear:
+    weights = [take(f"{name}.weight") for name in names]
+    biases = [take(f"{name}.bias") for name in names] if bias else None
+    if len(names) == 1:
+        return Linear(weights[0], biases[0] if biases else None)
+    return Linear.fused(weights, biases)

@@ -1,0 +1,23 @@
+"""Token embedding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class Embedding:
+    """Looks up rows of a weight [vocabulary, hidden].
+
+    The weight is kept as given and may be a view into a memory-mapped checkpoint: a lookup touches only the
+    pages of its rows. So where the head is tied to the embedding, only the head's packed copy is in memory.
+    """
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        self.weight = weight
+        self.dtype = dtype
+        self.vocab_size, self.hidden_size = weight.shape
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: [tokens] int64, each in [0, vocabulary). Returns [tokens, hidden] in `dtype`."""
+        return F.embedding(ids, self.weight).to(self.dtype)

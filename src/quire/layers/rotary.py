@@ -1,0 +1,158 @@
+"""Rotary position embedding and its ways to longer contexts.
+
+The frequencies follow transformers' `modeling_rope_utils.py`. They are fixed when the model is loaded: a
+scaling that changes with the length of the context ("dynamic") would change keys already in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quire.errors import ModelConfigError
+from quire.ops import rotate
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Which positions turn how fast.
+
+    Attributes:
+        head_dim: dimensions that turn, all of a head; even.
+        theta: base of the wavelengths.
+        kind: how the frequencies are stretched.
+        factor: how far; all kinds but "default".
+        low_freq_factor, high_freq_factor: llama3: wavelengths over original / low are stretched wholly,
+            those under original / high not at all.
+        original_max_position_embeddings: llama3 and yarn: context of the training before stretching.
+        beta_fast, beta_slow: yarn: rotations over the original context that bound the ramp.
+        mscale, mscale_all_dim: yarn: give the attention factor where it is not set.
+        attention_factor: yarn: multiplies cos and sin; None infers it.
+        truncate: yarn: round the ramp's bounds to whole dimensions.
+        max_position: positions the model may see; informative.
+    """
+
+    head_dim: int
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    max_position: int | None = None
+
+
+class RotaryEmbedding:
+    """Turns queries and keys by their positions (https://arxiv.org/abs/2104.09864)."""
+
+    def __init__(self, config: RopeConfig) -> None:
+        """Raises ModelConfigError where the settings name an unknown kind or lack what it needs."""
+        self.config = config
+        self.inverse_frequencies = inverse_frequencies(config)
+        self.attention_factor = _attention_factor(config)
+
+    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [tokens, head_dim / 2] fp32, for positions [tokens]. Made once a step."""
+        angles = positions.float().unsqueeze(1) * self.inverse_frequencies
+        cos, sin = angles.cos(), angles.sin_()
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return cos, sin
+
+    def apply(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]; new tensors of their types."""
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
+    """Radians per position of each pair of dimensions: [head_dim / 2] fp32."""
+    if config.head_dim <= 0 or config.head_dim % 2:
+        raise ModelConfigError(f"rotary embedding: head_dim is {config.head_dim}; need an even positive number")
+    if not (math.isfinite(config.theta) and config.theta > 1):
+        raise ModelConfigError(f"rotary embedding: rope_theta is {config.theta}; need a number over 1")
+    if not (math.isfinite(config.factor) and config.factor > 0):
+        raise ModelConfigError(f"rotary embedding: factor is {config.factor}; it must be a positive number")
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+    wavelengths = config.theta**exponents
+    if config.kind == "default":
+        return 1.0 / wavelengths
+    if config.kind == "linear":
+        return 1.0 / wavelengths / config.factor
+    if config.kind == "llama3":
+        return _llama3(config, 1.0 / wavelengths)
+    if config.kind == "yarn":
+        return _yarn(config, wavelengths)
+    raise ModelConfigError(
+        f"rotary embedding: rope_type is {config.kind!r}; known are default, linear, llama3 and yarn"
+    )
+
+
+def _original_length(config: RopeConfig) -> int:
+    length = config.original_max_position_embeddings
+    if length is None or length <= 0:
+        raise ModelConfigError(
+            f"rotary embedding: original_max_position_embeddings is {length}; "
+            f"rope_type {config.kind!r} needs a positive number"
+        )
+    return length
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    low, high = config.low_freq_factor, config.high_freq_factor
+    if not high > low > 0:
+        raise ModelConfigError(
+            f"rotary embedding: low_freq_factor is {low} and high_freq_factor {high}; need 0 < low < high"
+        )
+    length = _original_length(config)
+    wavelengths = 2 * math.pi / frequencies
+    stretched = torch.where(wavelengths > length / low, frequencies / config.factor, frequencies)
+    smooth = (length / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * stretched / config.factor + smooth * stretched
+    between = (wavelengths >= length / high) & (wavelengths <= length / low)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
+    """Dimensions that turn often are kept, slow ones stretched, with a ramp between (arXiv 2309.00071)."""
+    dim, length = config.head_dim, _original_length(config)
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # the ramp would divide by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (config.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _attention_factor(config: RopeConfig) -> float:
+    if config.kind != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return scale(config.mscale) / scale(config.mscale_all_dim)
+    return scale(1.0)

@@ -1,0 +1,148 @@
+"""A checkpoint: a Hugging Face folder of `config.json`, `generation_config.json` and `*.safetensors`.
+
+Nothing of it is ever run, and no tensor is read before its header has been checked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from quire.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    MissingTensorError,
+    ModelConfigError,
+    NoSafetensorsError,
+    UnexpectedTensorError,
+)
+from quire.models.fields import Fields
+from quire.models.hub import resolve
+from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor, read_header
+
+__all__ = ["Checkpoint", "choose_dtype", "resolve"]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Checkpoint:
+    """A folder whose headers and configuration have been read; its tensors are mapped when asked for.
+
+    Attributes:
+        folder: where it lies.
+        config: fields of config.json.
+        generation: fields of generation_config.json; none where the file is absent.
+        entries: every tensor by name.
+
+    Raises:
+        CheckpointError: one of its kinds, for whatever is wrong with the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointNotFoundError(f"no checkpoint: the folder {folder.absolute()} does not exist")
+        self.folder = folder
+        if not (folder / "config.json").is_file():
+            raise ModelConfigError(
+                f"{folder} has no config.json, so its architecture is not known. Give the folder of a "
+                "Hugging Face checkpoint."
+            )
+        self.config = Fields.read(folder / "config.json")
+        self.generation = Fields.read(folder / "generation_config.json")
+        self.entries = _read_entries(folder)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as a view of its mapped file: pages are read when touched, and freed with the view."""
+        return map_tensor(self.entries[name])
+
+
+def choose_dtype(checkpoint: Checkpoint, requested: str) -> tuple[torch.dtype, str | None]:
+    """The data type to compute in, and a note for the user where it is not simply what was asked for.
+
+    "auto" is what config.json names (`dtype`, or `torch_dtype` in the older spelling), else that of the
+    largest tensor. An fp16 checkpoint is then computed in fp32, which represents it exactly, since fp16 products
+    are about ten times slower than bf16 ones on a CPU.
+
+    Raises:
+        ModelConfigError: config.json names another type.
+        CheckpointError: `requested` is not a data type.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise CheckpointError(f"dtype must be auto, {', '.join(DTYPES)}; found {requested!r}")
+        slow = "fp16 products are slow on a CPU; bfloat16 or float32 is faster" if requested == "float16" else None
+        return DTYPES[requested], slow
+    fields = checkpoint.config
+    field = "dtype" if "dtype" in fields else "torch_dtype"
+    if field in fields:
+        dtype = DTYPES[fields.choice(field, DTYPES)]
+    else:
+        largest = max(checkpoint.entries.values(), key=lambda entry: entry.num_bytes)
+        dtype = FLOAT_DTYPES.get(largest.dtype, torch.float32)
+    if dtype == torch.float16:
+        return torch.float32, (
+            "the checkpoint is fp16; computing in float32, which holds its weights exactly and is faster "
+            "on a CPU, with twice the memory (dtype='float16' keeps fp16, 'bfloat16' is fastest but rounds)"
+        )
+    return dtype, None
+
+
+def _read_entries(folder: Path) -> dict[str, TensorEntry]:
+    files, promised = _weight_files(folder)
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in entries:
+                raise UnexpectedTensorError(
+                    f"tensor {name!r} stands in {entries[name].file.name} and again in {file.name} of "
+                    f"{folder}; remove the file that does not belong to this checkpoint"
+                )
+            entries[name] = entry
+    broken = [name for name, file in promised.items() if name not in entries or entries[name].file.name != file]
+    if broken:
+        raise MissingTensorError(
+            f"{folder / INDEX_FILE} says that {promised[broken[0]]} holds {broken[0]!r}, which it does not "
+            f"({len(broken)} such tensors). Download the checkpoint again."
+        )
+    return entries
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The one file, or those that the index names, or all there are, in this order, as in transformers.
+
+    Also returns what the index promises: a file's name for each tensor; empty where there is no index.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE], {}
+    if (folder / INDEX_FILE).is_file():
+        promised = _read_index(folder / INDEX_FILE)
+        return [folder / name for name in sorted(set(promised.values()))], promised
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    if not files:
+        raise NoSafetensorsError(
+            f"{folder} holds no *.safetensors file, and Quire reads no other format. Convert the "
+            "checkpoint with transformers' save_pretrained, or choose one that has such files."
+        )
+    return files, {}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file's name for each tensor, every one checked to be a file in the index's own folder."""
+    weight_map = Fields.read(index, max_bytes=MAX_INDEX_BYTES).mapping("weight_map")
+    for tensor, name in weight_map.items():
+        if Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} places {tensor!r} in {name!r}; it must be the plain name of a *.safetensors file "
+                "in the same folder"
+            )
+        if not (index.parent / name).is_file():
+            missing = sum(file == name for file in weight_map.values())
+            raise MissingTensorError(
+                f"{index} names {name}, which is not in the folder, so {missing} tensors are missing, "
+                f"such as {tensor!r}. Download the checkpoint again."
+            )
+    return weight_map

@@ -1,0 +1,241 @@
+"""What `config.json` says about a decoder of Llama's family, read into one typed value.
+
+Every field that changes what is computed is either read here or refused by name. Fields are the ones of
+`transformers`; where a field has an older and a newer spelling, both are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import ModelConfigError
+from quire.layers.decoder import LayerConfig
+from quire.layers.rotary import RopeConfig, RopeKind
+from quire.models.fields import Fields
+
+UNSUPPORTED = {
+    "quantization_config": ((), "quantized weights; use the checkpoint that it was made from"),
+    "compression_config": ((), "quantized weights; use the checkpoint that it was made from"),
+    "partial_rotary_factor": ((1, 1.0), "rotary embedding of a part of each head"),
+    "attn_logit_softcapping": ((), "soft-capped attention scores"),
+    "final_logit_softcapping": ((), "soft-capped logits"),
+    "logit_scale": ((1, 1.0), "scaled logits"),
+    "logits_scaling": ((1, 1.0), "scaled logits"),
+    "embedding_multiplier": ((1, 1.0), "scaled embeddings"),
+    "residual_multiplier": ((1, 1.0), "scaled residuals"),
+    "attention_multiplier": ((), "an attention scale of its own"),
+    "num_experts": ((0,), "experts in an architecture without them"),
+    "num_local_experts": ((0,), "experts in an architecture without them"),
+    "is_encoder_decoder": ((False,), "an encoder"),
+    "add_cross_attention": ((False,), "attention to an encoder"),
+}
+"""Fields that would change what is computed, with the values that would not, and what they ask for."""
+
+ROPE_FIELDS: dict[RopeKind, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+    },
+}
+"""The kinds of rotary scaling that keep the keys already computed valid, and the fields that each reads."""
+ROPE_FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A decoder of Llama's family.
+
+    Attributes:
+        layer: sizes and options that every layer shares.
+        windows: per layer, how many tokens back it sees, itself included; None where it sees all of them.
+        rope: rotary embedding.
+        max_position_embeddings: the longest context, in tokens, with rotary scaling taken into account.
+        tie_word_embeddings: the output head is the embedding table.
+        eos_token_ids: ids that end a text, without repeats.
+    """
+
+    layer: LayerConfig
+    vocab_size: int
+    windows: tuple[int | None, ...]
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint by name, with its shape."""
+        table = (self.vocab_size, self.layer.hidden_size)
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+        for index in range(self.num_layers):
+            for name, shape in self.layer.tensor_shapes().items():
+                shapes[f"model.layers.{index}.{name}"] = shape
+        shapes["model.norm.weight"] = (self.layer.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = table
+        return shapes
+
+
+def read_decoder_config(
+    fields: Fields,
+    generation: Fields,
+    *,
+    windows: tuple[int | None, ...],
+    default_head_dim: int | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> DecoderConfig:
+    """Reads the fields that all architectures of the family share; the keywords say what is special.
+
+    Args:
+        fields: of config.json.
+        generation: of generation_config.json.
+        default_head_dim: head_dim where the field is absent; None is hidden_size / num_attention_heads.
+
+    Raises:
+        ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
+    """
+    for name, (neutral, why) in UNSUPPORTED.items():
+        fields.refuse(name, neutral, why)
+    fields.choice("hidden_act", {"silu"}, default="silu")
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    if default_head_dim is None:
+        if "head_dim" not in fields and hidden_size % num_heads:
+            raise fields.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size})")
+        default_head_dim = hidden_size // num_heads
+    head_dim = fields.integer("head_dim", default=default_head_dim)
+    if head_dim % 2:
+        raise fields.error("head_dim", "even, since rotary embedding turns pairs")
+    vocab_size = fields.integer("vocab_size")
+    rope, context = read_rope(fields, head_dim)
+    eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
+    return DecoderConfig(
+        layer=LayerConfig(
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+        ),
+        vocab_size=vocab_size,
+        windows=windows,
+        rope=rope,
+        max_position_embeddings=context,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+    )
+
+
+def read_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
+    """The rotary embedding and the longest context that it serves.
+
+    The older spelling is `rope_theta` beside `rope_scaling` (whose kind is `type` or `rope_type`), the newer
+    one `rope_parameters` with everything inside; as in transformers, rope_scaling wins where both are there.
+
+    By Hugging Face's convention `max_position_embeddings` is the length *before* linear and yarn scaling, so
+    these lengthen the context; llama3's is already the scaled one.
+    """
+    scaling = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    kind = _rope_kind(scaling)
+    unknown = scaling.names() - ROPE_FIELDS[kind] - ROPE_FIELDS_OF_ALL
+    if unknown:
+        raise scaling.error(
+            min(unknown),
+            f"absent: rope type {kind!r} reads {', '.join(sorted(ROPE_FIELDS[kind])) or 'nothing'}",
+        )
+    scaling.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
+    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0), above=1.0)
+    context = fields.integer("max_position_embeddings")
+    # A length of its own beside the section wins over the one inside, as in transformers.
+    original = fields.integer(
+        "original_max_position_embeddings",
+        default=scaling.integer("original_max_position_embeddings", default=context),
+    )
+    factor = 1.0
+    if kind == "yarn":
+        factor = scaling.number("factor", default=max(1.0, context / original))
+        context = max(context, int(original * factor))
+    elif kind != "default":
+        factor = scaling.number("factor")
+        context = int(context * factor) if kind == "linear" else context
+    if factor < 1.0:
+        raise scaling.error("factor", "a number of at least 1")
+    low, high = 1.0, 4.0
+    if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise scaling.error("high_freq_factor", f"greater than low_freq_factor ({low:g})")
+    rope = RopeConfig(
+        head_dim=head_dim,
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=original,
+        beta_fast=scaling.number("beta_fast", default=32.0),
+        beta_slow=scaling.number("beta_slow", default=1.0),
+        mscale=scaling.optional_number("mscale"),
+        mscale_all_dim=scaling.optional_number("mscale_all_dim"),
+        attention_factor=scaling.optional_number("attention_factor"),
+        truncate=scaling.flag("truncate", default=True),
+        max_position=context,
+    )
+    return rope, context
+
+
+def _rope_kind(scaling: Fields) -> RopeKind:
+    name = "rope_type" if "rope_type" in scaling else "type"
+    try:
+        found = scaling.choice(name, ROPE_FIELDS, default="default")
+        return next(kind for kind in ROPE_FIELDS if kind == found)
+    except ModelConfigError as error:
+        raise ModelConfigError(
+            f"{error}. Kinds such as 'dynamic' and 'longrope' change their frequencies with the length of "
+            "the text, so keys already in the cache would no longer fit; remove the scaling, or use yarn."
+        ) from error
+
+
+def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's sliding windows: layers from `max_window_layers` on, or those that `layer_types` names.
+
+    Raises:
+        ModelConfigError: an unknown layer type, or a sliding layer without a window.
+    """
+    window = None
+    if fields.flag("use_sliding_window", default=False) and "sliding_window" in fields:
+        window = fields.integer("sliding_window")
+    types = fields.strings("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", default=28, min=0)
+        return tuple(window if index >= first else None for index in range(num_layers))
+    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise fields.error("layer_types", f"{num_layers} of 'full_attention' or 'sliding_attention'")
+    if "sliding_attention" in types and window is None:
+        raise fields.error(
+            "sliding_window", "a number, with use_sliding_window true, since layer_types has such layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,0 +1,128 @@
+"""JSON files read field by field; errors name the field, what was found, and what is allowed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelConfigError
+
+MAX_JSON_BYTES = 16 << 20
+
+
+class Fields:
+    """The fields of one JSON object. A field that is null counts as absent, as Hugging Face writes them.
+
+    Args:
+        values: the object.
+        source: what to call it in messages, such as "/models/x/config.json".
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self.source = source
+
+    @classmethod
+    def read(cls, file: Path, max_bytes: int = MAX_JSON_BYTES) -> Fields:
+        """The fields of a JSON file; those of an absent file are none.
+
+        Raises:
+            ModelConfigError: the file is not a JSON object.
+        """
+        if not file.is_file():
+            return cls({}, str(file))
+        if file.stat().st_size > max_bytes:
+            raise ModelConfigError(f"{file} has {file.stat().st_size} bytes; at most {max_bytes} are read")
+        try:
+            values = json.loads(file.read_text("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ModelConfigError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ModelConfigError(f"{file} holds a JSON {type(values).__name__}, not an object")
+        return cls(values, str(file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def names(self) -> set[str]:
+        """The fields that are there and not null."""
+        return set(self._values)
+
+    def error(self, name: str, allowed: str) -> ModelConfigError:
+        """What to raise for a field: its value as found, and what is allowed."""
+        found = repr(self._values[name])[:200] if name in self._values else "nothing"
+        return ModelConfigError(f"{self.source}: field {name!r} must be {allowed}, found {found}")
+
+    def integer(self, name: str, *, default: int | None = None, min: int = 1) -> int:
+        """A whole number of at least `min`; required where there is no default."""
+        value = self._values.get(name, default)
+        if type(value) is not int or value < min:
+            raise self.error(name, f"a whole number of at least {min}")
+        return value
+
+    def number(self, name: str, *, default: float | None = None, above: float = 0.0) -> float:
+        """A finite number greater than `above`; required where there is no default."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+            raise self.error(name, f"a finite number greater than {above:g}")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A finite number greater than 0, or None where there is none."""
+        return self.number(name) if name in self else None
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._values.get(name, default)
+        if type(value) is not bool:
+            raise self.error(name, "true or false")
+        return value
+
+    def choice(self, name: str, allowed: Collection[str], *, default: str | None = None) -> str:
+        """One of a few strings; required where there is no default."""
+        value = self._values.get(name, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(name, " or ".join(repr(item) for item in sorted(allowed)))
+        return value
+
+    def strings(self, name: str) -> list[str] | None:
+        """A list of strings, or None where there is none."""
+        value = self._values.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise self.error(name, "a list of strings")
+        return value
+
+    def token_ids(self, name: str, vocab_size: int) -> list[int]:
+        """One token id or a list of them; empty where there is none."""
+        value = self._values.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(item) is int and 0 <= item < vocab_size for item in ids):
+            raise self.error(name, f"a token id or a list of them, each from 0 to {vocab_size - 1}")
+        return ids
+
+    def mapping(self, name: str) -> dict[str, str]:
+        """An object that holds strings, at least one."""
+        value = self._values.get(name)
+        if not isinstance(value, dict) or not value or not all(isinstance(item, str) for item in value.values()):
+            raise self.error(name, "an object of strings")
+        return value
+
+    def section(self, name: str) -> Fields:
+        """The fields of a nested object; none where it is absent."""
+        value = self._values.get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Fields(value, f"{self.source}, {name}")
+
+    def refuse(self, name: str, neutral: Collection[object], why: str) -> None:
+        """Raises unless the field is absent or has one of the values that change nothing."""
+        if name in self and not any(
+            self._values[name] == value and type(self._values[name]) is type(value) for value in neutral
+        ):
+            raise ModelConfigError(
+                f"{self.source}: field {name!r} is {repr(self._values[name])[:200]}, which Quire does not "
+                f"support: {why}"
+            )

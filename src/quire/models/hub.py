@@ -1,0 +1,73 @@
+"""From the name of a model to a folder: the embedded model, a folder on disk, or a download from the hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quire.errors import CheckpointNotFoundError, ConfigError
+
+EMBEDDED_MODELS = ("demo",)
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
+"""Folders of other formats, and Mistral's second copy of the weights."""
+
+
+def resolve(
+    model: str, revision: str | None = None, *, endpoint: str | None = None, cache_dir: Path | None = None
+) -> Path:
+    """The folder of a checkpoint.
+
+    Args:
+        model: "demo" is the model that ships with Quire; else a folder; else `org/name` on the Hugging Face
+            hub, which is downloaded (with a progress bar) unless it lies in the hub's cache already.
+        revision: branch, tag or commit of a download.
+        endpoint: another hub than huggingface.co.
+        cache_dir: where downloads lie; None is the hub library's own choice.
+
+    Raises:
+        CheckpointNotFoundError: it is none of these; the message says what was tried.
+        ConfigError: a revision of something that is not downloaded.
+    """
+    local = ASSETS / model if model in EMBEDDED_MODELS else Path(model).expanduser()
+    if model and local.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"revision {revision!r} was given, but {model!r} is the folder {local}, which has no "
+                "revisions. Leave the revision out."
+            )
+        return local
+    if HUB_NAME.fullmatch(model):
+        return _download(model, revision, endpoint, cache_dir)
+    found = "is a file, not a folder" if local.is_file() else "does not exist"
+    raise CheckpointNotFoundError(
+        f"no checkpoint {model!r}: the folder {local.absolute()} {found}, and a name on the hub has the form "
+        f"org/name. Give a folder, org/name, or one of the embedded models: {', '.join(EMBEDDED_MODELS)}."
+    )
+
+
+def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None) -> Path:
+    from huggingface_hub import (
+        snapshot_download,
+    )  # only here: importing it costs time that folders need not pay
+
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            endpoint=endpoint,
+            cache_dir=cache_dir,
+            allow_patterns=WANTED_FILES,
+            ignore_patterns=UNWANTED_FILES,
+        )
+    except Exception as error:  # whatever the hub, the network or the disk did, the checkpoint is not here
+        at = f" at revision {revision!r}" if revision else ""
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointNotFoundError(
+            f"no checkpoint {model!r}: there is no folder {Path(model).absolute()}, and downloading it{at} "
+            f"failed ({type(error).__name__}: {reason}). Check the name, the network, and for a gated model "
+            "that you are logged in (hf auth login)."
+        ) from error
+    return Path(folder)

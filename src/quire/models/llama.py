@@ -1,0 +1,63 @@
+"""Llama 2 and 3.x, as in transformers' `modeling_llama.py` (https://arxiv.org/abs/2407.21783).
+
+Special: rotary scaling of kinds linear, llama3 and yarn; `attention_bias` is for q, k, v and the output
+alike, `mlp_bias` for the MLP. Every layer sees the whole context.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.layers.decoder import DecoderLayer
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.models.config import DecoderConfig, read_decoder_config
+from quire.models.fields import Fields
+from quire.models.model import Model
+from quire.models.weights import Weights
+from quire.ops import KVCache, RaggedBatch
+
+
+class Llama(Model):
+    """Llama: see the head of this file."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        super().__init__(config, weights.dtype)
+        self.embedding = Embedding(weights.as_stored("model.embed_tokens.weight"), weights.dtype)
+        self.rotary = RotaryEmbedding(config.rope)
+        self.layers = [
+            DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), self.rotary, index, window)
+            for index, window in enumerate(config.windows)
+        ]
+        self.norm = RMSNorm(weights("model.norm.weight"), config.layer.rms_norm_eps)
+        self.head = Linear(weights("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"))
+
+    @staticmethod
+    def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+        """Reads config.json and generation_config.json; raises ModelConfigError."""
+        num_layers = fields.integer("num_hidden_layers")
+        fields.refuse("sliding_window", (), "Llama has no sliding window")
+        fields.refuse("layer_types", (["full_attention"] * num_layers,), "all of Llama's layers see everything")
+        bias = fields.flag("attention_bias", default=False)
+        return read_decoder_config(
+            fields,
+            generation,
+            windows=(None,) * num_layers,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=fields.flag("mlp_bias", default=False),
+        )
+
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+        """See Model."""
+        tables = self.rotary.tables(batch.positions)
+        x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
+        for layer in self.layers:
+            x, residual = layer(x, residual, tables, kv, batch)
+        return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return self.head(hidden).float()

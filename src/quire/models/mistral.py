@@ -1,0 +1,56 @@
+"""Mistral, as in transformers' `modeling_mistral.py` (https://arxiv.org/abs/2310.06825).
+
+Special: every layer sees a sliding window of `sliding_window` tokens, the row's own included, unless the
+field is null, as in later checkpoints. There are no biases.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.layers.decoder import DecoderLayer
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.models.config import DecoderConfig, read_decoder_config
+from quire.models.fields import Fields
+from quire.models.model import Model
+from quire.models.weights import Weights
+from quire.ops import KVCache, RaggedBatch
+
+
+class Mistral(Model):
+    """Mistral: see the head of this file."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        super().__init__(config, weights.dtype)
+        self.embedding = Embedding(weights.as_stored("model.embed_tokens.weight"), weights.dtype)
+        self.rotary = RotaryEmbedding(config.rope)
+        self.layers = [
+            DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), self.rotary, index, window)
+            for index, window in enumerate(config.windows)
+        ]
+        self.norm = RMSNorm(weights("model.norm.weight"), config.layer.rms_norm_eps)
+        self.head = Linear(weights("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"))
+
+    @staticmethod
+    def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+        """Reads config.json and generation_config.json; raises ModelConfigError."""
+        num_layers = fields.integer("num_hidden_layers")
+        window = fields.integer("sliding_window") if "sliding_window" in fields else None
+        kind = "full_attention" if window is None else "sliding_attention"
+        fields.refuse("layer_types", ([kind] * num_layers,), "all of Mistral's layers see the same window")
+        return read_decoder_config(fields, generation, windows=(window,) * num_layers)
+
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+        """See Model."""
+        tables = self.rotary.tables(batch.positions)
+        x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
+        for layer in self.layers:
+            x, residual = layer(x, residual, tables, kv, batch)
+        return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return self.head(hidden).float()

@@ -1,0 +1,62 @@
+"""Qwen3 (dense), as in transformers' `modeling_qwen3.py` (https://arxiv.org/abs/2505.09388).
+
+Special: each head's query and key are normalized before they are turned; `head_dim` is a field of its own
+(128 unless said, whatever the hidden size); `attention_bias` is for q, k, v and the output alike; some layers
+may see a sliding window.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.layers.decoder import DecoderLayer
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.models.config import DecoderConfig, read_decoder_config, read_windows
+from quire.models.fields import Fields
+from quire.models.model import Model
+from quire.models.weights import Weights
+from quire.ops import KVCache, RaggedBatch
+
+
+class Qwen3(Model):
+    """Qwen3: see the head of this file."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        super().__init__(config, weights.dtype)
+        self.embedding = Embedding(weights.as_stored("model.embed_tokens.weight"), weights.dtype)
+        self.rotary = RotaryEmbedding(config.rope)
+        self.layers = [
+            DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), self.rotary, index, window)
+            for index, window in enumerate(config.windows)
+        ]
+        self.norm = RMSNorm(weights("model.norm.weight"), config.layer.rms_norm_eps)
+        self.head = Linear(weights("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"))
+
+    @staticmethod
+    def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+        """Reads config.json and generation_config.json; raises ModelConfigError."""
+        bias = fields.flag("attention_bias", default=False)
+        return read_decoder_config(
+            fields,
+            generation,
+            windows=read_windows(fields, fields.integer("num_hidden_layers")),
+            default_head_dim=128,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+        )
+
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+        """See Model."""
+        tables = self.rotary.tables(batch.positions)
+        x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
+        for layer in self.layers:
+            x, residual = layer(x, residual, tables, kv, batch)
+        return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return self.head(hidden).float()

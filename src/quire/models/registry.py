@@ -1,0 +1,71 @@
+"""Which class computes which architecture, and loading a model from a folder."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+from pathlib import Path
+
+from quire.errors import UnknownArchitectureError
+from quire.models.checkpoint import Checkpoint, choose_dtype
+from quire.models.fields import Fields
+from quire.models.model import Model
+from quire.models.weights import Progress, Weights
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": ("quire.models.llama", "Llama"),
+    "MistralForCausalLM": ("quire.models.mistral", "Mistral"),
+    "Qwen2ForCausalLM": ("quire.models.qwen2", "Qwen2"),
+    "Qwen3ForCausalLM": ("quire.models.qwen3", "Qwen3"),
+}
+"""Name in config.json: (module, class). A module is imported when its architecture is asked for."""
+
+
+def load_model(path: Path | str, dtype: str = "auto", progress: Progress | None = None) -> Model:
+    """Loads a checkpoint's model.
+
+    Args:
+        path: its folder (see `checkpoint.resolve`).
+        dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+        progress: told (bytes read, bytes in all) as loading goes on.
+
+    Raises:
+        CheckpointError: one of its kinds, for anything about the folder that is not right.
+    """
+    checkpoint = Checkpoint(Path(path))
+    name = _architecture(checkpoint.config)
+    module, class_name = ARCHITECTURES[name]
+    model_class = getattr(importlib.import_module(module), class_name)
+    compute_dtype, note = choose_dtype(checkpoint, dtype)
+    config = model_class.read_config(checkpoint.config, checkpoint.generation)
+    weights = Weights(checkpoint, config.tensor_shapes(), compute_dtype, config.tie_word_embeddings, progress)
+    model: Model = model_class(config, weights)
+    model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
+    for text in model.notes:
+        logger.info("%s: %s", checkpoint.folder, text)
+    return model
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.strings("architectures")
+    if not names:
+        raise fields.error("architectures", f"a list that holds one of {', '.join(ARCHITECTURES)}")
+    for name in names:
+        if name in ARCHITECTURES:
+            return name
+    near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    code = " The checkpoint brings code of its own (auto_map), which is never run." if "auto_map" in fields else ""
+    raise UnknownArchitectureError(
+        f"{fields.source}: architecture {', '.join(names)} is not known. "
+        f"Known are: {', '.join(ARCHITECTURES)}.{hint}{code}"
+    )
+
+
+def _own_code_note(fields: Fields) -> str | None:
+    if "auto_map" not in fields:
+        return None
+    return "the checkpoint brings code of its own (auto_map), which is not run: Quire uses its own"

@@ -1,0 +1,270 @@
+"""How a step's attention is cut into batched products: made once a step, used by every layer.
+
+Three rules keep every row's bits independent of what else is in the step:
+
+- **Key tiles lie at constant absolute positions**, `KEY_TILE` keys each, whatever `block_size` or length.
+- **Rows are cut anywhere**: a row tile has a multiple of 4 rows of its product (padded by repeating a row),
+  from where on the products' bits do not depend on the number of rows.
+- **A tile that a row cannot see changes nothing**, so tiles that no row of a row tile can see are left out.
+
+The last key tile of a context may be computed narrower than `KEY_TILE` where this machine's products give
+the same bits for it (`narrow_widths` finds out).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+KEY_TILE = 128
+"""Keys a tile. Changing it changes bits."""
+
+ROW_TILE = 128
+"""Most query rows (tokens) a row tile: bounds the scores in memory. Does not change bits."""
+
+CHUNK_ELEMENTS = 1 << 20
+"""About how many numbers a chunk's keys, its values or its scores may have: they should stay in the cache."""
+
+LOWEST = -1e30
+"""Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN."""
+
+
+class Layout(NamedTuple):
+    """What a plan depends on beside the batch; layers that agree in it share a plan."""
+
+    layers: int
+    kv_heads: int
+    group: int
+    block_size: int
+    window: int | None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Row tiles `first .. last` of a bucket, each against one key tile of its own.
+
+    Attributes:
+        opening: whether it is the first key tile of these row tiles.
+        width: keys of each tile that are computed.
+        source: rows of the cache, seen as [rows, run of tokens * head_dim] with layer 0, to be gathered:
+            [2 * (last - first) * kv_heads * runs].
+        invalid: rows of the gathered [2 * (last - first) * kv_heads * width, head_dim] to be zeroed, because
+            no one has written them or a window has passed them; None: none.
+        mask: [last - first, 1, rows * group, width] fp32, 0 or -inf; None: all rows see all keys.
+    """
+
+    first: int
+    last: int
+    opening: bool
+    width: int
+    source: torch.Tensor
+    invalid: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Row tiles of the same number of rows.
+
+    Attributes:
+        tiles: how many.
+        rows: query rows (tokens) each, with padding.
+        tokens: [tiles * rows] rows of the batch; padding repeats a tile's last.
+        chunks: in ascending order of key tiles for each row tile.
+    """
+
+    tiles: int
+    rows: int
+    tokens: torch.Tensor
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """All buckets of a step, and `order` [tokens]: where each token lies in the buckets laid end to end.
+
+    `layer_stride` is the distance, in gathered rows of the cache, from one layer to the next.
+    """
+
+    buckets: list[Bucket]
+    order: torch.Tensor
+    run: int
+    layer_stride: int
+
+
+class _RowTile(NamedTuple):
+    """Rows `row .. row + length` of the batch, a part of one span; key tiles `tile .. tile + tiles`."""
+
+    span: int
+    row: int
+    length: int
+    position: int
+    tile: int
+    tiles: int
+    last_width: int
+
+
+def make_plan(
+    layout: Layout,
+    row_starts: list[int],
+    context_lens: list[int],
+    block_tables: list[torch.Tensor],
+) -> AttentionPlan:
+    """Cut the spans into row tiles, bucket them by size, and lay out each bucket's products."""
+    multiple = next(n for n in (1, 2, 4) if n * layout.group % 4 == 0)
+    buckets: dict[int, list[_RowTile]] = {}
+    for span, context in enumerate(context_lens):
+        for tile in _row_tiles(span, row_starts[span], row_starts[span + 1], context, layout.window):
+            buckets.setdefault(_padded(tile.length, multiple), []).append(tile)
+    run = min(layout.block_size, min(narrow_widths()))
+    tables = _run_tables(block_tables, layout.block_size, run)
+    made, order, offset = [], torch.empty(row_starts[-1], dtype=torch.int64), 0
+    for rows, tiles in sorted(buckets.items()):
+        tiles.sort(key=lambda tile: (-tile.tiles, -tile.last_width))
+        bucket = _bucket(layout, rows, tiles, tables, context_lens, run)
+        places = torch.arange(offset, offset + bucket.tokens.numel())
+        order[bucket.tokens] = places  # padding repeats a row: any of its copies will do
+        made.append(bucket)
+        offset += bucket.tokens.numel()
+    stride = layout.kv_heads * 2 * (layout.block_size // run)
+    return AttentionPlan(made, order, run, stride)
+
+
+def _row_tiles(span: int, first: int, last: int, context: int, window: int | None) -> list[_RowTile]:
+    tiles = []
+    for row in range(first, last, ROW_TILE):
+        count = min(ROW_TILE, last - row)
+        position = context - (last - row)
+        end = position + count  # keys that the last row sees
+        tile = 0 if window is None else max(0, position - window + 1) // KEY_TILE
+        last_tile = (end - 1) // KEY_TILE
+        width = next(w for w in narrow_widths() if w >= end - last_tile * KEY_TILE)
+        tiles.append(_RowTile(span, row, count, position, tile, last_tile + 1 - tile, width))
+    return tiles
+
+
+def _padded(rows: int, multiple: int) -> int:
+    """Few different sizes, so that row tiles of about the same size are computed together."""
+    step = multiple if rows <= 8 else 8 if rows <= 32 else 32
+    return -(-rows // step) * step
+
+
+def _run_tables(tables: list[torch.Tensor], block_size: int, run: int) -> torch.Tensor:
+    """[spans, runs]: each request's runs of `run` tokens within one block, padded with block 0's."""
+    table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+    parts = block_size // run
+    if parts > 1:
+        table = (table.unsqueeze(-1) * parts + torch.arange(parts)).flatten(1)
+    padding = -table.shape[1] % (KEY_TILE // run)
+    return torch.nn.functional.pad(table, (0, padding))
+
+
+def _bucket(
+    layout: Layout,
+    rows: int,
+    tiles: list[_RowTile],
+    tables: torch.Tensor,
+    context_lens: list[int],
+    run: int,
+) -> Bucket:
+    fields = torch.tensor([(t.span, t.row, t.length, t.position, t.tile, context_lens[t.span]) for t in tiles]).unbind(1)
+    span, row, count, position, first_tile, context = (field.unsqueeze(1) for field in fields)
+    within = torch.minimum(torch.arange(rows), count - 1)  # [tiles, rows]
+    chunks = []
+    for rank in range(tiles[0].tiles):
+        for first, last, width in _ranges(layout, rows, tiles, rank):
+            part = slice(first, last)
+            start = (first_tile[part] + rank) * KEY_TILE
+            keys = start + torch.arange(width)  # [tiles of this chunk, width]
+            positions = position[part] + within[part]  # [tiles of this chunk, rows]
+            invalid = keys >= context[part]
+            if layout.window is not None:
+                invalid |= keys <= positions[:, :1] - layout.window
+            runs = tables[span[part], (start + torch.arange(0, width, run)) // run]
+            chunks.append(
+                Chunk(
+                    first=first,
+                    last=last,
+                    opening=rank == 0,
+                    width=width,
+                    source=_source_rows(layout, runs, run),
+                    invalid=_invalid_rows(invalid, layout.kv_heads),
+                    mask=_mask(keys, positions, layout),
+                )
+            )
+    return Bucket(len(tiles), rows, (row + within).flatten(), chunks)
+
+
+def _ranges(layout: Layout, rows: int, tiles: list[_RowTile], rank: int) -> list[tuple[int, int, int]]:
+    """(first, last, width): row tiles that have a key tile of this rank, in runs of similar width."""
+    per_tile = layout.kv_heads * KEY_TILE * max(128, rows * layout.group)
+    limit = max(1, CHUNK_ELEMENTS // per_tile)
+    ranges: list[tuple[int, int, int]] = []
+    for index, tile in enumerate(tiles):
+        if tile.tiles <= rank:
+            break  # they are sorted: the longest come first
+        width = KEY_TILE if tile.tiles > rank + 1 else tile.last_width
+        if ranges and index - ranges[-1][0] < limit and width * 4 >= ranges[-1][2] * 3:
+            first, _, wider = ranges[-1]
+            ranges[-1] = (first, index + 1, wider)
+        else:
+            ranges.append((index, index + 1, width))
+    return ranges
+
+
+def _source_rows(layout: Layout, runs: torch.Tensor, run: int) -> torch.Tensor:
+    """Rows of [blocks * layers * kv_heads * 2 * parts, run * head_dim] for runs [tiles, runs], plane first."""
+    parts = layout.block_size // run
+    planes = torch.arange(layout.kv_heads * 2).view(layout.kv_heads, 2)
+    row = (runs // parts * layout.layers * layout.kv_heads * 2)[:, None] + planes.t()[:, None, :, None]
+    return (row * parts + (runs % parts)[:, None]).flatten()
+
+
+def _invalid_rows(invalid: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
+    if not invalid.any():
+        return None
+    tiles, width = invalid.shape
+    return invalid[None, :, None].expand(2, tiles, kv_heads, width).flatten().nonzero().flatten()
+
+
+def _mask(keys: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    keys, positions = keys.unsqueeze(1), positions.unsqueeze(2)
+    hidden = keys > positions
+    if layout.window is not None:
+        hidden |= keys <= positions - layout.window
+    if not hidden.any():
+        return None
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    return mask.repeat_interleave(layout.group, 1).unsqueeze(1)
+
+
+@functools.cache
+def narrow_widths() -> tuple[int, ...]:
+    """Widths, `KEY_TILE` the last, at which a key tile with nothing behind that width gives the same bits.
+
+    Found by trying: matrix libraries do not promise it, but where it holds, a short context costs less.
+    """
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(3, KEY_TILE, 128, generator=generator)
+    weights = torch.rand(3, 64, KEY_TILE, generator=generator)
+    queries = torch.randn(3, 64, 128, generator=generator)
+    widths = []
+    for width in (32, 64, 96):
+        cut, zeroed = weights[..., :width].contiguous(), weights.clone()
+        zeroed[..., width:] = 0
+        near = keys[:, :width].contiguous()
+        exact = all(
+            torch.equal(torch.bmm(cut[:, :rows].contiguous(), near), torch.bmm(zeroed, keys)[:, :rows])
+            and torch.equal(
+                torch.bmm(queries[:, :rows].contiguous(), near.transpose(1, 2)),
+                torch.bmm(queries, keys.transpose(1, 2))[:, :rows, :width],
+            )
+            and torch.equal(cut[:, :rows].contiguous().sum(-1), zeroed.sum(-1)[:, :rows])
+            for rows in (4, 8, 64)
+        )
+        if exact:
+            widths.append(width)
+    return (*widths, KEY_TILE)

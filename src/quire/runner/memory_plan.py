@@ -1,0 +1,198 @@
+"""How many KV blocks fit: a plan that is printed at start, and refused where it cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
+from quire.models.model import Model
+
+LOGIT_SLICE_BYTES = 64 * 2**20
+"""Logits of prompts are made in slices of about this size."""
+
+FREE_SHARE = 0.5
+"""Share of the free memory that KV takes on a CPU, where other programs live in it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the memory is used for. Sizes are bytes.
+
+    Attributes:
+        weights: packed weights.
+        activations: the largest step's intermediate results.
+        kv_bytes_per_token: all layers.
+        num_blocks: of the pool, the null block included.
+        block_size: tokens a block.
+        max_model_len: longest context in tokens.
+        logit_rows: rows whose logits are made at once for prompt log-probabilities.
+        notes: what was decided without being asked for.
+    """
+
+    weights: int
+    activations: int
+    kv_bytes_per_token: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    logit_rows: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_size * self.kv_bytes_per_token
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows to print: what, and how much."""
+        blocks_each = -(-self.max_model_len // self.block_size)
+        return [
+            ("weights", format_size(self.weights)),
+            ("activations, largest step", format_size(self.activations)),
+            ("KV cache", f"{format_size(self.kv_bytes)} ({format_size(self.kv_bytes_per_token)} a token)"),
+            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} tokens: {self.kv_tokens:,} tokens"),
+            ("longest context", f"{self.max_model_len:,} tokens"),
+            ("full-length requests", f"{(self.num_blocks - 1) / blocks_each:,.1f} at once"),
+        ]
+
+
+def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPlan:
+    """Divide the memory.
+
+    Args:
+        config: options; `num_kv_blocks` and `kv_cache_memory` decide where they are set.
+        model: already loaded, so that `free_bytes` is what remains.
+        free_bytes: memory that could be taken now.
+
+    Raises:
+        PoolTooSmallError: the pool does not hold one request of the `max_model_len` that was asked for.
+        MemoryPlanError: not even one small request fits.
+        ConfigError: `max_model_len` exceeds what the model was made for, or a step cannot hold a whole prompt
+            although chunked prefill is off.
+    """
+    notes: list[str] = []
+    block_size = config.block_size
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    longest = _longest_context(config, model)
+    logit_rows = max(8, LOGIT_SLICE_BYTES // (model.vocab_size * 4))
+    activations = activation_bytes(config, model, logit_rows)
+    most_useful = config.max_num_seqs * -(-longest // block_size) + 1
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks + 1
+    elif config.kv_cache_bytes is not None:
+        num_blocks = config.kv_cache_bytes // (block_size * token_bytes)
+    else:
+        num_blocks = min(int(max(0, free_bytes - activations) * FREE_SHARE) // (block_size * token_bytes), most_useful)
+    kv_bytes = num_blocks * block_size * token_bytes
+    if kv_bytes + activations > free_bytes:
+        notes.append(
+            f"KV cache and activations take {format_size(kv_bytes + activations)}, but only "
+            f"{format_size(free_bytes)} of memory is free; lower kv_cache_memory or num_kv_blocks if it gets tight"
+        )
+    fits = _longest_fit(config, model, num_blocks)
+    if fits < block_size:
+        raise MemoryPlanError(
+            f"{format_size(free_bytes)} of free memory gives {max(num_blocks - 1, 0)} KV blocks of {block_size} tokens "
+            f"({format_size(block_size * token_bytes)} each): not one request fits. Free some memory, or set "
+            f"kv_cache_memory to at least {format_size(8 * block_size * token_bytes)}"
+        )
+    if fits < longest:
+        if config.max_model_len is not None:
+            raise PoolTooSmallError(
+                f"max_model_len={longest} needs {-(-longest // block_size)} KV blocks of {block_size} tokens, but the "
+                f"pool has {num_blocks - 1}; set max_model_len to at most {fits}, or kv_cache_memory to at least "
+                f"{format_size((-(-longest // block_size) + 1) * block_size * token_bytes)}"
+            )
+        notes.append(
+            f"max_model_len is {fits:,}, not the model's {longest:,}: the KV memory holds no more; "
+            "kv_cache_memory gives it more"
+        )
+        longest = fits
+    _check_whole_prompts(config, longest)
+    return MemoryPlan(
+        weights=model.weight_bytes,
+        activations=activations,
+        kv_bytes_per_token=token_bytes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=longest,
+        logit_rows=logit_rows,
+        notes=tuple(notes),
+    )
+
+
+def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int:
+    """Intermediate results of the largest admissible step, counted rather than run.
+
+    A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which nobody waits for at start, and
+    memory there is not a hard limit. Counted are, for each token: the residual and the normed state, the
+    fused q/k/v rows, attention's fp32 rows, and the fused gate/up rows with their product; then logits in the
+    model's type and three times in fp32 (the sampler copies and sorts).
+    """
+    layer = model.config.layer
+    heads = layer.num_heads + 2 * layer.num_kv_heads
+    per_token = 4 * layer.hidden_size + 2 * heads * layer.head_dim + 3 * layer.intermediate_size
+    per_token = per_token * model.dtype.itemsize + 3 * 4 * layer.num_heads * layer.head_dim
+    rows = max(config.max_num_seqs, logit_rows)
+    return config.max_num_batched_tokens * per_token + rows * model.vocab_size * (model.dtype.itemsize + 12)
+
+
+def free_memory() -> int:
+    """Bytes that this process could take now: what the system has, or what its control group leaves."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def format_size(size: float) -> str:
+    """Bytes for people: 3 significant digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
+        size /= 1024
+    raise ValueError("unreachable")
+
+
+def _longest_context(config: EngineConfig, model: Model) -> int:
+    asked, trained = config.max_model_len, model.max_position_embeddings
+    if asked is not None and asked > trained:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the {trained} positions the model was made for "
+            "(max_position_embeddings); lower it"
+        )
+    return asked or trained
+
+
+def _longest_fit(config: EngineConfig, model: Model, num_blocks: int) -> int:
+    """The longest context that one request alone can have; a sliding window needs no more than itself."""
+    tokens = max(0, num_blocks - 1) * config.block_size
+    window = model.retention
+    if window is not None and tokens >= window + config.max_num_batched_tokens + 2 * config.block_size:
+        return max(tokens, model.max_position_embeddings)
+    return tokens
+
+
+def _check_whole_prompts(config: EngineConfig, longest: int) -> None:
+    needed = longest + config.max_num_seqs
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < needed:
+        raise ConfigError(
+            f"without chunked prefill a step must hold a whole prompt beside the decodes: max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} is below max_model_len={longest} + max_num_seqs={config.max_num_seqs}; "
+            f"raise it to {needed}, lower max_model_len, or leave enable_chunked_prefill on"
+        )
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        return None
