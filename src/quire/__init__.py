@@ -1,1 +1,49 @@
-"""Quire: an inference engine for large language models that can be read in a day."""
+"""Quire: LLM inference in Python that can be read in a day.
+
+What a user imports. `LLM` and `AsyncLLM` bring torch, so they are loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.core.sampling_params import SamplingParams
+from quire.errors import QuireError, RequestError
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from quire.llm import LLM, AsyncLLM
+
+__version__ = version("quire")
+
+_LAZY = {
+    "LLM": "quire.llm",
+    "AsyncLLM": "quire.llm",
+    "RequestOutput": "quire.engine.outputs",
+    "CompletionOutput": "quire.engine.outputs",
+    "RequestMetrics": "quire.engine.outputs",
+    "Logprob": "quire.engine.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "QuireError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")

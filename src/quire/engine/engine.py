@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,11 +18,13 @@ from quire.core import invariants
 from quire.core.block_hash import BlockHasher
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
+from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.engine.executor import Executor, InlineExecutor, PendingResult
 from quire.errors import EngineClosedError
 from quire.models.checkpoint import resolve
+from quire.models.fields import Fields
 from quire.models.registry import load_model
 from quire.ops import KVCache
 from quire.runner.memory_plan import MemoryPlan, free_memory, plan_memory
@@ -101,7 +104,8 @@ class Engine:
         self.model = load_model(self.path, config.dtype, lambda done, total: report("loading weights", done / total))
         report("planning memory", 1.0)
         self.memory_plan: MemoryPlan = plan_memory(config, self.model, free_memory())
-        self.notes = (*self.model.notes, *self.memory_plan.notes)
+        self.sampling_defaults = self._read_sampling_defaults()
+        self.notes = (*self.model.notes, *self.memory_plan.notes, *self._defaults_note())
         self.max_model_len = self.memory_plan.max_model_len
         self.stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
@@ -110,6 +114,16 @@ class Engine:
         self._depth = 0  # steps in flight beside the one that is waited for; the device needs none on a CPU
         self._closed = False
         report("ready", 1.0)
+
+    def _read_sampling_defaults(self) -> dict[str, Any]:
+        """What unset sampling parameters mean: `generation_config.json`'s values, or neutral ones."""
+        if self.config.generation_config == "off":
+            return {}
+        return Fields.read(self.path / "generation_config.json").picked(NEUTRAL)
+
+    def _defaults_note(self) -> list[str]:
+        changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
+        return [f"sampling defaults of the checkpoint: {', '.join(changed)}"] if changed else []
 
     def _kv_manager(self) -> KVManager:
         config = self.config
@@ -140,6 +154,10 @@ class Engine:
     def abort(self, request_id: int, reason: str = "abort") -> None:
         """End a request wherever it is."""
         self.scheduler.abort(request_id, reason, time.monotonic())
+
+    def take_updates(self) -> list[RequestUpdate]:
+        """Ends that `abort` caused since the last step."""
+        return self.scheduler.take_updates()
 
     def step(self) -> list[RequestUpdate]:
         """Run the next step; what the requests got from it. Nothing to run gives only late aborts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class Fields:
     def names(self) -> set[str]:
         """The fields that are there and not null."""
         return set(self._values)
+
+    def picked(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of some fields that are there, as found: whoever asked checks them."""
+        return {name: self._values[name] for name in names if name in self._values}
 
     def error(self, name: str, allowed: str) -> ModelConfigError:
         """What to raise for a field: its value as found, and what is allowed."""

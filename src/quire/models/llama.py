@@ -25,6 +25,8 @@ class Llama(Model):
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         super().__init__(config, weights.dtype)
+        # The largest tensor first: memory's peak is then not the whole model and once more this.
+        self.head = Linear(weights("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"))
         self.embedding = Embedding(weights.as_stored("model.embed_tokens.weight"), weights.dtype)
         self.rotary = RotaryEmbedding(config.rope)
         self.layers = [
@@ -32,7 +34,6 @@ class Llama(Model):
             for index, window in enumerate(config.windows)
         ]
         self.norm = RMSNorm(weights("model.norm.weight"), config.layer.rms_norm_eps)
-        self.head = Linear(weights("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"))
 
     @staticmethod
     def read_config(fields: Fields, generation: Fields) -> DecoderConfig:

@@ -6,6 +6,8 @@ throughout; `attention_plan` says which tiles, and why the result of a row never
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from quire.ops.attention_plan import LOWEST, AttentionPlan, Bucket, Chunk, Layout, make_plan
@@ -15,19 +17,18 @@ from quire.ops.ragged import RaggedBatch
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int) -> None:
     """Write the step's keys and values [tokens, kv_heads, head_dim] into the cache's slots."""
-    first = batch.once(("slots", kv.layers, kv.kv_heads), lambda: _slot_rows(batch, kv))
-    keys, values = (first + layer * kv.kv_heads * 2 * kv.block_size).unbind()
-    rows = kv.data.view(-1, kv.head_dim)
+    keys, values = batch.once(("slots", kv.layers, kv.kv_heads), lambda: _slot_rows(batch, kv))
+    rows = kv.data.view(-1, kv.head_dim)[layer * kv.kv_heads * 2 * kv.block_size :]
     rows.index_copy_(0, keys, k.reshape(-1, kv.head_dim))
     rows.index_copy_(0, values, v.reshape(-1, kv.head_dim))
 
 
-def _slot_rows(batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
-    """[2, tokens * kv_heads]: layer 0's rows of the cache as [rows, head_dim], keys and values."""
+def _slot_rows(batch: RaggedBatch, kv: KVCache) -> tuple[torch.Tensor, ...]:
+    """Layer 0's rows of the cache, seen as [rows, head_dim]: [tokens * kv_heads] for keys, and for values."""
     block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
     planes = torch.arange(kv.kv_heads * 2).view(kv.kv_heads, 2).t().unsqueeze(1)  # [2, 1, kv_heads]
     rows = (block * kv.layers * kv.kv_heads * 2).unsqueeze(1) + planes
-    return (rows * kv.block_size + offset.unsqueeze(1)).flatten(1)
+    return (rows * kv.block_size + offset.unsqueeze(1)).flatten(1).unbind()
 
 
 def paged_attention(
@@ -38,73 +39,160 @@ def paged_attention(
     With a `window`, a row at position p sees the keys at p - window + 1 .. p.
     Returns [tokens, heads, head_dim], contiguous, in q's data type.
     """
-    tokens, heads, head_dim = q.shape
-    layout = Layout(kv.layers, kv.kv_heads, heads // kv.kv_heads, kv.block_size, window)
-    plan = batch.once(layout, lambda: make_plan(layout, batch.row_starts, batch.context_lens, batch.block_tables))
-    out = [_attend(q, kv, bucket, plan, layout, layer, scale) for bucket in plan.buckets]
-    rows = torch.cat(out) if len(out) > 1 else out[0]
-    return rows.index_select(0, plan.order).view(tokens, heads, head_dim)
+    layout = Layout(kv.layers, kv.kv_heads, q.shape[1] // kv.kv_heads, kv.block_size, window)
+    step = batch.once((layout, q.dtype), lambda: _Step(batch, layout, kv, q.dtype))
+    cache = kv.data.view(-1, step.plan.run * kv.head_dim)[layer * step.plan.layer_stride :]
+    for bucket in step.buckets:
+        # index_select, then one copy that changes type and order: [tiles, kv_heads, rows, group, head_dim]
+        bucket.q_by_row.copy_(q.index_select(0, bucket.tokens).view(bucket.q_by_row.shape))
+        bucket.q.mul_(scale)
+        for tile in bucket.tiles:
+            _attend(tile, cache)
+        bucket.out.div_(bucket.total)
+        bucket.result.copy_(bucket.out_by_row)
+    return step.result.index_select(0, step.plan.order).view(q.shape)
 
 
-def _attend(
-    q: torch.Tensor,
-    kv: KVCache,
-    bucket: Bucket,
-    plan: AttentionPlan,
-    layout: Layout,
-    layer: int,
-    scale: float,
-) -> torch.Tensor:
-    """A bucket's rows, padding included: [tiles * rows, heads * head_dim] in q's data type."""
-    heads, group, dim = layout.kv_heads, layout.group, kv.head_dim
-    batch, m = bucket.tiles * heads, bucket.rows * group
-    split = (bucket.tiles, bucket.rows, heads, group, dim)
-    dtype = q.dtype
-    q = q.index_select(0, bucket.tokens).float().mul_(scale)  # index_select copies: q itself stays
-    q = q.view(split).transpose(1, 2).reshape(batch, m, dim)
-    top, total, out = q.new_empty(batch, m, 1), q.new_empty(batch, m, 1), torch.empty_like(q)
-    for chunk in bucket.chunks:
-        part = slice(chunk.first * heads, chunk.last * heads)
-        _attend_tile(q[part], top[part], total[part], out[part], kv, chunk, plan, layout, layer)
-    out = out.div_(total).view(bucket.tiles, heads, bucket.rows, group, dim).transpose(1, 2)
-    return out.to(dtype).reshape(bucket.tiles * bucket.rows, heads * group * dim)
+@dataclass(slots=True)
+class _Tile:
+    """A chunk's views into its bucket's and the step's memory, made once for all layers.
+
+    Attributes (b = row tiles * kv_heads, m = rows * group of each):
+        q, top, total, out: the bucket's, [b, m, head_dim or 1].
+        stored: gathered from the cache, [runs, run * head_dim] in the cache's data type.
+        stored_tokens: the same as [tokens, head_dim].
+        wide: the same in fp32; `keys` [b, head_dim, width] and `values` [b, width, head_dim] lie in it.
+        scores: [b, m, width]; `scores_by_tile` the same as [row tiles, kv_heads, m, width].
+        product: [b, m, head_dim].
+    """
+
+    chunk: Chunk
+    windowed: bool
+    q: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
+    out: torch.Tensor
+    stored: torch.Tensor
+    stored_tokens: torch.Tensor
+    wide: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scores: torch.Tensor
+    scores_by_tile: torch.Tensor
+    product: torch.Tensor
 
 
-def _attend_tile(
-    q: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    out: torch.Tensor,
-    kv: KVCache,
-    chunk: Chunk,
-    plan: AttentionPlan,
-    layout: Layout,
-    layer: int,
-) -> None:
-    """One key tile for each of a chunk's row tiles, merged into the running `top`, `total` and `out`."""
-    k, v = _gather(kv, chunk, plan, layer)
-    scores = torch.bmm(q, k.transpose(1, 2))
+def _attend(tile: _Tile, cache: torch.Tensor) -> None:
+    """One key tile for each of a chunk's row tiles, merged into the running `top`, `total` and `out`.
+
+    `cache` is a layer's: [rows, run * head_dim].
+    """
+    chunk, scores = tile.chunk, tile.scores
+    if not chunk.gathered:
+        torch.index_select(cache, 0, chunk.source, out=tile.stored)
+        if chunk.invalid is not None:
+            tile.stored_tokens.index_fill_(0, chunk.invalid, 0)
+        if tile.wide is not tile.stored:
+            tile.wide.copy_(tile.stored)
+    torch.bmm(tile.q, tile.keys, out=scores)
     if chunk.mask is not None:
-        scores.view(-1, layout.kv_heads, *scores.shape[1:]).add_(chunk.mask)
-    highest = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)
-    if not chunk.opening:
-        highest = torch.maximum(highest, top)
-    weights = scores.sub_(highest).exp_()
+        tile.scores_by_tile.add_(chunk.mask)
+    highest = scores.amax(-1, keepdim=True)
+    if tile.windowed:
+        highest.clamp_min_(LOWEST)  # a row may see nothing in its tile's first key tiles
     if chunk.opening:
-        torch.sum(weights, -1, keepdim=True, out=total)
-        torch.bmm(weights, v, out=out)
+        torch.sum(scores.sub_(highest).exp_(), -1, keepdim=True, out=tile.total)
+        torch.bmm(scores, tile.values, out=tile.out)
     else:
-        shrink = top.sub_(highest).exp_()
-        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-        out.mul_(shrink).add_(torch.bmm(weights, v))
-    top.copy_(highest)
+        torch.maximum(highest, tile.top, out=highest)
+        shrink = tile.top.sub_(highest).exp_()
+        tile.total.mul_(shrink).add_(scores.sub_(highest).exp_().sum(-1, keepdim=True))
+        tile.out.mul_(shrink).add_(torch.bmm(scores, tile.values, out=tile.product))
+    tile.top.copy_(highest)
 
 
-def _gather(kv: KVCache, chunk: Chunk, plan: AttentionPlan, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a chunk's tiles: each [tiles * kv_heads, width, head_dim] fp32."""
-    rows = kv.data.view(-1, plan.run * kv.head_dim)
-    tile = rows.index_select(0, chunk.source + layer * plan.layer_stride)
-    if chunk.invalid is not None:
-        tile.view(-1, kv.head_dim).index_fill_(0, chunk.invalid, 0)
-    k, v = tile.float().view(2, -1, chunk.width, kv.head_dim).unbind()
-    return k, v
+class _Memory:
+    """Memory for a chunk's intermediate results, reused by all chunks and layers of a step.
+
+    Fresh memory for each would cost as much as the work: the system hands large blocks out page by page.
+    """
+
+    def __init__(self, plan: AttentionPlan, layout: Layout, kv: KVCache) -> None:
+        keys, scores, rows = 0, 0, 0
+        for bucket in plan.buckets:
+            for chunk in bucket.chunks:
+                heads, m = (chunk.last - chunk.first) * layout.kv_heads, bucket.rows * layout.group
+                keys = max(keys, heads * chunk.width)
+                scores = max(scores, heads * m * chunk.width)
+                rows = max(rows, heads * m)
+        self.stored = torch.empty(2 * keys * kv.head_dim, dtype=kv.dtype)
+        self.wide = torch.empty(0 if kv.dtype == torch.float32 else 2 * keys * kv.head_dim)
+        self.scores = torch.empty(scores)
+        self.product = torch.empty(rows * kv.head_dim)
+
+
+class _Bucket:
+    """A bucket's queries and running results, and its chunks in the order in which they run.
+
+    Attributes (b = row tiles * kv_heads, m = rows * group of each):
+        tokens: rows of the batch to take the queries from.
+        q, top, total, out: [b, m, head_dim or 1] fp32.
+        q_by_row, out_by_row: q and out as [tiles, rows, kv_heads, group, head_dim].
+        result: the same shape, contiguous, in the queries' data type: a part of the step's result.
+    """
+
+    def __init__(self, bucket: Bucket, result: torch.Tensor, memory: _Memory, step: _Step, kv: KVCache) -> None:
+        heads, group, dim = kv.kv_heads, step.layout.group, kv.head_dim
+        by_head = (bucket.tiles, heads, bucket.rows, group, dim)
+        shape = (bucket.tiles * heads, bucket.rows * group, dim)
+        self.tokens = bucket.tokens
+        self.q, self.out = torch.empty(shape), torch.empty(shape)
+        self.top, self.total = torch.empty(*shape[:2], 1), torch.empty(*shape[:2], 1)
+        self.q_by_row = self.q.view(by_head).transpose(1, 2)
+        self.out_by_row = self.out.view(by_head).transpose(1, 2)
+        self.result = result.view(self.out_by_row.shape)
+        self.tiles = [self._tile(chunk, memory, step, kv) for chunk in bucket.chunks]
+
+    def _tile(self, chunk: Chunk, memory: _Memory, step: _Step, kv: KVCache) -> _Tile:
+        part = slice(chunk.first * kv.kv_heads, chunk.last * kv.kv_heads)
+        q = self.q[part]
+        b, m, dim = q.shape
+        stored = memory.stored[: 2 * b * chunk.width * dim].view(-1, step.plan.run * dim)
+        if kv.dtype == torch.float32:
+            wide = stored
+        else:
+            wide = memory.wide[: stored.numel()].view(stored.shape)
+        keys, values = wide.view(2, b, chunk.width, dim).unbind()
+        scores = memory.scores[: b * m * chunk.width].view(b, m, chunk.width)
+        return _Tile(
+            chunk=chunk,
+            windowed=step.layout.window is not None,
+            q=q,
+            top=self.top[part],
+            total=self.total[part],
+            out=self.out[part],
+            stored=stored,
+            stored_tokens=stored.view(-1, dim),
+            wide=wide,
+            keys=keys.transpose(1, 2),
+            values=values,
+            scores=scores,
+            scores_by_tile=scores.view(-1, kv.kv_heads, m, chunk.width),
+            product=memory.product[: b * m * dim].view(b, m, dim),
+        )
+
+
+class _Step:
+    """All that the layers of a step share: the plan, and memory laid out for it."""
+
+    def __init__(self, batch: RaggedBatch, layout: Layout, kv: KVCache, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.plan = make_plan(layout, batch.row_starts, batch.context_lens, batch.block_tables)
+        memory = _Memory(self.plan, layout, kv)
+        sizes = [bucket.tiles * bucket.rows for bucket in self.plan.buckets]
+        width = layout.kv_heads * layout.group * kv.head_dim
+        self.result = torch.empty(sum(sizes), width, dtype=dtype)
+        self.buckets = [
+            _Bucket(bucket, result, memory, self, kv)
+            for bucket, result in zip(self.plan.buckets, torch.split(self.result, sizes), strict=True)
+        ]

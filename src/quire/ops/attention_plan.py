@@ -22,11 +22,14 @@ import torch
 KEY_TILE = 128
 """Keys a tile. Changing it changes bits."""
 
-ROW_TILE = 128
-"""Most query rows (tokens) a row tile: bounds the scores in memory. Does not change bits."""
+ROW_TILE = 256
+"""Most rows (tokens times the query heads that share a KV head) a row tile. Does not change bits."""
 
-CHUNK_ELEMENTS = 1 << 20
-"""About how many numbers a chunk's keys, its values or its scores may have: they should stay in the cache."""
+CHUNK_SCORES = 1 << 18
+"""About how many scores a chunk may have, so that they stay in the processor's cache. Does not change bits."""
+
+CHUNK_KEYS = 1 << 11
+"""About how many keys, counted for each head, a chunk may have, for the same reason. Does not change bits."""
 
 LOWEST = -1e30
 """Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN."""
@@ -54,6 +57,7 @@ class Chunk:
         invalid: rows of the gathered [2 * (last - first) * kv_heads * width, head_dim] to be zeroed, because
             no one has written them or a window has passed them; None: none.
         mask: [last - first, 1, rows * group, width] fp32, 0 or -inf; None: all rows see all keys.
+        gathered: the chunk before has just gathered the very same keys and values.
     """
 
     first: int
@@ -63,6 +67,7 @@ class Chunk:
     source: torch.Tensor
     invalid: torch.Tensor | None
     mask: torch.Tensor | None
+    gathered: bool = False
 
 
 @dataclass(slots=True)
@@ -117,7 +122,7 @@ def make_plan(
     multiple = next(n for n in (1, 2, 4) if n * layout.group % 4 == 0)
     buckets: dict[int, list[_RowTile]] = {}
     for span, context in enumerate(context_lens):
-        for tile in _row_tiles(span, row_starts[span], row_starts[span + 1], context, layout.window):
+        for tile in _row_tiles(layout, span, row_starts[span], row_starts[span + 1], context):
             buckets.setdefault(_padded(tile.length, multiple), []).append(tile)
     run = min(layout.block_size, min(narrow_widths()))
     tables = _run_tables(block_tables, layout.block_size, run)
@@ -133,16 +138,17 @@ def make_plan(
     return AttentionPlan(made, order, run, stride)
 
 
-def _row_tiles(span: int, first: int, last: int, context: int, window: int | None) -> list[_RowTile]:
-    tiles = []
-    for row in range(first, last, ROW_TILE):
-        count = min(ROW_TILE, last - row)
+def _row_tiles(layout: Layout, span: int, first: int, last: int, context: int) -> list[_RowTile]:
+    tiles, window = [], layout.window
+    largest = max(16, ROW_TILE // layout.group)
+    for row in range(first, last, largest):
+        length = min(largest, last - row)
         position = context - (last - row)
-        end = position + count  # keys that the last row sees
+        end = position + length  # keys that the last row sees
         tile = 0 if window is None else max(0, position - window + 1) // KEY_TILE
         last_tile = (end - 1) // KEY_TILE
         width = next(w for w in narrow_widths() if w >= end - last_tile * KEY_TILE)
-        tiles.append(_RowTile(span, row, count, position, tile, last_tile + 1 - tile, width))
+        tiles.append(_RowTile(span, row, length, position, tile, last_tile + 1 - tile, width))
     return tiles
 
 
@@ -170,10 +176,11 @@ def _bucket(
     context_lens: list[int],
     run: int,
 ) -> Bucket:
-    fields = torch.tensor([(t.span, t.row, t.length, t.position, t.tile, context_lens[t.span]) for t in tiles]).unbind(1)
-    span, row, count, position, first_tile, context = (field.unsqueeze(1) for field in fields)
-    within = torch.minimum(torch.arange(rows), count - 1)  # [tiles, rows]
-    chunks = []
+    numbers = [(t.span, t.row, t.length, t.position, t.tile, context_lens[t.span]) for t in tiles]
+    columns = (column.unsqueeze(1) for column in torch.tensor(numbers).unbind(1))
+    span, row, length, position, first_tile, context = columns
+    within = torch.minimum(torch.arange(rows), length - 1)  # [tiles, rows]
+    chunks: list[Chunk] = []
     for rank in range(tiles[0].tiles):
         for first, last, width in _ranges(layout, rows, tiles, rank):
             part = slice(first, last)
@@ -184,24 +191,24 @@ def _bucket(
             if layout.window is not None:
                 invalid |= keys <= positions[:, :1] - layout.window
             runs = tables[span[part], (start + torch.arange(0, width, run)) // run]
-            chunks.append(
-                Chunk(
-                    first=first,
-                    last=last,
-                    opening=rank == 0,
-                    width=width,
-                    source=_source_rows(layout, runs, run),
-                    invalid=_invalid_rows(invalid, layout.kv_heads),
-                    mask=_mask(keys, positions, layout),
-                )
+            chunk = Chunk(
+                first=first,
+                last=last,
+                opening=rank == 0,
+                width=width,
+                source=_source_rows(layout, runs, run),
+                invalid=_invalid_rows(invalid, layout.kv_heads),
+                mask=_mask(keys, positions, layout),
             )
+            chunk.gathered = bool(chunks) and _same_keys(chunks[-1], chunk)
+            chunks.append(chunk)
     return Bucket(len(tiles), rows, (row + within).flatten(), chunks)
 
 
 def _ranges(layout: Layout, rows: int, tiles: list[_RowTile], rank: int) -> list[tuple[int, int, int]]:
     """(first, last, width): row tiles that have a key tile of this rank, in runs of similar width."""
-    per_tile = layout.kv_heads * KEY_TILE * max(128, rows * layout.group)
-    limit = max(1, CHUNK_ELEMENTS // per_tile)
+    keys = layout.kv_heads * KEY_TILE
+    limit = max(1, min(CHUNK_KEYS // keys, CHUNK_SCORES // (keys * rows * layout.group)))
     ranges: list[tuple[int, int, int]] = []
     for index, tile in enumerate(tiles):
         if tile.tiles <= rank:
@@ -213,6 +220,13 @@ def _ranges(layout: Layout, rows: int, tiles: list[_RowTile], rank: int) -> list
         else:
             ranges.append((index, index + 1, width))
     return ranges
+
+
+def _same_keys(one: Chunk, other: Chunk) -> bool:
+    """Whether two chunks read the same: as those of a long span do, which differ in their rows only."""
+    if one.invalid is not None and other.invalid is not None:
+        return torch.equal(one.source, other.source) and torch.equal(one.invalid, other.invalid)
+    return one.invalid is other.invalid and torch.equal(one.source, other.source)
 
 
 def _source_rows(layout: Layout, runs: torch.Tensor, run: int) -> torch.Tensor:

@@ -1,0 +1,153 @@
+"""From tokens to text, step by step: whole characters only, and stop strings found across token borders.
+
+The text of a token depends on its neighbours: a character may be spread over several tokens, and some
+decoders strip the space of the first one. So a window of the last tokens is decoded together, and what is
+new and can no longer change is given out. The whole text equals `Tokenizer.decode` of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine.tokenizer import Tokenizer
+
+UNFINISHED = "\ufffd"
+"""What a decoder prints for bytes that are no character, so also for one whose last bytes are to come."""
+
+MAX_WINDOW = 32
+"""Tokens decoded together at most, as a rule; half of them are kept as context when there are more."""
+
+MAX_BYTE_RUN = 64
+"""Tokens held back of a run of byte tokens, which one bad byte at its end would turn bad as a whole."""
+
+
+class TextStream:
+    """Turns tokens into text deltas. The deltas add up to the text of all tokens.
+
+    One exception: where a decoder joins runs of byte tokens (Llama 2) and such a run is longer than
+    `MAX_BYTE_RUN`, it is decoded in pieces, and a bad byte spoils its piece only.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._text = ""  # of the window
+        self._given = 0  # characters of it that were given out
+        self._run = 0  # byte tokens at the window's end
+
+    def push(self, token_id: int) -> str:
+        """The text that this token settles."""
+        if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
+            return ""
+        if not self._tokenizer.knows(token_id):
+            return ""
+        self._window.append(token_id)
+        self._run = self._run + 1 if token_id in self._tokenizer.byte_ids else 0
+        if 0 < self._run < MAX_BYTE_RUN:
+            return ""
+        self._text = self._decode(self._window)
+        if self._run:
+            return self._cut_run()
+        # Of bytes that are no character only the last mark can still change: it may stand for an unfinished one.
+        settled = len(self._text) - self._text.endswith(UNFINISHED)
+        delta = self._text[self._given : settled]
+        self._given = max(self._given, settled)
+        if len(self._window) > MAX_WINDOW:
+            self._shorten()
+        return delta
+
+    def finish(self) -> str:
+        """What was held back. Nothing may be pushed after it."""
+        self._text = self._decode(self._window)
+        delta = self._text[self._given :]
+        self._given = len(self._text)
+        return delta
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+
+    def _cut_run(self) -> str:
+        """Ends a long run of byte tokens between two characters, or anywhere if it has bad bytes."""
+        if self._text.endswith(UNFINISHED) and self._run < MAX_BYTE_RUN + 4:
+            return ""
+        delta = self._text[self._given :]
+        # Plain text in place of the run: the next byte begins a run of its own, and no space is stripped.
+        self._window = self._tokenizer.anchor
+        self._text = self._decode(self._window)
+        self._given, self._run = len(self._text), 0
+        return delta
+
+    def _shorten(self) -> None:
+        """Drops the older half of the window, if the text of the rest ends as that of the whole."""
+        rest = self._window[-(MAX_WINDOW // 2) :]
+        text = self._decode(rest)
+        # Up to three characters at the cut may differ: a stripped space, or bytes that lost their first one.
+        if len(text) > 3 and self._text.endswith(text[3:]):
+            self._given = len(text) - (len(self._text) - self._given)
+            self._window, self._text = rest, text
+
+
+class Detokenizer:
+    """The text of one choice of a request, cut at its stop strings.
+
+    Attributes:
+        stopped: the stop string that ended the text; None while none did.
+        num_tokens: tokens pushed so far; once stopped, those up to the one that completed the stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.stopped: str | None = None
+        self.num_tokens = 0
+        self._stream = TextStream(tokenizer, params.skip_special_tokens)
+        self._stops = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._held = ""  # text that could begin a stop string
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that may be shown now. Tokens behind a stop string are ignored.
+
+        What could begin a stop string is held back. The stop string that is completed first counts; of two
+        completed by the same character, the longer one. It counts from the `min_tokens`-th token on.
+        """
+        shown = []
+        for token_id in token_ids:
+            if self.stopped is not None:
+                break
+            self.num_tokens += 1
+            shown.append(self._release(self._stream.push(token_id)))
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """The rest of the text, once no more tokens come. It may complete a stop string, too."""
+        if self.stopped is not None:
+            return ""
+        shown = self._release(self._stream.finish())
+        rest, self._held = self._held, ""
+        return shown + rest
+
+    def _release(self, delta: str) -> str:
+        if not self._stops or not delta:
+            return delta
+        text = self._held + delta
+        # Only what ends within the delta counts: min_tokens may have let pass what ended before it.
+        before, self._held = len(self._held), ""
+        if self.num_tokens >= self._min_tokens:
+            found = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
+            ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+            if ends:
+                end, start, self.stopped = min(ends)
+                return text[: end if self._include_stop else start]
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of a text that begins a stop string."""
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,347 @@
+"""The client's side of the engine: from prompts to requests, and from updates to text.
+
+`LLM` and `AsyncLLM` share it, and a server will: it validates and tokenizes what comes in, splits a prompt
+into its `n` choices, turns tokens back into text step by step, finds stop strings, and keeps the outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from quire.core.request import Request, RequestStats, RequestUpdate
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import TokenLogprobs
+from quire.engine.detokenizer import Detokenizer
+from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import (
+    EmptyPromptError,
+    PromptTooLongError,
+    RequestError,
+    SamplingParamsError,
+    TokenOutOfRangeError,
+)
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+MAX_REQUEST_ID_LENGTH = 256
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice in flight: the core's request number, and its way back to text."""
+
+    request: int
+    output: CompletionOutput
+    detokenizer: Detokenizer | None
+    stopped_by: str | None = None  # the stop string that was found
+
+
+@dataclass(slots=True)
+class _Live:
+    """A user's request in flight."""
+
+    output: RequestOutput
+    params: SamplingParams
+    choices: list[_Choice] = field(default_factory=list)
+    stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt that was validated and tokenized, and nothing runs yet."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    bad_words: list[list[int]]
+
+
+class Frontend:
+    """Requests in, outputs out, for one engine.
+
+    Args:
+        tokenizer: None for a checkpoint without one: then prompts are token ids and outputs have no text.
+        defaults: the checkpoint's sampling defaults.
+        add: queues a request in the engine.
+        abort: ends one there, given its number and a reason; returns the terminal update where the engine is
+            in this process, and nothing where it comes later.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        defaults: Mapping[str, Any],
+        add: Callable[[Request], None],
+        abort: Callable[[int, str], list[RequestUpdate]],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.default_params = SamplingParams().resolved(defaults)
+        self._eos = frozenset(eos_token_ids)
+        self._add = add
+        self._abort = abort
+        self._live: dict[str, _Live] = {}
+        self._by_request: dict[int, tuple[_Live, _Choice]] = {}
+        self._numbers = itertools.count()
+
+    # -- in ------------------------------------------------------------------------------------------------
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None) -> Prepared:
+        """Check and tokenize a prompt; nothing runs.
+
+        Raises:
+            RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
+        """
+        [token_ids] = self._encode([prompt])
+        return self._check(prompt, token_ids, params)
+
+    def prepare_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]) -> list[Prepared]:
+        """Check and tokenize prompts, all of them before any may run; an error's `index` says which is bad."""
+        try:
+            encoded = self._encode(prompts)
+        except RequestError:
+            for index, prompt in enumerate(prompts):  # the batch does not tell which one it was
+                _at(index, functools.partial(self._encode, [prompt]))
+            raise
+        triples = enumerate(zip(prompts, encoded, params, strict=True))
+        return [_at(index, functools.partial(self._check, *triple)) for index, triple in triples]
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids; texts are encoded in one batch, which does not hold the interpreter's lock."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts and self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json; give prompts as lists of token ids")
+        encoded = iter(self.tokenizer.encode_batch(texts) if self.tokenizer and texts else [])
+        return [next(encoded) if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
+
+    def _check(self, prompt: Prompt, token_ids: list[int], params: SamplingParams | None) -> Prepared:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams or None")
+        params = self._with_defaults(params or SamplingParams())
+        params.check_against(self.vocab_size, self.max_model_len)
+        if not token_ids:
+            raise EmptyPromptError("the prompt has no tokens; it needs at least one")
+        worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+        if not 0 <= worst < self.vocab_size:
+            raise TokenOutOfRangeError(f"the prompt has token id {worst}; allowed are 0 to {self.vocab_size - 1}")
+        room = self.max_model_len - len(token_ids)
+        wanted = max(1, params.min_tokens, params.max_tokens or 0)
+        if wanted > room:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens and asks for {wanted} more, but the context holds "
+                f"{self.max_model_len}; shorten the prompt, lower max_tokens, or raise max_model_len"
+            )
+        text = prompt if isinstance(prompt, str) else None
+        return Prepared(text, token_ids, params, params.max_tokens or room, self._bad_words(params))
+
+    def _with_defaults(self, params: SamplingParams) -> SamplingParams:
+        """Unset fields from the checkpoint, and a seed where there is none."""
+        base = self.default_params
+        params = params.resolved({name: getattr(base, name) for name in SamplingParams.__struct_fields__})
+        return params if params.seed is not None else replace(params, seed=secrets.randbits(63))
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        needs_text = "bad_words" if params.bad_words else "stop" if params.stop else None
+        if self.tokenizer is None:
+            if needs_text:
+                raise SamplingParamsError(f"{needs_text} needs a tokenizer, and this checkpoint has none")
+            return []
+        return self.tokenizer.bad_word_ids(params.bad_words or ())
+
+    def submit(self, prepared: Prepared, request_id: str | None = None) -> RequestOutput:
+        """Queue a prepared prompt's choices; the output grows from now on.
+
+        Raises:
+            RequestError: the id is in use or no short string, or the request could never fit.
+        """
+        numbers = [next(self._numbers) for _ in range(prepared.params.n)]
+        request_id = self._request_id(request_id, numbers[0])
+        output = RequestOutput(request_id, prepared.text, prepared.token_ids, [], seed=prepared.params.seed or 0)
+        live = _Live(output, prepared.params)
+        now = time.monotonic()
+        for index, number in enumerate(numbers):
+            choice = _Choice(number, CompletionOutput(index), self._detokenizer(prepared))
+            self._add(self._request(prepared, number, index, now))  # the first refuses what all would
+            live.choices.append(choice)
+            output.outputs.append(choice.output)
+            self._by_request[number] = (live, choice)
+        self._live[request_id] = live
+        return output
+
+    def _request(self, prepared: Prepared, number: int, index: int, now: float) -> Request:
+        params = prepared.params
+        if index and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # the choices share them: one computes them
+        return Request(
+            number,
+            prepared.token_ids,
+            params,
+            max_tokens=prepared.max_tokens,
+            choice=index,
+            stop_token_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos),
+            bad_words=prepared.bad_words,
+            scope=params.cache_salt or "",
+            arrived=now,
+        )
+
+    def _request_id(self, request_id: str | None, number: int) -> str:
+        if request_id is None:
+            return str(number)
+        if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH:
+            raise RequestError(f"request_id={request_id!r} must be a string of 1 to {MAX_REQUEST_ID_LENGTH} characters")
+        if request_id in self._live:
+            raise RequestError(f"request_id={request_id!r} is in use; choose another, or leave it out")
+        return request_id
+
+    def _detokenizer(self, prepared: Prepared) -> Detokenizer | None:
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer, prepared.params)
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request; one that is not there is ignored. Returns its output, if it has ended by that."""
+        live = self._live.get(request_id)
+        updates = [self._abort(choice.request, "abort") for choice in live.choices] if live else []
+        return self.absorb([update for some in updates for update in some])
+
+    # -- out -----------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """No request is in flight."""
+        return not self._live
+
+    def absorb(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
+        """Bring outputs up to date; returns those that changed, each once.
+
+        A choice that a stop string ended counts as finished when the engine has ended it too, so that there is
+        one end, with its metrics.
+        """
+        changed: dict[str, _Live] = {}
+        queue = list(updates)
+        for update in queue:
+            if update.request not in self._by_request:
+                continue
+            live, choice = self._by_request[update.request]
+            if live.output.request_id not in changed:
+                changed[live.output.request_id] = live
+                for other in live.choices:
+                    other.output.delta = ""
+            queue += self._apply(live, choice, update)
+        for request_id, live in changed.items():
+            if live.output.finished:
+                live.output.metrics = _metrics(live.stats)
+                del self._live[request_id]
+        return [live.output for live in changed.values()]
+
+    def _apply(self, live: _Live, choice: _Choice, update: RequestUpdate) -> list[RequestUpdate]:
+        """Take in one update; returns the updates that ending the choice gave."""
+        output = choice.output
+        if update.prompt_logprobs:
+            if live.output.prompt_logprobs is None:
+                live.output.prompt_logprobs = [None]
+            live.output.prompt_logprobs += [self._logprobs(entry) for entry in update.prompt_logprobs]
+        if output.index == 0:
+            live.output.cached_tokens = update.cached_tokens
+        stopped_before = choice.stopped_by is not None
+        if not stopped_before:
+            self._append(choice, update)
+        if update.finish_reason is not None:
+            self._finish(live, choice, update)
+        elif choice.stopped_by is not None and not stopped_before:
+            return self._abort(choice.request, "stop")
+        return []
+
+    def _append(self, choice: _Choice, update: RequestUpdate) -> None:
+        """Tokens, their text, and log-probabilities, up to the end of a stop string."""
+        output, kept = choice.output, len(update.tokens)
+        if choice.detokenizer is not None:
+            new = choice.detokenizer.push(update.tokens)
+            if update.finish_reason is not None:
+                new += choice.detokenizer.finish()
+            output.delta += new
+            output.text += new
+            if choice.detokenizer.stopped is not None:
+                choice.stopped_by = choice.detokenizer.stopped
+                kept = choice.detokenizer.num_tokens - len(output.token_ids)
+        output.token_ids += update.tokens[:kept]
+        if update.logprobs is not None:
+            entries = update.logprobs[:kept]
+            output.logprobs = (output.logprobs or []) + [self._logprobs(entry) for entry in entries]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(entry.values[0] for entry in entries)
+
+    def _finish(self, live: _Live, choice: _Choice, update: RequestUpdate) -> None:
+        output = choice.output
+        if choice.stopped_by is not None:
+            output.finish_reason, output.stop_reason = "stop", choice.stopped_by
+        else:
+            output.finish_reason, output.stop_reason, output.error = (
+                update.finish_reason,
+                update.stop_reason,
+                update.error,
+            )
+        del self._by_request[choice.request]
+        if update.stats is not None:
+            live.stats[output.index] = update.stats
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The token that stands there, then the best ones, by id."""
+        text = self.tokenizer.token_text if self.tokenizer else (lambda token: None)
+        result: dict[int, Logprob] = {}
+        for token, value, rank in zip(entry.ids, entry.values, entry.ranks, strict=True):
+            result.setdefault(token, Logprob(value, rank, text(token)))
+        return result
+
+
+def _at(index: int, check: Callable[[], T]) -> T:
+    """What a check of one prompt of a list gives; its error says which prompt it was."""
+    try:
+        return check()
+    except RequestError as error:
+        raise error.at(index) from error
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Token ids as plain integers.
+
+    Raises:
+        RequestError: something in the list is not an integer.
+    """
+    if not isinstance(prompt, list | tuple):
+        raise RequestError(f"a prompt is a {type(prompt).__name__}; it must be a string or a list of token ids")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise TokenOutOfRangeError(f"the prompt holds {token!r}, which is not a token id; ids are integers")
+    return list(prompt)
+
+
+def _metrics(stats: Mapping[int, RequestStats]) -> RequestMetrics:
+    """Times of the first choice, counts of all."""
+    first = stats.get(0) or next(iter(stats.values()), None)
+    if first is None:
+        return RequestMetrics()
+    end = max(choice.finished or choice.arrived for choice in stats.values())
+    return RequestMetrics(
+        queue_seconds=(first.admitted if first.admitted is not None else end) - first.arrived,
+        time_to_first_token=None if first.first_token is None else first.first_token - first.arrived,
+        prefill_seconds=first.prefill_seconds,
+        decode_seconds=first.decode_seconds,
+        total_seconds=end - first.arrived,
+        steps=sum(choice.steps for choice in stats.values()),
+        preemptions=sum(choice.preemptions for choice in stats.values()),
+    )

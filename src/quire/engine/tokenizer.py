@@ -1,0 +1,416 @@
+"""Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face folder.
+
+Special tokens in a user's text are text: "<|im_end|>" in a prompt is encoded letter by letter and can end no
+turn. Only two things make control tokens: the tokenizer's post-processor (a first token), and the chat
+template's own text.
+
+The second needs care, since a template mixes its control tokens with what users wrote. Before rendering,
+the first character of each special token in a user's strings is replaced by a private-use character that
+occurs nowhere else. The rendered text is encoded with special tokens active; the stretches between the
+control tokens that were found are then given their characters back and encoded with special tokens inert.
+Tokenizers treat special tokens as borders anyway, so this is how the text would have been split. Chats
+without such strings, nearly all, are encoded in one go, as everybody does.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.engine.chat_template import (
+    SPECIAL_NAMES,
+    ChatTemplate,
+    Message,
+    check_messages,
+    load_templates,
+    plain_json,
+)
+from quire.errors import ChatTemplateError, RequestError, TokenizerError
+
+PRIVATE_USE = range(0xE000, 0xF900)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat as the model sees it: the text, and its tokens."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Safe to use from several threads.
+
+    Args:
+        source: content of `tokenizer.json`.
+        config: content of `tokenizer_config.json`.
+        templates: chat templates by name.
+        name: what messages call it.
+
+    Raises:
+        TokenizerError: the source is not valid.
+        ChatTemplateError: a template is not valid.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        config: Mapping[str, Any] | None = None,
+        templates: Mapping[str, str] | None = None,
+        name: str = "tokenizer.json",
+    ) -> None:
+        config = config or {}
+        self._source, self._config, self._name = source, config, name
+        self._text = self._build()
+        self._text.encode_special_tokens = True
+        self._control: tokenizers.Tokenizer | None = None
+        self._lock = threading.Lock()
+        added = self._text.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, about in added.items() if about.special)
+        self._special_texts = sorted(added[token].content for token in self.special_ids)
+        self.vocab_size: int = self._text.get_vocab_size(with_added_tokens=True)
+        self.special_tokens = _special_tokens(config)
+        self._templates = {key: ChatTemplate(text, self.special_tokens) for key, text in (templates or {}).items()}
+        self.byte_ids = self._find_byte_ids()
+        self._anchor = self._find_anchor()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Reads the tokenizer of a checkpoint. Raises `TokenizerError` or `ChatTemplateError`."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{folder} has no tokenizer.json; save one there with transformers' save_pretrained, "
+                "or use token ids without a tokenizer"
+            )
+        config: Any = {}
+        if (folder / "tokenizer_config.json").is_file():
+            try:
+                config = json.loads(_read(folder / "tokenizer_config.json"))
+            except ValueError as error:
+                raise TokenizerError(f"{folder / 'tokenizer_config.json'} is not valid JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise TokenizerError(f"{folder / 'tokenizer_config.json'} must hold an object")
+        return cls(_read(path), config, load_templates(folder, config), str(path))
+
+    # --- text to ids --------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text; `add_special_tokens` adds what the post-processor adds (a first token, say).
+
+        Raises `RequestError` for text that is not valid Unicode.
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of many texts, in parallel and without holding the interpreter's lock."""
+        for index, text in enumerate(texts):
+            _check_text(text, index if len(texts) > 1 else None)
+        encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [self._checked(text, encoding) for text, encoding in zip(texts, encoded, strict=True)]
+
+    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences of bad words: each as a text of its own, and as it stands behind a space."""
+        found = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    def _checked(self, text: str, encoding: tokenizers.Encoding) -> list[int]:
+        """The ids of an encoding, encoded again in pieces if text became a special token all the same.
+
+        That happens where a special token is also a piece of the model's own vocabulary.
+        """
+        ids: list[int] = encoding.ids
+        if self.special_ids.isdisjoint(ids):
+            return ids
+        # The mask tells what the post-processor added from what came of the text.
+        mask = encoding.special_tokens_mask
+        if all(made for token, made in zip(ids, mask, strict=True) if token in self.special_ids):
+            return ids
+        before = ids[: mask.index(0)]
+        after = ids[len(mask) - mask[::-1].index(0) :]
+        return [*before, *self._encode_broken(text), *after]
+
+    def _encode_broken(self, text: str) -> list[int]:
+        """Encodes text that would yield a special token in two halves, split inside that token."""
+        encoding = self._text.encode(text, add_special_tokens=False)
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self.special_ids:
+                if end - start < 2:
+                    raise RequestError(f"the text {text[start:end]!r} cannot be told from a special token")
+                middle = start + 1
+                return self._encode_broken(text[:middle]) + self._encode_broken(text[middle:])
+        ids: list[int] = encoding.ids
+        return ids
+
+    # --- ids to text --------------------------------------------------------------------------------------
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids. Ids that the tokenizer does not know (a padded vocabulary) have no text."""
+        text: str = self._text.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it stands behind another one: a leading space is kept.
+
+        A part of a multi-byte character is the replacement character.
+        """
+        if token_id in self.special_ids or not self._anchor:
+            return self.decode([token_id], skip_special_tokens=False)
+        before = self.decode(self._anchor, skip_special_tokens=False)
+        return self.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+
+    @property
+    def anchor(self) -> list[int]:
+        """Ids of some plain text, to decode others behind; empty when there are none."""
+        return list(self._anchor)
+
+    def knows(self, token_id: int) -> bool:
+        """Whether the id has a text."""
+        return self._text.id_to_token(token_id) is not None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the tokenizer's own end-of-sequence token; the model's configuration may name more."""
+        return self._id_of("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the first token, if the tokenizer has one."""
+        return self._id_of("bos_token")
+
+    # --- chats --------------------------------------------------------------------------------------------
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """Renders messages with the checkpoint's own template and encodes them.
+
+        The arguments are those of `ChatTemplate.render`. Special tokens in messages, tools and variables are
+        text. Raises `ChatTemplateError`.
+        """
+        template = self._template(tools is not None)
+        given = {
+            "messages": check_messages(messages),
+            "tools": None if tools is None else plain_json(list(tools), "tools"),
+            "variables": plain_json(dict(variables or {}), "the template's variables"),
+        }
+        replaced = self._replacements(given, template.source)
+        safe = _map_strings(given, lambda text: _defuse(text, self._special_texts, replaced)) if replaced else given
+        text = template.render(
+            safe["messages"],
+            add_generation_prompt=add_generation_prompt,
+            tools=safe["tools"],
+            variables=safe["variables"],
+        )
+        _check_text(text, None)
+        if not replaced:
+            ids: list[int] = self._controls().encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return RenderedChat(text, ids)
+        back = str.maketrans({private: first for first, private in replaced.items()})
+        return RenderedChat(text.translate(back), self._encode_defused(text, back))
+
+    def _encode_defused(self, text: str, back: dict[int, str]) -> list[int]:
+        """Encodes a rendered chat: the control tokens in it stay, all between them is plain text."""
+        encoding = self._controls().encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        done = 0
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self.special_ids and end > start:
+                ids += self.encode(text[done:start].translate(back), add_special_tokens=False)
+                ids.append(token)
+                done = end
+        return ids + self.encode(text[done:].translate(back), add_special_tokens=False)
+
+    def _replacements(self, given: Any, source: str) -> dict[str, str]:
+        """A private-use character for the first character of each special token, if a string needs it."""
+        strings = _strings(given)
+        if not any(_spots(text, self._special_texts) for text in strings):
+            return {}
+        used = set(source).union(*strings)
+        free = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+        firsts = sorted({text[0] for text in self._special_texts})
+        try:
+            return {first: next(free) for first in firsts}
+        except StopIteration:
+            raise ChatTemplateError("the messages use all private-use characters; remove some") from None
+
+    def _template(self, with_tools: bool) -> ChatTemplate:
+        if not self._templates:
+            raise ChatTemplateError(
+                f"{self._name} has no chat template; render the prompt yourself, or add chat_template.jinja"
+            )
+        template = self._templates.get("tool_use") if with_tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ChatTemplateError(
+                f"{self._name} has no chat template named 'default', only {', '.join(self._templates)}"
+            )
+        return template
+
+    # --- loading ------------------------------------------------------------------------------------------
+
+    def _build(self) -> tokenizers.Tokenizer:
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(self._source)
+        except Exception as error:  # the library raises a bare Exception
+            raise TokenizerError(f"{self._name} is not a valid tokenizer: {error}") from error
+        # Padding and truncation would change prompts in silence.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        _add_tokens(tokenizer, self._config, self._name)
+        return tokenizer
+
+    def _controls(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, in which special tokens are active: one with a switch could be raced."""
+        with self._lock:
+            if self._control is None:
+                self._control = self._build()
+            return self._control
+
+    def _find_byte_ids(self) -> frozenset[int]:
+        """Ids of single bytes (<0x0A>), if the decoder joins runs of them to characters."""
+        if "ByteFallback" not in json.dumps(json.loads(self._source).get("decoder")):
+            return frozenset()
+        ids = (self._text.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token for token in ids if token is not None)
+
+    def _find_anchor(self) -> list[int]:
+        for text in ("a", "A", "0", "."):
+            ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
+            if ids and self._text.decode(ids, skip_special_tokens=False).strip() == text:
+                return ids
+        return []
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        token: int | None = None if text is None else self._text.token_to_id(text)
+        return token
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def _check_text(text: str, index: int | None) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"the text is a {type(text).__name__}; it must be a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = "" if index is None else f"text {index}: "
+        raise RequestError(
+            f"{where}character {error.start} is half of a surrogate pair ({text[error.start]!r}); "
+            "text must be valid Unicode"
+        ) from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like by name; each stands as a string or as an object with `content`."""
+    found = {}
+    for name in SPECIAL_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> None:
+    """Adds what `tokenizer_config.json` lists in `added_tokens_decoder` and `tokenizer.json` lacks."""
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise TokenizerError(f"added_tokens_decoder beside {name} is not an object")
+    known = tokenizer.get_added_tokens_decoder()
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    try:
+        missing = sorted((int(key), about) for key, about in listed.items() if int(key) not in known)
+        for token, about in missing:
+            added = tokenizers.AddedToken(
+                about["content"], **{flag: bool(about[flag]) for flag in flags if flag in about}
+            )
+            (tokenizer.add_special_tokens if added.special else tokenizer.add_tokens)([added])
+            if tokenizer.token_to_id(about["content"]) != token:
+                raise TokenizerError(
+                    f"added_tokens_decoder beside {name} gives {about['content']!r} the id {token}, but it "
+                    f"would be {tokenizer.token_to_id(about['content'])}"
+                )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(f"added_tokens_decoder beside {name} is not valid: {error!r}") from error
+
+
+# --- user text in chats -----------------------------------------------------------------------------------
+
+
+def _spots(text: str, specials: Sequence[str]) -> list[int]:
+    """Where special tokens begin in a text, also those that what follows the text could complete.
+
+    The latter only for those that begin with a sign: one that begins with a letter would spoil plain words.
+    """
+    spots = []
+    for special in specials:
+        at = text.find(special)
+        while at >= 0:
+            spots.append(at)
+            at = text.find(special, at + 1)
+        for length in range(1, 1 if special[0].isalnum() else len(special)):
+            if text.endswith(special[:length]):
+                spots.append(len(text) - length)
+    return spots
+
+
+def _defuse(text: str, specials: Sequence[str], replaced: Mapping[str, str]) -> str:
+    """The text with the first character of every special token replaced."""
+    spots = _spots(text, specials)
+    if not spots:
+        return text
+    letters = list(text)
+    for spot in spots:
+        letters[spot] = replaced[text[spot]]
+    return "".join(letters)
+
+
+def _strings(value: Any) -> list[str]:
+    """All strings in a JSON value, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for item in (*value, *value.values()) for text in _strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in _strings(item)]
+    return []
+
+
+def _map_strings(value: Any, change: Any) -> Any:
+    """A JSON value with all its strings changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    return value

@@ -1,0 +1,386 @@
+"""`LLM` and `AsyncLLM`: what a Python program uses.
+
+Both drive an engine of their own: `LLM` in the calling thread, a step whenever it is asked for one; `AsyncLLM`
+in a thread, for many concurrent callers on an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from quire.config import EngineConfig
+from quire.core.request import Request, RequestUpdate
+from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import Engine, EngineStats, OnLoad
+from quire.engine.frontend import Frontend, Prompt
+from quire.engine.outputs import RequestOutput
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ChatTemplateError, EngineClosedError, RequestError
+from quire.runner.memory_plan import MemoryPlan
+
+Message = Mapping[str, Any]
+"""One message of a chat: `role` and `content`, and what else the model's template reads."""
+
+
+class _Base:
+    """What `LLM` and `AsyncLLM` share: an engine with its frontend, and what may be asked about them."""
+
+    def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
+        self.config = EngineConfig.from_options({"model": model, **options}, preset)
+        self._engine = Engine(self.config, on_load)
+        self.memory_plan: MemoryPlan = self._engine.memory_plan
+        self.notes: tuple[str, ...] = self._engine.notes
+        self.tokenizer: Tokenizer | None = _load_tokenizer(self._engine.path)
+        loaded = self._engine.model
+        self._frontend = Frontend(
+            tokenizer=self.tokenizer,
+            vocab_size=loaded.vocab_size,
+            max_model_len=self._engine.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            defaults=self._engine.sampling_defaults,
+            add=self._add,
+            abort=self._abort,
+        )
+        self._closed = False
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What unset sampling parameters mean: the checkpoint's `generation_config.json`, or neutral values."""
+        return self._frontend.default_params
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context, prompt and output together, in tokens."""
+        return self._frontend.max_model_len
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine started."""
+        return self._engine.stats
+
+    def render_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
+        """Token ids of a chat, rendered with the model's own template, ready for the assistant's answer.
+
+        Raises:
+            ChatTemplateError: there is no template, or it does not take these messages or variables.
+        """
+        if self.tokenizer is None:
+            raise ChatTemplateError("this checkpoint has no tokenizer, so no chat template; give token ids")
+        return self.tokenizer.apply_chat_template(messages, variables=template_variables).token_ids
+
+    def _add(self, request: Request) -> None:
+        raise NotImplementedError
+
+    def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this engine was closed; make a new one")
+
+
+class LLM(_Base):
+    """An engine for offline use, in the calling thread. Not to be shared between threads.
+
+    Args:
+        model: folder of a Hugging Face checkpoint, `org/name` to download, or "demo" for the embedded model.
+        preset: "chat", "batch" or "long-context" sets a few options; those given by hand win.
+        on_load: told (phase, share done) while starting.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: an option is unknown or not valid.
+        CheckpointError: the checkpoint cannot be used.
+
+    Example:
+        >>> with LLM("demo") as llm:
+        ...     [output] = llm.generate("def fib(n):", SamplingParams(max_tokens=64, seed=7))
+        ...     print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
+        super().__init__(model, preset, on_load, options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- whole batches -------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts; returns one output a prompt, in their order.
+
+        Args:
+            prompts: a string, a list of strings, a list of token ids, or a list of such lists.
+            params: one for all prompts, or one a prompt; None is the checkpoint's defaults.
+            progress: show a progress bar.
+
+        Raises:
+            RequestError: a prompt or its parameters are not valid; `index` says which. All are checked before
+                anything runs; what goes wrong later ends that request alone, with `finish_reason="error"`.
+        """
+        self._check_open()
+        many = _prompt_list(prompts)
+        prepared = self._frontend.prepare_all(many, _params_list(params, len(many)))
+        outputs: list[RequestOutput] = []
+        try:
+            outputs = [self._frontend.submit(item) for item in prepared]
+            self._run(outputs, progress)
+        except BaseException:  # Ctrl-C too: nothing of this batch may go on behind the caller's back
+            for output in outputs:
+                self._frontend.abort(output.request_id)
+            raise
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one chat, or a list of them, rendered with the model's own template; else like `generate`.
+
+        Raises:
+            ChatTemplateError: the template is missing, or does not take these messages or variables.
+        """
+        chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self.render_chat(chat, **template_variables) for chat in chats]  # type: ignore[arg-type]
+        return self.generate(prompts, params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, handing out its output whenever it has grown.
+
+        It is the same object each time; `outputs[i].delta` is the text that is new. Leaving the loop early
+        aborts the request.
+        """
+        self._check_open()
+        output = self._frontend.submit(self._frontend.prepare(prompt, params))
+        return self._stream(output)
+
+    def _stream(self, output: RequestOutput) -> Iterator[RequestOutput]:
+        try:
+            while not output.finished:
+                if any(changed is output for changed in self.step()):
+                    yield output
+        finally:
+            if not output.finished and not self._closed:
+                self._frontend.abort(output.request_id)
+
+    # -- by hand -------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one."""
+        self._check_open()
+        return self._frontend.submit(self._frontend.prepare(prompt, params), request_id).request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs that changed, each once. A finished one comes a last time."""
+        self._check_open()
+        return self._frontend.absorb(self._engine.step())
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request; one that is not there is ignored. Returns its last output."""
+        self._check_open()
+        return self._frontend.abort(request_id)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is queued or running."""
+        return self._frontend.idle
+
+    def close(self) -> None:
+        """Free the model and its memory. Later calls raise EngineClosedError."""
+        self._closed = True
+        self._engine.close()
+
+    def _add(self, request: Request) -> None:
+        self._engine.add(request)
+
+    def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
+        self._engine.abort(request, reason)
+        return self._engine.take_updates()
+
+    def _run(self, outputs: list[RequestOutput], progress: bool) -> None:
+        if not progress:
+            while not all(output.finished for output in outputs):
+                self.step()
+            return
+        from quire.engine.progress import BatchProgress  # rich takes 50 ms to import, and most callers show nothing
+
+        with BatchProgress(outputs) as bar:
+            while not all(output.finished for output in outputs):
+                bar.update(self.step())
+
+
+class AsyncLLM(_Base):
+    """An engine for many concurrent callers on one event loop. It steps in a thread of its own.
+
+    Arguments as for `LLM`. Make it anywhere; use it from one event loop at a time.
+    """
+
+    def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
+        super().__init__(model, preset, on_load, options)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiters: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt, handing out its output whenever it has grown.
+
+        It is the same object each time; `outputs[i].delta` is the text that is new since it was last handed
+        out. Cancelling the task, or leaving the loop early, aborts the request.
+
+        Args:
+            timeout: seconds until the request is aborted.
+
+        Raises:
+            RequestError: the prompt or its parameters are not valid.
+            TimeoutError: the request was not finished in time; it was aborted.
+        """
+        self._check_open()
+        self._loop = asyncio.get_running_loop()
+        prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
+        output = self._frontend.submit(prepared, request_id)
+        changes = self._waiters[output.request_id] = asyncio.Queue()
+        deadline = None if timeout is None else self._loop.time() + timeout
+        try:
+            while not output.finished:
+                await self._wait(changes, deadline)
+                if self._closed and not output.finished:
+                    raise EngineClosedError("the engine was closed while this request ran")
+                yield output
+                for choice in output.outputs:
+                    choice.delta = ""
+        finally:
+            del self._waiters[output.request_id]
+            if not output.finished and not self._closed:
+                self._frontend.abort(output.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator hands out the last output. One that is not there is ignored."""
+        self._frontend.abort(request_id)
+
+    def close(self) -> None:
+        """Stop the thread and free the model. Requests that still run raise EngineClosedError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._commands.put(None)
+        self._thread.join()
+        self._engine.close()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake_all)
+
+    def _wake_all(self) -> None:
+        for changes in self._waiters.values():
+            changes.put_nowait(None)  # type: ignore[arg-type]
+
+    async def _wait(self, changes: asyncio.Queue[RequestOutput], deadline: float | None) -> None:
+        """Until something has changed; all changes at once, so a slow reader's queue stays short."""
+        async with asyncio.timeout_at(deadline):
+            await changes.get()
+        while not changes.empty():
+            changes.get_nowait()
+
+    def _drive(self) -> None:
+        """The engine's thread: take commands, step, hand updates to the event loop."""
+        while True:
+            try:
+                while True:
+                    command = self._commands.get(block=self._engine.idle)
+                    if command is None:
+                        return
+                    command()
+            except queue.Empty:
+                pass
+            updates = self._engine.step()
+            if updates:
+                self._deliver(updates)
+
+    def _deliver(self, updates: list[RequestUpdate]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._absorb, updates)
+
+    def _absorb(self, updates: list[RequestUpdate]) -> None:
+        for output in self._frontend.absorb(updates):
+            changes = self._waiters.get(output.request_id)
+            if changes is not None:
+                changes.put_nowait(output)
+
+    def _add(self, request: Request) -> None:
+        def add() -> None:
+            try:
+                self._engine.add(request)
+            except RequestError as error:
+                self._deliver([RequestUpdate(request.id, finish_reason="error", error=str(error))])
+
+        self._commands.put(add)
+
+    def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
+        self._commands.put(lambda: self._engine.abort(request, reason))
+        return []
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer | None:
+    """None where the checkpoint has none: it then takes token ids."""
+    return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list; a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; it must be a string, a list of strings, a list of token ids, "
+            "or a list of such lists"
+        )
+    if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    """One `SamplingParams` a prompt.
+
+    Raises:
+        RequestError: their number is not that of the prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, list | tuple):
+        raise RequestError(f"params is a {type(params).__name__}; it must be SamplingParams, or a list of them")
+    if len(params) != count:
+        raise RequestError(f"{count} prompts came with {len(params)} params; give one for all, or one a prompt")
+    return list(params)

@@ -1,0 +1,155 @@
+"""Tiny Hugging Face checkpoints with random weights, what transformers makes of them, and a bare loop for ours."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from quire.models.model import Model
+from quire.ops import KVCache, RaggedBatch
+
+torch.set_num_threads(1)  # for matrices this small, a second thread only waits
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+VOCAB = 160
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+CLASSES = {
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+}
+
+
+def save_checkpoint(
+    folder: Path,
+    architecture: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "5GB",
+    edit: dict[str, Any] | None = None,
+    seed: int = 3,
+    **options: Any,
+) -> Path:
+    """Writes a tiny random model with transformers.
+
+    Weights are large enough for logits of a few units, and norms and biases are random too, so that leaving any
+    of them out shows; with the seed given, the best two logits of all parity tests lie well apart. `options` go to transformers' config class; `edit` replaces fields of config.json after it
+    was written (a field set to `...` is removed), for spellings that transformers no longer writes.
+    """
+    config_name, model_name = CLASSES[architecture]
+    if architecture == "qwen3":
+        options.setdefault("head_dim", 16)
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_name)(**{**SIZES, **options})
+    model = getattr(transformers, model_name)(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in name:
+                parameter.normal_(1, 0.3)
+            elif "embed" in name:
+                parameter.normal_(0, 0.1)  # small, so that the layers decide and not the last token alone
+            else:
+                parameter.normal_(0, 0.25)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    if edit:
+        edit_json(folder / "config.json", edit)
+    return folder
+
+
+def edit_json(file: Path, edit: dict[str, Any]) -> None:
+    """Replaces fields of a JSON file; one set to `...` is removed."""
+    fields = json.loads(file.read_text()) | edit
+    file.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint as transformers loads it, with its plainest attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def reference_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocabulary] in fp32."""
+    with torch.inference_mode():
+        return model(torch.tensor([list(tokens)])).logits[0].float()
+
+
+def reference_greedy(model: Any, prompt: Sequence[int], steps: int) -> list[int]:
+    """What transformers' own `generate` continues with, whatever ends a text."""
+    model.generation_config = transformers.GenerationConfig(max_new_tokens=steps, do_sample=False)
+    with torch.inference_mode():
+        output = model.generate(torch.tensor([list(prompt)]))
+    return output[0, len(prompt) :].tolist()
+
+
+def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    """Token ids."""
+    return random.Random(seed).choices(range(vocab), k=length)
+
+
+class Driver:
+    """One request driven by hand through a model: chunks of any length, then one token at a time."""
+
+    def __init__(self, model: Model, capacity: int, block_size: int = 16) -> None:
+        blocks = -(-capacity // block_size)
+        self.model = model
+        self.kv = KVCache(blocks + 1, model.num_layers, model.num_kv_heads, model.head_dim, block_size, model.dtype)
+        order = list(range(1, blocks + 1))
+        random.Random(0).shuffle(order)  # blocks lie anywhere
+        self.table = torch.tensor(order)
+        self.length = 0
+
+    def feed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Runs the tokens as one span; returns their logits [tokens, vocabulary]."""
+        size = self.kv.block_size
+        positions = torch.arange(self.length, self.length + len(tokens))
+        self.length += len(tokens)
+        batch = RaggedBatch(
+            token_ids=torch.tensor(list(tokens)),
+            positions=positions,
+            slots=self.table[positions // size] * size + positions % size,
+            row_starts=[0, len(tokens)],
+            context_lens=[self.length],
+            block_tables=[self.table[: -(-self.length // size)]],
+            block_size=size,
+        )
+        with torch.inference_mode():
+            return self.model.logits(self.model.forward(batch, self.kv))
+
+
+def chunked_logits(model: Model, tokens: Sequence[int], chunk: int) -> torch.Tensor:
+    """Logits of every token [tokens, vocabulary], the text fed in chunks."""
+    sequence = Driver(model, len(tokens))
+    return torch.cat([sequence.feed(tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
+
+
+def greedy(model: Model, prompt: Sequence[int], steps: int, chunk: int = 37) -> list[int]:
+    """The likeliest continuation: the prompt in chunks, then token by token."""
+    sequence = Driver(model, len(prompt) + steps)
+    for i in range(0, len(prompt), chunk):
+        logits = sequence.feed(prompt[i : i + chunk])
+    output = [int(logits[-1].argmax())]
+    while len(output) < steps:
+        output.append(int(sequence.feed(output[-1:])[-1].argmax()))
+    return output

@@ -1,0 +1,295 @@
+"""The sampler: every parameter acts, rows fail alone, and company changes nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo
+from quire.runner.sampler import SampledRow, Sampler
+
+VOCAB = 50
+
+
+def info(request: int = 0, prompt: list[int] | None = None, **fields: Any) -> RequestInfo:
+    extra = {name: fields.pop(name) for name in ("output_token_ids", "stop_token_ids", "bad_words") if name in fields}
+    params = SamplingParams(**{"seed": 1, **fields})
+    return RequestInfo(request, params, fields.get("choice", 0), prompt or [1, 2, 3], **extra)
+
+
+def logits_of(*rows: dict[int, float], vocab: int = VOCAB) -> Tensor:
+    """Rows of zeros but for the given logits."""
+    made = torch.zeros(len(rows), vocab)
+    for row, values in zip(made, rows, strict=True):
+        for token, value in values.items():
+            row[token] = value
+    return made
+
+
+def noise(rows: int, vocab: int = VOCAB, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def one(sampler: Sampler, logits: Tensor, position: int = 3, request: int = 0) -> SampledRow:
+    return sampler.sample(logits, [(request, position)])[0]
+
+
+def greedy_after(about: RequestInfo, logits: Tensor) -> int:
+    sampler = Sampler(logits.shape[1])
+    sampler.start(about)
+    return one(sampler, logits, len(about.prompt_token_ids) + len(about.output_token_ids)).token
+
+
+def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
+    assert greedy_after(info(temperature=0), logits_of({30: 2.0, 20: 2.0, 40: 1.0})) == 20
+
+
+def test_presence_penalty_is_subtracted_once_and_only_for_output() -> None:
+    about = info(temperature=0, presence_penalty=1.0, prompt=[5], output_token_ids=[7, 7, 7])
+    assert greedy_after(about, logits_of({7: 2.0, 9: 1.5})) == 9
+    assert greedy_after(about, logits_of({7: 2.0, 9: 0.9})) == 7
+    assert greedy_after(about, logits_of({5: 2.0, 9: 1.5})) == 5
+
+
+def test_frequency_penalty_is_subtracted_for_each_occurrence() -> None:
+    about = info(temperature=0, frequency_penalty=0.5, output_token_ids=[7, 7, 7])
+    assert greedy_after(about, logits_of({7: 3.0, 9: 1.6})) == 9
+    assert greedy_after(about, logits_of({7: 3.0, 9: 1.4})) == 7
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    logits = noise(1)
+    prompt, output = [3, 9, 9, 20], [7, 3, 31]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits.clone())
+    sampler = Sampler(VOCAB)
+    # The log-probabilities of the raw distribution are no help here, so compare the best of each subset.
+    for number, allowed in enumerate(([3, 9, 20, 7, 31], list(range(VOCAB)), [3, 4], [31, 30])):
+        about = info(number, prompt, temperature=0, repetition_penalty=1.7, allowed_token_ids=allowed,
+                     output_token_ids=output)  # fmt: skip
+        sampler.start(about)
+        best = max(allowed, key=lambda token: float(expected[0, token]))
+        assert one(sampler, logits.clone(), 7, number).token == best
+
+
+def test_penalties_count_the_tokens_that_the_sampler_made_itself() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(temperature=0, frequency_penalty=1.0))
+    logits = logits_of({7: 2.5, 8: 1.8})
+    tokens = [one(sampler, logits.clone(), 3 + i).token for i in range(5)]
+    assert tokens == [7, 8, 7, 8, 7]  # 2.5, 1.8, 1.5, 0.8, 0.5
+
+
+def test_logit_bias_is_added() -> None:
+    assert greedy_after(info(temperature=0, logit_bias={4: 3.0}), logits_of({9: 2.0})) == 4
+    assert greedy_after(info(temperature=0, logit_bias={9: -3.0, 0: -1.0}), logits_of({9: 2.0})) == 1
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(temperature=100.0, allowed_token_ids=[4, 17, 4]))
+    sampled = {one(sampler, noise(1, seed=i), 3 + i).token for i in range(40)}
+    assert sampled == {4, 17}
+
+
+def test_stop_tokens_are_masked_before_min_tokens() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(temperature=0, min_tokens=2, stop_token_ids=frozenset({9})))
+    logits = logits_of({9: 5.0, 4: 1.0})
+    assert [one(sampler, logits.clone(), 3 + i).token for i in range(3)] == [4, 4, 9]
+
+
+def test_the_end_of_a_bad_word_is_masked_behind_its_beginning_only() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(temperature=0, bad_words=[[6, 7], [40], [5, 6, 8]]))
+    steps = [{40: 9.0, 6: 1.0}, {7: 9.0, 2: 1.0}, {7: 9.0}, {6: 9.0}, {8: 9.0}]
+    tokens = [one(sampler, logits_of(step), 3 + i).token for i, step in enumerate(steps)]
+    assert tokens == [6, 2, 7, 6, 8]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
+    logits = noise(3)
+    sampler, healthy = Sampler(VOCAB), Sampler(VOCAB)
+    for request in range(3):
+        sampler.start(info(request, logprobs=2))
+        healthy.start(info(request, logprobs=2))
+    rows = [(request, 3) for request in range(3)]
+    expected = healthy.sample(logits.clone(), rows)
+    logits[1, 17] = bad
+    result = sampler.sample(logits, rows)
+    assert (result[0], result[2]) == (expected[0], expected[2])
+    assert result[1].error is not None
+    assert "not finite" in result[1].error
+    assert (result[1].token, result[1].logprobs) == (-1, None)
+
+
+def test_a_masked_nan_is_still_an_error() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(allowed_token_ids=[3]))
+    logits = noise(1)
+    logits[0, 5] = math.nan
+    assert "not finite" in str(one(sampler, logits).error)
+
+
+def test_a_row_of_minus_infinity_is_an_error() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info())
+    assert "not finite" in str(one(sampler, torch.full((1, VOCAB), -math.inf)).error)
+
+
+def test_a_row_masked_to_nothing_fails_alone_and_says_why() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(0, temperature=0, logprobs=1))
+    sampler.start(info(1, allowed_token_ids=[9], min_tokens=1, stop_token_ids=frozenset({9}), logprobs=1))
+    first, second = sampler.sample(logits_of({8: 1.0}, {}), [(0, 3), (1, 3)])
+    assert (first.token, first.error) == (8, None)
+    assert first.logprobs is not None
+    assert "no token is left" in str(second.error)
+
+
+def test_a_wrong_position_is_refused() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info())
+    with pytest.raises(ValueError, match="position 4, but its next is 3"):
+        one(sampler, noise(1), 4)
+
+
+def test_a_request_without_a_seed_is_refused_unless_greedy() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(temperature=0, seed=None))
+    with pytest.raises(ValueError, match="no seed"):
+        sampler.start(info(temperature=1.0, seed=None))
+
+
+def test_an_ended_request_is_forgotten() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info())
+    sampler.end(0)
+    sampler.end(0)
+    with pytest.raises(KeyError):
+        one(sampler, noise(1))
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = noise(1)
+    sampler = Sampler(VOCAB)
+    sampler.start(info(temperature=0.5, logprobs=3, repetition_penalty=2.0, logit_bias={5: 100.0}))
+    row = one(sampler, logits.clone())
+    expected = torch.log_softmax(logits[0].double(), -1)
+    order = torch.sort(expected, descending=True).indices.tolist()
+    assert row.token == 5
+    assert row.logprobs is not None
+    assert row.logprobs.ids == [5, *order[:3]]
+    assert row.logprobs.ranks == [1 + order.index(5), 1, 2, 3]
+    assert row.logprobs.values == pytest.approx([float(expected[i]) for i in row.logprobs.ids], abs=1e-5)
+
+
+def test_logprobs_zero_returns_the_sampled_token_alone() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(temperature=0, logprobs=0))
+    row = one(sampler, logits_of({8: 4.0}))
+    assert row.logprobs is not None
+    assert (row.logprobs.ids, row.logprobs.ranks) == ([8], [1])
+
+
+def test_scoring_a_prompt_gives_log_softmax_and_leaves_the_logits() -> None:
+    logits = noise(6)
+    copy = logits.clone()
+    targets = [0, 49, 7, 7, 13, 2]
+    scored = Sampler(VOCAB).score(logits, targets, 2)
+    expected = torch.log_softmax(logits.double(), -1)
+    assert [entry.values[0] for entry in scored] == pytest.approx(
+        [float(expected[i, target]) for i, target in enumerate(targets)], abs=1e-5
+    )
+    assert [entry.ids[1:] for entry in scored] == expected.topk(2).indices.tolist()
+    assert [entry.values[1:] for entry in scored] == [
+        pytest.approx(values, abs=1e-5) for values in expected.topk(2).values.tolist()
+    ]
+    assert torch.equal(logits, copy)
+
+
+def test_scoring_a_row_that_is_not_finite_gives_nan_there_alone() -> None:
+    logits = noise(3)
+    expected = Sampler(VOCAB).score(logits, [1, 2, 3], 1)
+    logits[1, 0] = math.nan
+    scored = Sampler(VOCAB).score(logits, [1, 2, 3], 1)
+    assert (scored[0], scored[2]) == (expected[0], expected[2])
+    assert math.isnan(scored[1].values[0])
+
+
+def test_choices_and_seeds_differ_and_repeat() -> None:
+    def tokens(seed: int, choice: int) -> list[int]:
+        sampler = Sampler(VOCAB)
+        about = info(seed=seed)
+        about.choice = choice
+        sampler.start(about)
+        return [one(sampler, noise(1, seed=i) / 3, 3 + i).token for i in range(20)]
+
+    assert tokens(1, 0) == tokens(1, 0)
+    assert len({tuple(tokens(seed, choice)) for seed in (1, 2) for choice in (0, 1)}) == 4
+
+
+def test_a_resumed_request_goes_on_as_if_it_had_never_stopped() -> None:
+    fields: dict[str, Any] = {"temperature": 0.9, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "seed": 3}
+    whole, resumed = Sampler(VOCAB), Sampler(VOCAB)
+    whole.start(info(**fields))
+    tokens = [one(whole, noise(1, seed=i), 3 + i).token for i in range(12)]
+    resumed.start(info(output_token_ids=tokens[:5], **fields))
+    assert [one(resumed, noise(1, seed=i), 3 + i).token for i in range(5, 12)] == tokens[5:]
+
+
+def mixed(request: int, vocab: int) -> RequestInfo:
+    """A request whose parameters are drawn from its number."""
+    draw = random.Random(request)
+    return info(
+        request,
+        [request, 5],
+        seed=request,
+        temperature=draw.choice([0, 0.5, 0.8, 1.0, 1.3]),
+        top_p=draw.choice([1.0, 0.9, 0.95]),
+        top_k=draw.choice([0, 0, 20]),
+        min_p=draw.choice([0.0, 0.0, 0.05]),
+        repetition_penalty=draw.choice([1.0, 1.2]),
+        presence_penalty=draw.choice([0.0, 0.5]),
+        logprobs=draw.choice([None, 0, 5]),
+        logit_bias=draw.choice([None, {5: 3.0}]),
+        allowed_token_ids=draw.choice([None, None, list(range(10, vocab // 2))]),
+        output_token_ids=[7, 7],
+    )
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(151_936, 12), (4099, 32)])
+def test_a_row_is_bit_equal_in_any_company(vocab: int, rows: int) -> None:
+    logits = noise(rows, vocab)
+    logits[::2] = logits[::2].bfloat16().float()
+    draw = random.Random(0)
+
+    def sample(requests: list[int]) -> dict[int, SampledRow]:
+        sampler = Sampler(vocab)
+        for request in requests:
+            sampler.start(mixed(request, vocab))
+        result = sampler.sample(logits[requests], [(request, 4) for request in requests])
+        return dict(zip(requests, result, strict=True))
+
+    together = sample(list(range(rows)))
+    groups = [[request] for request in range(rows)]
+    groups += [draw.sample(range(rows), size) for size in (2, 3, 5, 8, rows)]
+    for group in groups:
+        assert sample(group) == {request: together[request] for request in group}
+
+
+def test_scores_are_bit_equal_in_any_slice() -> None:
+    logits = noise(8, 40_001)
+    targets = list(range(8))
+    sampler = Sampler(40_001)
+    whole = sampler.score(logits, targets, 3)
+    for size in (1, 2, 3, 5):
+        parts = [sampler.score(logits[i : i + size], targets[i : i + size], 3) for i in range(0, 8, size)]
+        assert [entry for part in parts for entry in part] == whole
