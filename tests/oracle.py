@@ -52,8 +52,9 @@ def save_checkpoint(
     """Writes a tiny random model with transformers.
 
     Weights are large enough for logits of a few units, and norms and biases are random too, so that leaving any
-    of them out shows; with the seed given, the best two logits of all parity tests lie well apart. `options` go to transformers' config class; `edit` replaces fields of config.json after it
-    was written (a field set to `...` is removed), for spellings that transformers no longer writes.
+    of them out shows; with this seed the best two logits of every parity test lie well apart. `options` go to
+    transformers' config class; `edit` replaces fields of config.json after it was written (a field set to `...`
+    is removed), for spellings that transformers no longer writes.
     """
     config_name, model_name = CLASSES[architecture]
     if architecture == "qwen3":

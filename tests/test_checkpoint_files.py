@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,6 @@ def test_a_file_too_short_for_a_header_length_is_refused(size: int, tmp_path: Pa
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_bytes_are_refused_or_stay_within_the_file(data: st.DataObject) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "x.safetensors"
         save_file({"a": torch.ones(3, 4), "b": torch.ones(5).bfloat16()}, file)

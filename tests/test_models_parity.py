@@ -159,6 +159,16 @@ def test_half_precision_weights_computed_in_fp32_give_transformers_logits(dtype:
     torch.testing.assert_close(chunked_logits(load_model(folder, "float32"), PROMPT, 37), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_chunks_of_any_length_give_the_same_bits(architecture: str, dtype: str, tmp_path: Path) -> None:
+    window = {"sliding_window": 24} if architecture == "mistral" else {}
+    model = load_model(save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **window), dtype)
+    whole = chunked_logits(model, PROMPT, len(PROMPT))
+    for chunk in (1, 2, 3, 7, 16, 37):
+        assert torch.equal(chunked_logits(model, PROMPT, chunk), whole), f"chunks of {chunk}"
+
+
 def test_the_embedded_model_gives_transformers_logits_and_greedy_tokens() -> None:
     folder = resolve("demo")
     reference, model = load_reference(folder), load_model(folder, "float32")

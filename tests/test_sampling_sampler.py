@@ -21,7 +21,7 @@ VOCAB = 50
 def info(request: int = 0, prompt: list[int] | None = None, **fields: Any) -> RequestInfo:
     extra = {name: fields.pop(name) for name in ("output_token_ids", "stop_token_ids", "bad_words") if name in fields}
     params = SamplingParams(**{"seed": 1, **fields})
-    return RequestInfo(request, params, fields.get("choice", 0), prompt or [1, 2, 3], **extra)
+    return RequestInfo(request, params, 0, prompt or [1, 2, 3], **extra)
 
 
 def logits_of(*rows: dict[int, float], vocab: int = VOCAB) -> Tensor:

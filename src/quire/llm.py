@@ -7,11 +7,12 @@ in a thread, for many concurrent callers on an event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
@@ -20,8 +21,11 @@ from quire.engine.engine import Engine, EngineStats, OnLoad
 from quire.engine.frontend import Frontend, Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ChatTemplateError, EngineClosedError, RequestError
+from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
 from quire.runner.memory_plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from quire.engine.progress import BatchProgress
 
 Message = Mapping[str, Any]
 """One message of a chat: `role` and `content`, and what else the model's template reads."""
@@ -105,6 +109,7 @@ class LLM(_Base):
 
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)
+        self._changed: dict[str, RequestOutput] = {}  # what grew and was not handed out yet
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +142,8 @@ class LLM(_Base):
         prepared = self._frontend.prepare_all(many, _params_list(params, len(many)))
         outputs: list[RequestOutput] = []
         try:
-            outputs = [self._frontend.submit(item) for item in prepared]
+            for item in prepared:
+                outputs.append(self._frontend.submit(item))
             self._run(outputs, progress)
         except BaseException:  # Ctrl-C too: nothing of this batch may go on behind the caller's back
             for output in outputs:
@@ -169,14 +175,15 @@ class LLM(_Base):
         aborts the request.
         """
         self._check_open()
-        output = self._frontend.submit(self._frontend.prepare(prompt, params))
-        return self._stream(output)
+        return self._stream(self._frontend.submit(self._frontend.prepare(prompt, params)))
 
     def _stream(self, output: RequestOutput) -> Iterator[RequestOutput]:
         try:
-            while not output.finished:
-                if any(changed is output for changed in self.step()):
-                    yield output
+            while output.request_id in self._changed or not output.finished:
+                if self._changed.pop(output.request_id, None):
+                    yield output.hand_out()
+                else:
+                    self._advance()
         finally:
             if not output.finished and not self._closed:
                 self._frontend.abort(output.request_id)
@@ -190,18 +197,26 @@ class LLM(_Base):
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that changed, each once. A finished one comes a last time."""
-        self._check_open()
-        return self._frontend.absorb(self._engine.step())
+        self._advance()
+        changed, self._changed = self._changed, {}
+        return [output.hand_out() for output in changed.values()]
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request; one that is not there is ignored. Returns its last output."""
+        """End a request. Returns its last output; nothing where the id is not in use."""
         self._check_open()
+        self._changed.pop(request_id, None)
         return self._frontend.abort(request_id)
+
+    def _advance(self) -> None:
+        """Run one step, and note what changed until somebody asks for it."""
+        self._check_open()
+        changed = self._frontend.absorb(self._engine.step())
+        self._changed.update((output.request_id, output) for output in changed)
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued or running."""
-        return self._frontend.idle
+        """Nothing is queued or running, and `step` has handed out all there was."""
+        return self._frontend.idle and not self._changed
 
     def close(self) -> None:
         """Free the model and its memory. Later calls raise EngineClosedError."""
@@ -216,15 +231,14 @@ class LLM(_Base):
         return self._engine.take_updates()
 
     def _run(self, outputs: list[RequestOutput], progress: bool) -> None:
-        if not progress:
-            while not all(output.finished for output in outputs):
-                self.step()
-            return
-        from quire.engine.progress import BatchProgress  # rich takes 50 ms to import, and most callers show nothing
-
-        with BatchProgress(outputs) as bar:
-            while not all(output.finished for output in outputs):
-                bar.update(self.step())
+        """Step until these outputs have finished; what others got meanwhile waits for `step`."""
+        todo = {output.request_id for output in outputs}
+        with _progress_bar(len(outputs), progress) as bar:
+            while todo:
+                self._advance()
+                mine = [self._changed.pop(request_id) for request_id in todo & self._changed.keys()]
+                todo -= {output.request_id for output in mine if output.finished}
+                bar.update(len(outputs) - len(todo), self.stats.output_tokens)
 
 
 class AsyncLLM(_Base):
@@ -274,13 +288,11 @@ class AsyncLLM(_Base):
         changes = self._waiters[output.request_id] = asyncio.Queue()
         deadline = None if timeout is None else self._loop.time() + timeout
         try:
-            while not output.finished:
+            while not output.finished or not changes.empty():
                 await self._wait(changes, deadline)
                 if self._closed and not output.finished:
                     raise EngineClosedError("the engine was closed while this request ran")
-                yield output
-                for choice in output.outputs:
-                    choice.delta = ""
+                yield output.hand_out()
         finally:
             del self._waiters[output.request_id]
             if not output.finished and not self._closed:
@@ -352,6 +364,19 @@ class AsyncLLM(_Base):
         return []
 
 
+def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcontext[_NoProgress]:
+    if not shown:
+        return contextlib.nullcontext(_NoProgress())
+    from quire.engine.progress import BatchProgress  # rich takes a while to import, and most callers show nothing
+
+    return BatchProgress(total)
+
+
+class _NoProgress:
+    def update(self, done: int, tokens: int) -> None:
+        """Shows nothing."""
+
+
 def _load_tokenizer(folder: Path) -> Tokenizer | None:
     """None where the checkpoint has none: it then takes token ids."""
     return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
@@ -380,7 +405,7 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, list | tuple):
-        raise RequestError(f"params is a {type(params).__name__}; it must be SamplingParams, or a list of them")
+        raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams, or a list of them")
     if len(params) != count:
         raise RequestError(f"{count} prompts came with {len(params)} params; give one for all, or one a prompt")
     return list(params)

@@ -22,7 +22,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import missing
+from jinja2.utils import Namespace, missing
 
 from quire.errors import ChatTemplateError
 
@@ -231,12 +231,13 @@ class _PrintedUndefined(Undefined):
     """Testable like Jinja's own, but printing an undefined variable is an error that names it.
 
     Missing fields of a message, and arguments that a macro was not given, print as nothing, as they do in
-    `transformers`: templates rely on both.
+    `transformers`: templates rely on both. What the sandbox forbids is an error.
     """
 
     def __str__(self) -> str:
         is_variable = self._undefined_obj is missing and self._undefined_hint is None
-        if is_variable and self._undefined_name not in SPECIAL_NAMES:
+        is_forbidden = self._undefined_exception is SecurityError
+        if is_forbidden or (is_variable and self._undefined_name not in SPECIAL_NAMES):
             self._fail_with_undefined_error()
         return ""
 
@@ -264,6 +265,26 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             if repeats and len(sequence) * times > MAX_RENDERED:
                 raise SecurityError("a repeated string in the chat template is too long")
         return super().call_binop(context, operator, left, right)
+
+
+class _Namespace(Namespace):
+    """Jinja's `namespace`, without names that Python itself reads."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # as Jinja's own: `self` stays free as a name
+        self, *given = args
+        attributes = dict(*given, **values)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace in the chat template cannot hold {name!r}")
 
 
 class _Dict:
@@ -296,4 +317,5 @@ def _environment() -> _Sandbox:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment

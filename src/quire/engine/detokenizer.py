@@ -25,8 +25,8 @@ MAX_BYTE_RUN = 64
 class TextStream:
     """Turns tokens into text deltas. The deltas add up to the text of all tokens.
 
-    One exception: where a decoder joins runs of byte tokens (Llama 2) and such a run is longer than
-    `MAX_BYTE_RUN`, it is decoded in pieces, and a bad byte spoils its piece only.
+    One exception: where a decoder joins runs of byte tokens (Llama 2), a bad byte turns its whole run bad.
+    Of a run that is longer than `MAX_BYTE_RUN`, what is good so far is given out, and stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -36,6 +36,7 @@ class TextStream:
         self._text = ""  # of the window
         self._given = 0  # characters of it that were given out
         self._run = 0  # byte tokens at the window's end
+        self._run_is_bad = False  # a long run of byte tokens holds a byte that spoils it all
 
     def push(self, token_id: int) -> str:
         """The text that this token settles."""
@@ -43,8 +44,12 @@ class TextStream:
             return ""
         if not self._tokenizer.knows(token_id):
             return ""
+        is_byte = token_id in self._tokenizer.byte_ids
+        self._run_is_bad &= is_byte
+        if self._run_is_bad:
+            return UNFINISHED
         self._window.append(token_id)
-        self._run = self._run + 1 if token_id in self._tokenizer.byte_ids else 0
+        self._run = self._run + 1 if is_byte else 0
         if 0 < self._run < MAX_BYTE_RUN:
             return ""
         self._text = self._decode(self._window)
@@ -70,8 +75,10 @@ class TextStream:
 
     def _cut_run(self) -> str:
         """Ends a long run of byte tokens between two characters, or anywhere if it has bad bytes."""
-        if self._text.endswith(UNFINISHED) and self._run < MAX_BYTE_RUN + 4:
+        is_open = self._text.endswith(UNFINISHED)
+        if is_open and self._run < MAX_BYTE_RUN + 4:
             return ""
+        self._run_is_bad = is_open  # a good run would have ended a character within four bytes
         delta = self._text[self._given :]
         # Plain text in place of the run: the next byte begins a run of its own, and no space is stripped.
         self._window = self._tokenizer.anchor

@@ -21,7 +21,7 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.engine.executor import Executor, InlineExecutor, PendingResult
+from quire.engine.executor import Executor, Failed, InlineExecutor, PendingResult
 from quire.errors import EngineClosedError
 from quire.models.checkpoint import resolve
 from quire.models.fields import Fields
@@ -164,12 +164,20 @@ class Engine:
         self._check_open()
         plan = self.scheduler.schedule(time.monotonic())
         if plan:
-            self._in_flight.append((plan, self._executor.submit(plan)))
-        if self._in_flight and (not plan or len(self._in_flight) > self._depth):
-            return self._commit(*self._in_flight.popleft())
-        if not plan and not self.scheduler.idle:
+            self._in_flight.append((plan, self._submit(plan)))
+        elif not self._in_flight and not self.scheduler.idle:
             return self._end_stalled()
-        return self.scheduler.take_updates()
+        updates = self.scheduler.take_updates()
+        while self._in_flight and (not plan or len(self._in_flight) > self._depth):
+            updates += self._commit(*self._in_flight.popleft())
+        return updates
+
+    def _submit(self, plan: StepPlan) -> PendingResult:
+        try:
+            return self._executor.submit(plan)
+        except BaseException:  # Ctrl-C in a step: its requests end, so that the engine can be used on
+            self._in_flight.append((plan, Failed(plan)))
+            raise
 
     def close(self) -> None:
         """Free the model and its blocks. Calls after this raise EngineClosedError; a second close does nothing."""

@@ -39,16 +39,26 @@ class Done:
         return self._result
 
 
+class Failed:
+    """The result of a step that did not run to its end: each of its requests has an error."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def wait(self) -> StepResult:
+        return StepResult(self._plan.number, [SpanResult([], error=STEP_FAILED) for _ in self._plan.spans])
+
+
 class InlineExecutor:
     """Runs each step at once, in the calling thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def submit(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> PendingResult:
         try:
             return Done(self._runner.run(plan))
         except Exception:
             # It cannot be told whose fault it is: every request of this step ends, and the engine goes on.
             logger.exception("step %d failed; its %d requests end with an error", plan.number, len(plan.spans))
-            return Done(StepResult(plan.number, [SpanResult([], error=STEP_FAILED) for _ in plan.spans]))
+            return Failed(plan)

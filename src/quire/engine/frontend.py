@@ -172,7 +172,7 @@ class Frontend:
             RequestError: the id is in use or no short string, or the request could never fit.
         """
         numbers = [next(self._numbers) for _ in range(prepared.params.n)]
-        request_id = self._request_id(request_id, numbers[0])
+        request_id = self._request_id(request_id)
         output = RequestOutput(request_id, prepared.text, prepared.token_ids, [], seed=prepared.params.seed or 0)
         live = _Live(output, prepared.params)
         now = time.monotonic()
@@ -201,9 +201,9 @@ class Frontend:
             arrived=now,
         )
 
-    def _request_id(self, request_id: str | None, number: int) -> str:
+    def _request_id(self, request_id: str | None) -> str:
         if request_id is None:
-            return str(number)
+            return secrets.token_hex(8)
         if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH:
             raise RequestError(f"request_id={request_id!r} must be a string of 1 to {MAX_REQUEST_ID_LENGTH} characters")
         if request_id in self._live:
@@ -230,7 +230,7 @@ class Frontend:
         """Bring outputs up to date; returns those that changed, each once.
 
         A choice that a stop string ended counts as finished when the engine has ended it too, so that there is
-        one end, with its metrics.
+        one end, with its metrics. Deltas grow until the output is handed out.
         """
         changed: dict[str, _Live] = {}
         queue = list(updates)
@@ -238,10 +238,8 @@ class Frontend:
             if update.request not in self._by_request:
                 continue
             live, choice = self._by_request[update.request]
-            if live.output.request_id not in changed:
-                changed[live.output.request_id] = live
-                for other in live.choices:
-                    other.output.delta = ""
+            changed[live.output.request_id] = live
+            live.output.begin_deltas()
             queue += self._apply(live, choice, update)
         for request_id, live in changed.items():
             if live.output.finished:

@@ -92,6 +92,19 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    _handed_out: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def hand_out(self) -> RequestOutput:
+        """The output as it goes to its reader: what comes after begins new deltas."""
+        self._handed_out = True
+        return self
+
+    def begin_deltas(self) -> None:
+        """Something is about to be added: deltas that the reader has seen are cleared."""
+        if self._handed_out:
+            self._handed_out = False
+            for output in self.outputs:
+                output.delta = ""
 
     @property
     def finished(self) -> bool:

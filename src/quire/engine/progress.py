@@ -8,15 +8,13 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from quire.engine.outputs import RequestOutput
-
 
 class BatchProgress:
     """How many prompts are done, and how many tokens a second are made."""
 
-    def __init__(self, outputs: list[RequestOutput]) -> None:
-        self._outputs = outputs
+    def __init__(self, total: int) -> None:
         self._begin = time.perf_counter()
+        self._first_tokens: int | None = None
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -26,7 +24,7 @@ class BatchProgress:
             TimeRemainingColumn(),
             console=Console(stderr=True),
         )
-        self._task = self._progress.add_task("prompts", total=len(outputs), rate="")
+        self._task = self._progress.add_task("prompts", total=total, rate="")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -35,9 +33,9 @@ class BatchProgress:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
-    def update(self, changed: list[RequestOutput]) -> None:
-        """Take in a step."""
-        done = sum(output.finished for output in changed)
-        tokens = sum(len(choice.token_ids) for output in self._outputs for choice in output.outputs)
-        seconds = time.perf_counter() - self._begin
-        self._progress.update(self._task, advance=done, rate=f"{tokens / seconds:,.0f} tok/s")
+    def update(self, done: int, tokens: int) -> None:
+        """Show that `done` prompts have finished, and the engine's count of output tokens stands at `tokens`."""
+        if self._first_tokens is None:
+            self._first_tokens = tokens
+        rate = (tokens - self._first_tokens) / (time.perf_counter() - self._begin)
+        self._progress.update(self._task, completed=done, rate=f"{rate:,.0f} tok/s")

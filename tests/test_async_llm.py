@@ -1,0 +1,93 @@
+"""`AsyncLLM`: many callers, cancellation, timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.errors import EngineClosedError, PromptTooLongError
+
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=1)
+
+
+@pytest.fixture
+def llm():
+    llm = AsyncLLM("demo", threads=1, check_invariants=True)
+    yield llm
+    llm.close()
+
+
+async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams, **options) -> tuple[str, str]:
+    """The deltas joined, and the final text."""
+    deltas = []
+    async for output in llm.generate(prompt, params, **options):
+        deltas.append(output.outputs[0].delta)
+    return "".join(deltas), output.outputs[0].text
+
+
+async def drained(llm: AsyncLLM) -> None:
+    for _ in range(500):
+        if llm._engine.idle and llm._frontend.idle:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("requests are left over")
+
+
+async def test_many_callers_get_what_one_alone_would(llm):
+    params = [SamplingParams(max_tokens=15, seed=i) for i in range(12)]
+    results = await asyncio.gather(*(collect(llm, f"def f{i}(", p) for i, p in enumerate(params)))
+    with LLM("demo", threads=1) as alone:
+        expected = [alone.generate(f"def f{i}(", p)[0].outputs[0].text for i, p in enumerate(params)]
+    assert results == [(text, text) for text in expected]
+
+
+async def test_a_slow_reader_misses_nothing(llm):
+    deltas = []
+    async for output in llm.generate("class A:", SamplingParams(max_tokens=30, seed=3, ignore_eos=True)):
+        deltas.append(output.outputs[0].delta)
+        await asyncio.sleep(0.02)
+    assert "".join(deltas) == output.outputs[0].text
+    assert len(output.outputs[0].token_ids) == 30
+
+
+async def test_cancelling_a_caller_aborts_its_request(llm):
+    task = asyncio.create_task(collect(llm, "x", LONG))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await drained(llm)
+
+
+async def test_a_timeout_aborts_the_request(llm):
+    with pytest.raises(TimeoutError):
+        await collect(llm, "x", LONG, timeout=0.05)
+    await drained(llm)
+
+
+async def test_an_abort_by_id_ends_the_iterator_with_a_reason(llm):
+    outputs = []
+    async for output in llm.generate("x", LONG, request_id="mine"):
+        outputs.append(output)
+        await llm.abort("mine")
+    assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
+    await drained(llm)
+
+
+async def test_a_bad_prompt_raises_for_its_caller_alone(llm):
+    good = asyncio.create_task(collect(llm, "x", SamplingParams(max_tokens=5)))
+    with pytest.raises(PromptTooLongError):
+        await collect(llm, "x " * 5000, SamplingParams(max_tokens=5))
+    assert await good
+
+
+async def test_closing_ends_those_who_wait(llm):
+    task = asyncio.create_task(collect(llm, "x", LONG))
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(llm.close)
+    with pytest.raises(EngineClosedError):
+        await task
+    with pytest.raises(EngineClosedError):
+        await collect(llm, "x", LONG)

@@ -1,0 +1,280 @@
+"""Chat templates against transformers, and what a template and its messages may not do."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from quire.engine import chat_template
+from quire.engine.chat_template import ChatTemplate, load_templates
+from quire.errors import ChatTemplateError
+
+CHATML = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == "user" and not(message.content.startswith('<tool_response>')) %}
+        {%- set ns.last = (messages|length - 1) - loop.index0 %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}{%- set content = message.content %}{%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and reasoning %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+LLAMA_3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+MISTRAL = (
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
+    "{%- set rest = messages[1:] %}{%- else %}{%- set rest = messages %}{%- endif %}"
+    "{{- bos_token }}{%- for message in rest %}"
+    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}"
+    "{%- if message['role'] == 'user' %}{%- if loop.last and system is defined %}"
+    "{{- '[INST] ' + system + '\\n\\n' + message['content'] + '[/INST]' }}"
+    "{%- else %}{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}"
+    "{%- else %}{% generation %}{{- ' ' + message['content'] + eos_token }}{% endgeneration %}{%- endif %}"
+    "{%- endfor %}"
+)
+
+ZEPHYR = """{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA_3, "mistral": MISTRAL, "zephyr": ZEPHYR}
+
+
+def chat(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    roles = ("user", "assistant")
+    return messages + [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+CHATS = [
+    chat("Hello"),
+    chat("Hello", "Hi there", " And now? \n", system="Be brief."),
+    chat("1 < 2 & 'x' \"y\"", "<think>\nhm\n</think>\n\nyes", "世界🙂"),
+    chat("", "a"),
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize("generate", [True, False])
+def test_real_templates_render_as_in_transformers(name: str, messages: list[Any], generate: bool) -> None:
+    options = {"add_generation_prompt": generate}
+    [expected], _ = render_jinja_template([messages], chat_template=TEMPLATES[name], **options, **SPECIALS)
+    assert ChatTemplate(TEMPLATES[name], SPECIALS).render(messages, **options) == expected
+
+
+def test_tools_and_variables_render_as_in_transformers() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "a < b & 'é'", "parameters": {}}}]
+    [expected], _ = render_jinja_template(
+        [CHATS[1]], tools=tools, chat_template=CHATML, add_generation_prompt=True, enable_thinking=False
+    )
+    rendered = ChatTemplate(CHATML).render(CHATS[1], tools=tools, variables={"enable_thinking": False})
+    assert rendered == expected
+    assert "a < b & 'é'" in rendered
+
+
+def test_a_refusal_of_the_template_is_an_error_with_its_words() -> None:
+    with pytest.raises(ChatTemplateError, match="refuses these messages: roles must alternate"):
+        ChatTemplate(MISTRAL, SPECIALS).render([*chat("a"), *chat("b")])
+
+
+def test_a_printed_variable_that_nobody_defined_is_an_error_that_names_it() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ persona }}")
+    with pytest.raises(ChatTemplateError, match="'persona' is undefined; pass it as a template variable"):
+        template.render(chat("x"))
+    assert template.render(chat("x"), variables={"persona": "!"}) == "x!"
+    with pytest.raises(ChatTemplateError, match="'persona'"):
+        ChatTemplate("{{ 'a' ~ persona }}").render(chat("x"))
+
+
+def test_an_undefined_variable_may_be_tested() -> None:
+    source = "{% if persona %}a{% endif %}{% if persona is defined %}b{% endif %}{{ persona or 'c' }}"
+    assert ChatTemplate(source).render(chat("x")) == "c"
+
+
+def test_missing_special_tokens_and_message_fields_print_nothing() -> None:
+    assert ChatTemplate("{{ bos_token }}{{ messages[0].name }}|").render(chat("x")) == "|"
+
+
+def test_the_date_is_today_s() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render(chat("x")) == str(datetime.now().year)
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ messages", "{% unknown %}", "{{ 'a' | nofilter }}"])
+def test_a_template_that_is_not_valid_is_refused_when_made(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="the chat template"):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{% set _ = messages.append(1) %}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ dict.__call__.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ ('a' * 100000) * 100000 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{{ messages * 100000000 }}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+    ],
+)
+def test_a_template_that_breaks_out_or_fails_is_an_error(source: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source).render(chat("x"))
+
+
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERED", 1000)
+    template = ChatTemplate("{% for i in range(200) %}{{ messages[0].content }}{% endfor %}")
+    assert len(template.render(chat("x" * 5))) == 1000
+    with pytest.raises(ChatTemplateError, match="prints more than 1000 characters"):
+        template.render(chat("x" * 6))
+
+
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages is"),
+    ("hello", "messages is 'hello'"),
+    ({"role": "user", "content": "x"}, "it must be a list"),
+    (["x"], r"messages\[0\] is 'x'"),
+    ([{"content": "x"}], r"messages\[0\] has the role None; it must be one of system"),
+    ([{"role": "<|im_end|>", "content": "x"}], "has the role"),
+    ([{"role": "user"}], r"messages\[0\] has the content None"),
+    ([{"role": "user", "content": 5}], "has the content 5"),
+    ([{"role": "user", "content": b"x"}], "holds b'x'"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "only text is supported"),
+    ([{"role": "user", "content": "x", "extra": object()}], "holds <object"),
+    ([{"role": "user", "content": "x", 5: 1}], "has the key 5"),
+]
+
+
+@pytest.mark.parametrize(("messages", "words"), BAD_MESSAGES)
+def test_bad_messages_are_refused_by_place(messages: Any, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTemplate(ZEPHYR).render(messages)
+
+
+def test_messages_that_nest_too_deep_are_refused() -> None:
+    deep: Any = "x"
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ChatTemplateError, match="nests deeper than"):
+        ChatTemplate(ZEPHYR).render([{"role": "user", "content": "x", "extra": deep}])
+
+
+def test_text_parts_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_an_answer_that_only_calls_tools_has_empty_content() -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert ChatTemplate("[{{ messages[0].content }}]").render([message]) == "[]"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+def test_variables_cannot_replace_what_the_engine_gives(name: str) -> None:
+    with pytest.raises(ChatTemplateError, match=f"'{name}' cannot be set"):
+        ChatTemplate(ZEPHYR).render(chat("x"), variables={name: "y"})
+
+
+def test_a_template_file_wins_over_the_tokenizer_s_config(tmp_path: Path) -> None:
+    assert load_templates(tmp_path, {}) == {}
+    assert load_templates(tmp_path, {"chat_template": "a"}) == {"default": "a"}
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "b"}))
+    assert load_templates(tmp_path, {"chat_template": "a"}) == {"default": "b"}
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert load_templates(tmp_path, {"chat_template": "a"}) == {"default": "c"}
+
+
+@pytest.mark.parametrize("found", [5, [1], [{"name": "x"}]])
+def test_a_template_of_another_type_is_refused(tmp_path: Path, found: Any) -> None:
+    with pytest.raises(ChatTemplateError, match="it must be a string, or a list"):
+        load_templates(tmp_path, {"chat_template": found})
+
+
+def test_a_template_file_that_is_not_json_or_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(ChatTemplateError, match="not valid JSON"):
+        load_templates(tmp_path, {})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ChatTemplateError, match="cannot be read"):
+        load_templates(tmp_path, {})

@@ -1,0 +1,334 @@
+"""`LLM` as a user meets it, on the embedded model."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+
+from quire import LLM, RequestError, SamplingParams
+from quire.errors import (
+    ChatTemplateError,
+    ConfigError,
+    EmptyPromptError,
+    EngineClosedError,
+    PoolTooSmallError,
+    PromptTooLongError,
+    SamplingParamsError,
+    TokenOutOfRangeError,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", threads=1, check_invariants=True, max_num_seqs=8) as llm:
+        yield llm
+
+
+def test_a_prompt_may_be_text_or_token_ids_alone_or_in_a_list(llm):
+    ids = llm.tokenizer.encode("def f(")
+    forms = ["def f(", ["def f("], ids, [ids]]
+    texts = {llm.generate(form, GREEDY)[0].outputs[0].text for form in forms}
+    assert len(texts) == 1
+    outputs = llm.generate(["def f(", ids], GREEDY)
+    assert outputs[0].prompt == "def f(" and outputs[1].prompt is None
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids == ids
+
+
+def test_outputs_come_in_the_prompts_order_with_their_own_params(llm):
+    params = [SamplingParams(max_tokens=n, seed=1, ignore_eos=True) for n in (9, 1, 5)]
+    outputs = llm.generate(["import os", "class A", "x = 1"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5]
+    assert [output.prompt for output in outputs] == ["import os", "class A", "x = 1"]
+    assert all(output.outputs[0].finish_reason == "length" and output.finished for output in outputs)
+
+
+def test_logprobs_always_hold_the_sampled_token(llm):
+    [output] = llm.generate("import ", SamplingParams(max_tokens=8, seed=3, logprobs=2, temperature=1.5))
+    choice = output.outputs[0]
+    assert len(choice.logprobs) == len(choice.token_ids) == 8
+    for token, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert 2 <= len(entry) <= 3 and token in entry
+        assert sorted(other.rank for other in entry.values())[:2] == [1, 2]
+        assert all(other.logprob <= 0 and isinstance(other.decoded_token, str) for other in entry.values())
+    total = sum(entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True))
+    assert choice.cumulative_logprob == pytest.approx(total)
+
+
+def test_prompt_logprobs_cover_every_token_after_the_first(llm):
+    [output] = llm.generate("def add(a, b):\n    return a + b\n", SamplingParams(max_tokens=1, prompt_logprobs=1, n=2))
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert token in entry and math.isfinite(entry[token].logprob)
+
+
+def test_choices_differ_and_a_seed_repeats_them(llm):
+    params = SamplingParams(n=3, seed=11, max_tokens=10, temperature=1.0)
+    first, second = (llm.generate("for i in ", params)[0] for _ in range(2))
+    assert [choice.index for choice in first.outputs] == [0, 1, 2]
+    assert len({tuple(choice.token_ids) for choice in first.outputs}) == 3
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+
+
+def test_a_request_without_a_seed_tells_the_one_it_drew(llm):
+    [first] = llm.generate("for i in ", SamplingParams(max_tokens=10, temperature=1.0))
+    [again] = llm.generate("for i in ", SamplingParams(max_tokens=10, temperature=1.0, seed=first.seed))
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_a_stop_string_across_token_borders_ends_the_text_before_it(llm):
+    [free] = llm.generate("def f(", SamplingParams(temperature=0.0, max_tokens=24))
+    text = free.outputs[0].text
+    stop = text[7:12]
+    expected = text[: text.index(stop)]
+    for include, wanted in ((False, expected), (True, expected + stop)):
+        params = SamplingParams(temperature=0.0, max_tokens=24, stop=[stop], include_stop_str_in_output=include)
+        [output] = llm.generate("def f(", params)
+        choice = output.outputs[0]
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == (wanted, "stop", stop)
+        assert len(choice.token_ids) < 24
+        assert llm.tokenizer.decode(choice.token_ids).startswith(expected + stop)
+    assert llm.idle
+
+
+def test_a_stop_token_is_named_as_the_reason(llm):
+    [free] = llm.generate("def f(", GREEDY)
+    token = free.outputs[0].token_ids[3]
+    place = free.outputs[0].token_ids.index(token)
+    [output] = llm.generate("def f(", SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[token]))
+    choice = output.outputs[0]
+    assert (choice.finish_reason, choice.stop_reason, len(choice.token_ids)) == ("stop", token, place + 1)
+
+
+def test_masks_biases_and_bad_words_are_obeyed(llm):
+    allowed = llm.tokenizer.encode(" a b c", add_special_tokens=False)
+    params = SamplingParams(max_tokens=10, seed=1, allowed_token_ids=allowed, ignore_eos=True)
+    assert set(llm.generate("x", params)[0].outputs[0].token_ids) <= set(allowed)
+    [free] = llm.generate("import os\nimport ", GREEDY)
+    first = free.outputs[0].token_ids[0]
+    banned = SamplingParams(temperature=0.0, max_tokens=12, logit_bias={first: -100.0})
+    assert llm.generate("import os\nimport ", banned)[0].outputs[0].token_ids[0] != first
+    word = llm.tokenizer.token_text(first).strip()
+    if word:
+        params = SamplingParams(temperature=0.0, max_tokens=12, bad_words=[word])
+        assert word not in llm.generate("import os\nimport ", params)[0].outputs[0].text.split()
+
+
+def test_min_tokens_holds_off_the_end(llm):
+    eos = 0
+    params = SamplingParams(max_tokens=20, min_tokens=15, seed=2, logit_bias={eos: 100.0})
+    assert len(llm.generate("x", params)[0].outputs[0].token_ids) >= 15
+
+
+def test_a_second_prompt_with_the_same_head_is_read_from_the_cache(llm):
+    head = "import os\nimport sys\n\ndef main(argv):\n    return argv[1:]\n" * 3
+    llm.generate(head, GREEDY)
+    [output] = llm.generate(head + "main(", GREEDY)
+    assert output.cached_tokens > 0.7 * len(output.prompt_token_ids)
+    llm_off = LLM("demo", threads=1, prefix_cache="off")
+    assert llm_off.generate(head + "main(", GREEDY)[0].outputs[0].token_ids == output.outputs[0].token_ids
+    llm_off.close()
+
+
+def test_a_salt_separates_tenants(llm):
+    prompt = "def secret_function(with_arguments, that_are_long):\n    return None\n" * 2
+    llm.generate(prompt, SamplingParams(max_tokens=1, cache_salt="one"))
+    [other] = llm.generate(prompt, SamplingParams(max_tokens=1, cache_salt="two"))
+    [same] = llm.generate(prompt, SamplingParams(max_tokens=1, cache_salt="one"))
+    assert other.cached_tokens == 0 and same.cached_tokens > 0
+
+
+def test_streamed_deltas_add_up_to_the_text(llm):
+    params = SamplingParams(max_tokens=20, seed=5)
+    deltas = []
+    for output in llm.stream("class A:", params):
+        deltas.append(output.outputs[0].delta)
+    assert "".join(deltas) == output.outputs[0].text == llm.generate("class A:", params)[0].outputs[0].text
+    assert len(deltas) > 5 and output.finished
+
+
+def test_leaving_a_stream_early_aborts_it(llm):
+    for _ in llm.stream("class A:", SamplingParams(max_tokens=500, ignore_eos=True)):
+        break
+    gc.collect()
+    llm.step()
+    assert llm.idle
+
+
+def test_two_streams_side_by_side_do_not_lose_anything(llm):
+    params = SamplingParams(max_tokens=15, seed=5, ignore_eos=True)
+    alone = [llm.generate(prompt, params)[0].outputs[0].text for prompt in ("class A:", "import ")]
+    streams = [llm.stream(prompt, params) for prompt in ("class A:", "import ")]
+    texts = ["", ""]
+    open_streams = {0, 1}
+    while open_streams:
+        for index in list(open_streams):
+            output = next(streams[index], None)
+            if output is None:
+                open_streams.discard(index)
+            else:
+                texts[index] += output.outputs[0].delta
+    assert texts == alone
+
+
+def test_requests_can_be_driven_by_hand(llm):
+    first = llm.add_request("def f(", GREEDY, request_id="mine")
+    second = llm.add_request("class A", GREEDY)
+    assert first == "mine" and second != first
+    with pytest.raises(RequestError, match="in use"):
+        llm.add_request("x", GREEDY, request_id="mine")
+    ends = []
+    while not llm.idle:
+        ends += [output.request_id for output in llm.step() if output.finished]
+    assert sorted(ends) == sorted([first, second])
+
+
+def test_an_abort_gives_back_what_there_was(llm):
+    request = llm.add_request("def f(", SamplingParams(max_tokens=400, ignore_eos=True))
+    for _ in range(5):
+        llm.step()
+    [output] = llm.abort(request)
+    assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) >= 4
+    assert llm.abort(request) == [] and llm.idle
+
+
+def test_chat_renders_the_models_own_template(llm):
+    messages = [{"role": "user", "content": "Write a function."}]
+    [output] = llm.chat(messages, GREEDY)
+    assert output.prompt_token_ids == llm.render_chat(messages)
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+    with pytest.raises(ChatTemplateError, match="role"):
+        llm.chat([{"role": "nobody", "content": "x"}], GREEDY)
+
+
+def test_metrics_tell_where_the_time_went(llm):
+    [output] = llm.generate("def f(", GREEDY)
+    metrics = output.metrics
+    assert 0 <= metrics.queue_seconds <= metrics.time_to_first_token <= metrics.total_seconds
+    assert metrics.steps == 12 and metrics.preemptions == 0
+    assert metrics.prefill_seconds > 0 and metrics.decode_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("", None, EmptyPromptError),
+        ([5, 10**6], None, TokenOutOfRangeError),
+        ([5, -1], None, TokenOutOfRangeError),
+        ([5] * 5000, None, PromptTooLongError),
+        ([5] * 2000, SamplingParams(max_tokens=100), PromptTooLongError),
+        ("x", SamplingParams(stop_token_ids=[10**6]), TokenOutOfRangeError),
+        ("x \ud800", None, RequestError),
+        (["x", 5.0], None, RequestError),
+        (b"bytes", None, RequestError),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(llm, prompt, params, error):
+    with pytest.raises(error):
+        llm.generate([prompt] if isinstance(prompt, str) else prompt, params)
+    assert llm.idle
+
+
+def test_the_error_tells_which_prompt_of_a_list_is_bad(llm):
+    with pytest.raises(RequestError, match="prompt 2") as caught:
+        llm.generate(["a", "b", "", "d"], GREEDY)
+    assert caught.value.index == 2 and isinstance(caught.value, EmptyPromptError)
+    with pytest.raises(RequestError, match="2 prompts came with 1 params"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(SamplingParamsError):
+        llm.generate("a", {"temperature": 0})
+
+
+def test_engine_options_are_checked_by_name():
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        LLM("demo", max_num_seq=4)
+    with pytest.raises(ConfigError, match="trust_remote_code is refused"):
+        LLM("demo", trust_remote_code=True)
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        LLM("demo", max_model_len=10**6)
+    with pytest.raises(ConfigError, match="raise it to"):
+        LLM("demo", enable_chunked_prefill=False, max_num_batched_tokens=1000)
+
+
+def test_a_pool_too_small_for_one_request_names_values_that_work():
+    with pytest.raises(PoolTooSmallError, match="set max_model_len to at most 160"):
+        LLM("demo", max_model_len=1024, num_kv_blocks=10)
+    with LLM("demo", num_kv_blocks=10, threads=1) as llm:
+        assert llm.max_model_len == 160 and any("160" in note for note in llm.notes)
+
+
+def test_a_closed_engine_refuses_calls_and_frees_its_memory():
+    llm = LLM("demo", threads=1)
+    model = weakref.ref(llm._engine.model)
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert model() is None
+    with pytest.raises(EngineClosedError):
+        llm.generate("x")
+
+
+def test_two_engines_live_side_by_side():
+    with LLM("demo", threads=1) as one, LLM("demo", threads=1, block_size=32, prefix_cache="hash") as two:
+        requests = [engine.add_request("def f(", GREEDY) for engine in (one, two)]
+        texts = {}
+        while not (one.idle and two.idle):
+            for engine in (one, two):
+                for output in engine.step():
+                    texts[output.request_id] = output.outputs[0].text
+        assert texts[requests[0]] == texts[requests[1]] != ""
+
+
+def test_a_step_that_raises_ends_its_requests_and_not_the_engine(llm, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("the kernel said no")
+
+    model = llm._engine.model
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", broken)
+        [output] = llm.generate("def f(", GREEDY)
+        assert output.outputs[0].finish_reason == "error" and "log" in output.outputs[0].error
+    assert llm.generate("def f(", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_ctrl_c_in_a_step_leaves_an_engine_that_works(llm, monkeypatch):
+    expected = llm.generate("def f(", GREEDY)[0].outputs[0].text
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["def f(", "class"], GREEDY)
+    assert llm.generate("def f(", GREEDY)[0].outputs[0].text == expected
+    assert llm.idle
+
+
+def test_logits_that_are_not_finite_end_that_request_alone(llm):
+    table = llm._engine.model.embedding
+    healthy = llm.generate("def f(", GREEDY)[0].outputs[0].text
+    poisoned_token = 4000
+    original = type(table).__call__
+
+    def poisoned(self, ids):
+        rows = original(self, ids)
+        return torch.where((ids == poisoned_token)[:, None], torch.nan, rows).to(rows.dtype)
+
+    type(table).__call__ = poisoned
+    try:
+        bad = [11, 12, 13, *llm.tokenizer.encode("def f(") * 12, poisoned_token, 7]
+        outputs = llm.generate([bad, llm.tokenizer.encode("def f(")], GREEDY)
+        again = llm.generate([bad], GREEDY)[0]
+    finally:
+        type(table).__call__ = original
+    assert outputs[0].outputs[0].finish_reason == "error" and "finite" in outputs[0].outputs[0].error
+    assert outputs[1].outputs[0].text == healthy
+    assert again.cached_tokens == 0, "blocks of a request that met a NaN are never shared"
+    assert llm.generate(["def f("] * 8, GREEDY)[7].outputs[0].text == healthy, "poisoned blocks do no harm"
