@@ -108,8 +108,15 @@ def test_top_tokens_and_ranks_order_ties_by_id(count: int) -> None:
     order = torch.sort(logits, stable=True, descending=True)
     assert ids.tolist() == order.indices[:, :count].tolist()
     assert values.tolist() == order.values[:, :count].tolist()
-    last = ids[:, -1:]
-    assert ops.ranks(logits, logits.gather(1, last), last).tolist() == [count] * 4
+    assert ops.ranks(logits, ops.chunk_maxima(logits), rows, ids[:, -1]).tolist() == [count] * 4
+
+
+def test_the_ranks_of_all_tokens_are_their_places_in_the_order() -> None:
+    logits = torch.randint(0, 9, (1, 200), generator=torch.Generator().manual_seed(1)).float()
+    logits[0, 150:] = -math.inf
+    order = torch.sort(logits[0], stable=True, descending=True).indices
+    rows = torch.zeros(200, dtype=torch.int64)
+    assert ops.ranks(logits, ops.chunk_maxima(logits), rows, order).tolist() == list(range(1, 201))
 
 
 def test_exp_sums_are_the_sums_of_exponentials() -> None:

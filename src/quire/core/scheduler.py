@@ -304,7 +304,7 @@ class Scheduler:
         for request in reversed(self.running):
             if request.order <= requester.order:
                 break
-            if request.num_computed >= request.high_water:
+            if request.num_computed > request.high_water or not request.stats.preemptions:
                 return request
             last = last or request
         return last

@@ -1,0 +1,1 @@
+"""Architectures, one file each, and the way from a checkpoint on disk to a loaded model."""

@@ -19,14 +19,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Statistics are in fp32, and the quotient is rounded before the weight is applied, as Hugging Face does.
     """
     if x.numel() <= 2 * PART:
-        return _rms_norm(x, weight, eps)
-    return torch.cat([_rms_norm(part, weight, eps) for part in _parts(x)])
+        return _normalized(x, eps).mul_(weight)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for rows in _parts(x):
+        torch.mul(_normalized(x[rows], eps), weight, out=out[rows])
+    return out
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul(weight)
+    return (wide * scale).to(x.dtype)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -34,16 +37,18 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
     `silu` is rounded to x's data type before the product, as Hugging Face does.
     """
-    if x.numel() <= 4 * PART:
-        return _silu_mul(x)
-    return torch.cat([_silu_mul(part) for part in _parts(x)])
-
-
-def _silu_mul(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
-    wide = gate.float()
-    divisor = wide.neg().exp_().add_(1.0)
-    return (wide / divisor).to(x.dtype).mul_(up)
+    if x.numel() <= 2 * PART:
+        return _silu(gate).mul_(up)
+    out = torch.empty(up.shape, dtype=x.dtype)
+    for rows in _parts(gate):
+        torch.mul(_silu(gate[rows]), up[rows], out=out[rows])
+    return out
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -57,17 +62,22 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if x.numel() <= 2 * PART:
-        return _rotate(x, cos, sin)
-    rows = len(_parts(x)[0])
-    parts = zip(_parts(x), torch.split(cos, rows), torch.split(sin, rows), strict=True)
-    return torch.cat([_rotate(*part) for part in parts])
+        return torch.cat(_rotated(x, cos, sin), dim=-1).to(x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for rows in _parts(x):
+        first, second = out[rows].chunk(2, dim=-1)
+        turned = _rotated(x[rows], cos[rows], sin[rows])
+        first.copy_(turned[0])
+        second.copy_(turned[1])
+    return out
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
 
 
-def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """x [rows, ...] cut into parts of about `PART` numbers."""
-    return torch.split(x, max(1, PART // x[0].numel()))
+def _parts(x: torch.Tensor) -> list[slice]:
+    """Slices of x's rows, about `PART` numbers each."""
+    rows = max(1, PART // x[0].numel())
+    return [slice(start, start + rows) for start in range(0, len(x), rows)]

@@ -25,7 +25,7 @@ from torch import Tensor
 CHUNK = 16
 """Ids a chunk. Fewer make its maximum a sharper sieve, more make the list of maxima shorter."""
 
-PREFIX_SIZES = ((64, 128), (1024, 2048))
+PREFIX_SIZES = ((64, 128), (1024, 2048), (4096, 16384))
 """(chunks looked at, tokens sorted) at each try to find the survivors of top-k and top-p; then all."""
 
 SUM_ROWS = 8
@@ -238,12 +238,14 @@ def top(logits: Tensor, maxima: Tensor, rows: Tensor, count: int) -> tuple[Tenso
         num_chunks, num_tokens = 8 * num_chunks, 8 * num_tokens
 
 
-def ranks(logits: Tensor, values: Tensor, ids: Tensor) -> Tensor:
-    """The rank of one token a row, 1 for the most likely: [rows] int64. `values` and `ids` are [rows, 1]."""
-    better = (logits > values).sum(-1)
-    equal = logits == values
-    earlier = torch.arange(logits.shape[1], device=logits.device) < ids
-    return 1 + better + (equal & earlier).sum(-1)
+def ranks(logits: Tensor, maxima: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """The rank of one token of each of `rows`, 1 for the most likely: [rows] int64."""
+    values = logits[rows, ids]
+    maxima = maxima[rows]
+    index, chunks = (maxima >= values[:, None]).nonzero(as_tuple=True)
+    others, found = _members(logits, rows[index], chunks, maxima.shape[1])
+    ahead = (found > values[index]) | ((found == values[index]) & (others < ids[index]))
+    return torch.ones_like(ids).index_add_(0, index, ahead.sum(0))
 
 
 # --- sampling ---------------------------------------------------------------------------------------------

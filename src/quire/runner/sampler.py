@@ -159,7 +159,9 @@ class Sampler:
             for fine in torch.isfinite(maxima.amax(-1)).tolist()
         ]
         asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None and errors[i] is None]
-        raw, raw_maxima = logits[asked], maxima[asked]  # copies: what follows changes logits
+        raw, raw_maxima, raw_rows = logits, maxima, asked
+        if any(requests[i].edits for i in asked):  # then keep copies, since what follows changes them
+            raw, raw_maxima, raw_rows = logits[asked], maxima[asked], list(range(len(asked)))
         self._edit(logits, maxima, requests)
         for i, fine in enumerate(torch.isfinite(maxima.amax(-1)).tolist()):
             if not fine and errors[i] is None:
@@ -168,15 +170,15 @@ class Sampler:
         tokens = self._choose(logits, maxima, requests, good, [position for _, position in rows])
         for i in good:
             requests[i].append(tokens[i])
-        still_good = [k for k, i in enumerate(asked) if errors[i] is None]
-        told = [asked[k] for k in still_good]
+        told = [(i, row) for i, row in zip(asked, raw_rows, strict=True) if errors[i] is None]
         logprobs = _token_logprobs(
-            raw if len(told) == len(asked) else raw[still_good],
-            raw_maxima[still_good],
-            [tokens[i] for i in told],
-            [requests[i].params.logprobs or 0 for i in told],
+            raw,
+            raw_maxima,
+            [row for _, row in told],
+            [tokens[i] for i, _ in told],
+            [requests[i].params.logprobs or 0 for i, _ in told],
         )
-        by_row = dict(zip(told, logprobs, strict=True))
+        by_row = {i: entry for (i, _), entry in zip(told, logprobs, strict=True)}
         return [SampledRow(tokens.get(i, -1), by_row.get(i), errors[i]) for i in range(len(rows))]
 
     def score(self, logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
@@ -193,15 +195,10 @@ class Sampler:
         if not targets:
             return []
         maxima = ops.chunk_maxima(logits)
-        finite = torch.isfinite(maxima.amax(-1))
-        if bool(finite.all()):
-            return _token_logprobs(logits, maxima, targets, [top] * len(targets))
-        entries = [TokenLogprobs([target], [math.nan], [1]) for target in targets]
-        good: list[int] = finite.nonzero().flatten().tolist()
-        scored = self.score(logits[good], [targets[i] for i in good], top)
-        for i, entry in zip(good, scored, strict=True):
-            entries[i] = entry
-        return entries
+        good: list[int] = torch.isfinite(maxima.amax(-1)).nonzero().flatten().tolist()
+        scored = _token_logprobs(logits, maxima, good, [targets[i] for i in good], [top] * len(good))
+        by_row = dict(zip(good, scored, strict=True))
+        return [by_row.get(i, TokenLogprobs([target], [math.nan], [1])) for i, target in enumerate(targets)]
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)
@@ -236,7 +233,8 @@ class Sampler:
         banned = [i * self._vocab_size + token for i in edited for token in requests[i].banned()]
         if banned:
             flat[self._ids(banned)] = -math.inf
-        maxima[edited] = ops.chunk_maxima(logits[edited])
+        for i in edited:
+            maxima[i : i + 1] = ops.chunk_maxima(logits[i : i + 1])
 
     def _penalize(self, logits: Tensor, requests: list[tuple[int, _Request]]) -> None:
         """Repetition, frequency and presence penalties of all rows at once."""
@@ -296,17 +294,18 @@ class Sampler:
         )
 
 
-def _token_logprobs(logits: Tensor, maxima: Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprobs]:
-    """Raw log-probabilities: each row's token, then its best ones. [rows, vocab] finite somewhere."""
-    if not tokens:
+def _token_logprobs(
+    logits: Tensor, maxima: Tensor, rows: list[int], tokens: list[int], tops: list[int]
+) -> list[TokenLogprobs]:
+    """Raw log-probabilities of some rows: each row's token, then its best ones."""
+    if not rows:
         return []
-    rows = torch.arange(len(tokens), device=logits.device)
-    best = maxima.amax(-1)
-    log_sums = ops.exp_sums(logits, maxima, rows, torch.ones_like(best)).log()
-    chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-    values = logits.gather(1, chosen)
-    ranks = ops.ranks(logits, values, chosen)
-    top_values, top_ids = ops.top(logits, maxima, rows, max(tops))
+    index, ids = torch.tensor([rows, tokens], dtype=torch.int64, device=logits.device)
+    best = maxima[index].amax(-1)
+    log_sums = ops.exp_sums(logits, maxima, index, torch.ones_like(best)).log()
+    values = logits[index, ids][:, None]
+    ranks = ops.ranks(logits, maxima, index, ids)
+    top_values, top_ids = ops.top(logits, maxima, index, max(tops))
 
     def logprobs(of: Tensor) -> Tensor:
         return (of - best[:, None]).double() - log_sums[:, None]
@@ -321,6 +320,6 @@ def _token_logprobs(logits: Tensor, maxima: Tensor, tokens: list[int], tops: lis
         strict=True,
     )
     return [
-        TokenLogprobs([token, *ids[:n]], [value, *others[:n]], [rank, *range(1, len(ids[:n]) + 1)])
-        for token, value, rank, others, ids, n in table
+        TokenLogprobs([token, *best_ids[:n]], [value, *others[:n]], [rank, *range(1, len(best_ids[:n]) + 1)])
+        for token, value, rank, others, best_ids, n in table
     ]

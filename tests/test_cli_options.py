@@ -1,0 +1,315 @@
+"""Flags, configuration files and presets: made from the dataclasses, with nearest names and one order of precedence."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from quire.cli.main import main
+from quire.cli.options import (
+    CommandParser,
+    Given,
+    add_engine_options,
+    add_sampling_options,
+    given_options,
+    parse_value,
+    sampling_params,
+)
+from quire.config import PRESETS, EngineConfig
+from quire.core.sampling_params import SamplingParams
+from quire.errors import ConfigError, QuireError, SamplingParamsError
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = CommandParser("quire generate", "")
+    parser.add_argument("words", nargs="*")
+    add_engine_options(parser)
+    add_sampling_options(parser)
+    return parser.parse(arguments)
+
+
+def given(*arguments: str, model: str | None = "demo") -> Given:
+    return given_options(parse(*arguments), model, sampling=True)
+
+
+ENGINE_VALUES: dict[str, tuple[str, Any]] = {
+    "model": ("some/folder", "some/folder"),
+    "revision": ("main", "main"),
+    "dtype": ("float32", "float32"),
+    "device": ("cpu", "cpu"),
+    "threads": ("2", 2),
+    "max_model_len": ("512", 512),
+    "block_size": ("32", 32),
+    "num_kv_blocks": ("100", 100),
+    "kv_cache_memory": ("1GiB", "1GiB"),
+    "prefix_cache": ("off", "off"),
+    "max_num_seqs": ("8", 8),
+    "max_num_batched_tokens": ("256", 256),
+    "min_chunk": ("4", 4),
+    "max_num_partial_prefills": ("2", 2),
+    "long_prefill_token_threshold": ("64", 64),
+    "scheduling_policy": ("priority", "priority"),
+    "target_itl_ms": ("50.5", 50.5),
+    "generation_config": ("off", "off"),
+}
+SAMPLING_VALUES: dict[str, tuple[str, Any]] = {
+    "n": ("3", 3),
+    "temperature": ("0.7", 0.7),
+    "top_p": ("0.9", 0.9),
+    "top_k": ("40", 40),
+    "min_p": ("0.05", 0.05),
+    "presence_penalty": ("0.5", 0.5),
+    "frequency_penalty": ("-0.5", -0.5),
+    "repetition_penalty": ("1.1", 1.1),
+    "seed": ("7", 7),
+    "stop": ("END", ("END",)),
+    "stop_token_ids": ("1,2,3", (1, 2, 3)),
+    "min_tokens": ("2", 2),
+    "max_tokens": ("20", 20),
+    "logit_bias": ("5:-100,6:2.5", {5: -100.0, 6: 2.5}),
+    "allowed_token_ids": ("4,5", (4, 5)),
+    "bad_words": ("eval", ("eval",)),
+    "logprobs": ("2", 2),
+    "prompt_logprobs": ("0", 0),
+    "priority": ("-1", -1),
+    "cache_salt": ("tenant", "tenant"),
+}
+ENGINE_SWITCHES = ("enable_chunked_prefill", "deterministic", "check_invariants")
+SAMPLING_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+
+
+def test_the_cases_below_cover_every_field() -> None:
+    assert {*ENGINE_VALUES, *ENGINE_SWITCHES} == {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {*SAMPLING_VALUES, *SAMPLING_SWITCHES} == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", ENGINE_VALUES)
+@pytest.mark.parametrize("spelling", ["dashes", "underscores", "equals"])
+def test_every_engine_option_is_a_flag(name: str, spelling: str) -> None:
+    text, value = ENGINE_VALUES[name]
+    flag = "--" + (name if spelling == "underscores" else name.replace("_", "-"))
+    options = given(*([f"{flag}={text}"] if spelling == "equals" else [flag, text])).engine
+    assert options == {"model": "demo"} | {name: value}
+    EngineConfig.from_options({"max_num_seqs": 8} | options)  # valid there too
+
+
+@pytest.mark.parametrize("name", SAMPLING_VALUES)
+def test_every_sampling_parameter_is_a_flag(name: str) -> None:
+    text, value = SAMPLING_VALUES[name]
+    assert getattr(sampling_params(given(f"--{name}={text}").sampling), name) == value
+
+
+@pytest.mark.parametrize("name", [*ENGINE_SWITCHES, *SAMPLING_SWITCHES])
+def test_a_switch_has_a_flag_for_on_and_one_for_off(name: str) -> None:
+    for flag, value in ((f"--{name}", True), (f"--no-{name}", False), (f"--no_{name}", False)):
+        both = given(flag)
+        assert (both.engine | both.sampling)[name] is value
+
+
+def test_options_that_are_not_given_are_left_to_the_dataclass() -> None:
+    assert given() == Given(engine={"model": "demo"}, sampling={}, preset=None)
+
+
+def test_texts_may_be_repeated_and_kept_as_they_are() -> None:
+    assert given("--stop", "a,b", "--stop", '["c"]').sampling == {"stop": ["a,b", '["c"]']}
+
+
+def test_none_unsets_an_optional_value() -> None:
+    assert given("--target-itl-ms", "none").engine["target_itl_ms"] is None
+
+
+def test_flags_and_prompts_may_be_mixed() -> None:
+    args = parse("demo", "--max-tokens", "5", "one", "--seed", "1", "two")
+    assert args.words == ["demo", "one", "two"]
+
+
+def test_what_follows_two_dashes_is_no_flag() -> None:
+    assert parse("demo", "--", "--max-tokns").words == ["demo", "--max-tokns"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [("--max-num-seq", "--max-num-seqs"), ("--temprature", "--temperature"), ("--blocksize", "--block-size")],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest_one(flag: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option {flag}; did you mean {near}\\?"):
+        parse("demo", flag, "4")
+
+
+def test_a_flag_that_resembles_nothing_points_to_the_help() -> None:
+    with pytest.raises(ConfigError, match="unknown option --qqqq; see 'quire generate --help'"):
+        parse("--qqqq")
+
+
+def test_a_shortened_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown option --max-num-batched"):
+        parse("--max-num-batched", "64")
+
+
+def test_trust_remote_code_is_refused_by_name() -> None:
+    for flag in ("--trust-remote-code", "--trust_remote_code"):
+        with pytest.raises(ConfigError, match="never runs code from a checkpoint"):
+            parse("demo", flag)
+
+
+@pytest.mark.parametrize(
+    ("flag", "what"),
+    [
+        ("--max-num-seqs=many", "'many' is not a whole number"),
+        ("--target-itl-ms=soon", "'soon' is not a number"),
+        ("--block-size=x", "'x' is not a whole number"),
+        ("--stop-token-ids=1;2", "'1;2' is not a list of whole numbers"),
+        ("--logit-bias=5", "'5' is not a bias a token"),
+        ("--preset=fast", "invalid choice: 'fast'"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(flag: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        parse(flag)
+
+
+def test_a_value_out_of_range_is_refused_by_the_dataclass() -> None:
+    with pytest.raises(ConfigError, match=r"block_size=17 is not supported; allowed: 16, 32"):
+        EngineConfig.from_options(given("--block-size", "17").engine)
+
+
+def test_flag_wins_over_yaml_over_preset_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("max_num_seqs: 5\nmax_num_batched_tokens: 300\n")
+    options = given("--preset", "chat", "--config", str(file), "--max-num-seqs", "4")
+    config = EngineConfig.from_options(options.engine, options.preset)
+    assert config.max_num_seqs == 4  # flag
+    assert config.max_num_batched_tokens == 300  # file
+    assert config.target_itl_ms == PRESETS["chat"]["target_itl_ms"]  # preset
+    assert config.block_size == EngineConfig(model="demo").block_size  # default
+    assert options.preset_options == {"target_itl_ms": PRESETS["chat"]["target_itl_ms"]}
+
+
+@pytest.mark.parametrize("name", ENGINE_VALUES)
+def test_every_engine_option_is_a_yaml_key(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    text, value = ENGINE_VALUES[name]
+    file.write_text(f"{name.replace('_', '-')}: {text}\n")
+    assert given("--config", str(file), model=None).engine == {name: value}
+
+
+def test_a_yaml_file_may_name_a_preset_and_sampling_parameters(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("preset: batch\ntemperature: 0.5\nstop: [a, b]\nlogit_bias: {7: -1}\n")
+    options = given("--config", str(file))
+    assert options.preset == "batch"
+    params = sampling_params(options.sampling)
+    assert (params.temperature, params.stop, params.logit_bias) == (0.5, ("a", "b"), {7: -1.0})
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("max_num_seq: 4", "unknown option 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ("trust_remote_code: true", "never runs code from a checkpoint"),
+        ("preset: fast", "unknown preset 'fast'"),
+        ("- a\n- b", "must hold 'name: value' lines, but it holds a list"),
+        ("1: 2", "must hold 'name: value' lines"),
+        ("a: [", "is not YAML"),
+        ("min_chunk: 1\nmin-chunk: 2", "names min_chunk twice"),
+        ("model: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_a_bad_configuration_file_is_refused(content: str, what: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=what):
+        given("--config", str(file))
+
+
+def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.yaml cannot be read: No such file"):
+        given("--config", str(tmp_path / "gone.yaml"))
+
+
+def test_an_empty_configuration_file_sets_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("# nothing\n")
+    assert given("--config", str(file)).engine == {"model": "demo"}
+
+
+def test_sampling_parameters_from_json_may_have_ids_as_strings() -> None:
+    assert sampling_params({"logit_bias": {"12": 1}}).logit_bias == {12: 1.0}
+    with pytest.raises(SamplingParamsError, match="a key of logit_bias"):
+        sampling_params({"logit_bias": {"twelve": 1}})
+    with pytest.raises(SamplingParamsError, match="did you mean 'temperature'"):
+        sampling_params({"temprature": 1})
+
+
+@pytest.mark.parametrize(("text", "value"), [("on", True), ("TRUE", True), ("no", False), ("0", False)])
+def test_a_switch_can_be_said_in_words(text: str, value: bool) -> None:
+    assert parse_value("ignore_eos", bool, text) is value
+
+
+def test_a_text_that_is_no_json_list_is_refused_where_it_looks_like_one() -> None:
+    hint = get_type_hints(SamplingParams)["bad_words"]
+    with pytest.raises(ConfigError, match="not a JSON list of texts"):
+        parse_value("bad_words", hint, '["a", 1]')
+    assert parse_value("bad_words", hint, '["a\\n", "b"]') == ["a\n", "b"]
+
+
+def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in (*ENGINE_VALUES, *ENGINE_SWITCHES, *SAMPLING_VALUES, *SAMPLING_SWITCHES):
+        assert f"--{name.replace('_', '-')}" in text
+    assert "tokens a KV block (default: 16)" in text
+    assert "0 takes the most likely token" in text
+
+
+def test_help_and_version_need_no_torch() -> None:
+    code = (
+        "import sys; from quire.cli.main import main; "
+        "codes = [main(a) for a in (['--help'], ['--version'], ['generate', '--help'], ['chat', '--help'])]; "
+        "sys.exit(codes != [0] * 4 or 'torch' in sys.modules or 'rich' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout and "quire 0." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generte"], 2, "unknown command 'generte'; did you mean 'generate'?"),
+        (["generate", "demo", "x", "--temperature", "-1"], 2, "temperature is -1.0; it must be"),
+        (["generate", "demo", "x", "--min-chunk", "5000"], 2, "max_num_batched_tokens=2048 is below"),
+        (["generate", "/no/such/folder", "x"], 1, "/no/such/folder"),
+        (["generate", "demo", "x", "--input", "f"], 2, "both given"),
+        (["generate", "demo", "x", "--lines"], 2, "--lines is about standard input"),
+        (["chat", "demo", "--model", "demo"], 2, "the model is named twice"),
+        (["chat", "demo", "--n", "2"], 2, "n=2 is for 'quire generate'"),
+        (["chat"], 2, "no model was named"),
+    ],
+)
+def test_a_mistake_is_one_line_and_an_exit_code(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    assert error.startswith("quire: error: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_no_command_shows_the_commands_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "generate" in capsys.readouterr().out
+
+
+def test_an_error_of_the_engine_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise QuireError("it broke")
+
+    monkeypatch.setattr("quire.cli.main._dispatch", fail)
+    assert main(["x"]) == 1
