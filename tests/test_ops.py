@@ -38,7 +38,7 @@ def test_product_equals_the_definition(dtype: torch.dtype, packed: bool, bias: b
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("inputs, outputs", [(64, 96), (3072, 40), (100, 33)])
 def test_rows_of_a_product_do_not_know_of_one_another(
     inputs: int, outputs: int, dtype: torch.dtype, packed: bool, threads: int

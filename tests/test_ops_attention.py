@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from quire.ops import KVCache, RaggedBatch, paged_attention, store_kv
+from quire.ops import KVCache, RaggedBatch, attention, attention_plan, paged_attention, store_kv
 
 LAYERS, LAYER = 2, 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One request: its projections [tokens, heads, head_dim], its blocks, and its output so far."""
 
@@ -44,6 +45,11 @@ class Pool:
         blocks = -(-tokens // kv.block_size)
         table, self.free = self.free[:blocks], self.free[blocks:]
         return Sequence(draw(heads), draw(kv.kv_heads), draw(kv.kv_heads), table)
+
+    def release(self, s: Sequence) -> None:
+        """Give a sequence's blocks back, poisoned."""
+        self.kv.data[s.table] = float("nan")
+        self.free += s.table
 
     def step(self, parts: list[tuple[Sequence, int]], window: int | None = None) -> list[torch.Tensor]:
         """Run the next `count` tokens of each sequence together; each one's rows of the output."""
@@ -113,7 +119,10 @@ def test_bf16_attention_is_rounded_only_at_the_end() -> None:
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=2**-8)
 
 
-def cuts(total: int, largest: int, rng: random.Random) -> list[int]:
+LENGTH = 720
+
+
+def cut(total: int, largest: int, rng: random.Random) -> list[int]:
     lengths = []
     while total:
         lengths.append(rng.randint(1, min(total, largest)))
@@ -121,41 +130,117 @@ def cuts(total: int, largest: int, rng: random.Random) -> list[int]:
     return lengths
 
 
+def run(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    block_size: int,
+    lengths: list[int],
+    neighbours: int = 0,
+) -> torch.Tensor:
+    """The output of one sequence of `LENGTH` tokens in chunks of `lengths`, among random other requests."""
+    heads, kv_heads, dim = shape
+    rng = random.Random(block_size + len(lengths))
+    pool = Pool(kv_heads, dim, block_size, dtype, seed=len(lengths))
+    s = pool.sequence(LENGTH, heads, seed=7)
+    others: list[Sequence] = []
+    rows = []
+    for count in lengths:
+        while len(others) < neighbours:
+            others.append(pool.sequence(rng.randint(1, 300), heads, seed=rng.randint(0, 99)))
+        parts = [(o, rng.randint(1, len(o.q) - o.done)) for o in others]
+        place = rng.randint(0, len(parts))
+        parts.insert(place, (s, count))
+        rows.append(pool.step(parts, window)[place])
+        for o in [o for o in others if o.done == len(o.q)]:
+            pool.release(o)
+            others.remove(o)
+    return torch.cat(rows)
+
+
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 64), (3, 1, 32)])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (3, 1, 32), (5, 5, 16)])
 def test_bits_do_not_depend_on_chunks_neighbours_or_block_size(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int | None
+    shape: tuple[int, int, int], dtype: torch.dtype, window: int | None
 ) -> None:
-    length = 720
-
-    def run(block_size: int, largest: int, neighbours: int, seed: int) -> torch.Tensor:
-        rng = random.Random(seed)
-        pool = Pool(kv_heads, dim, block_size, dtype, seed)
-        s = pool.sequence(length, heads, seed=7)
-        others: list[Sequence] = []
-        rows = []
-        for count in [length] if largest >= length else cuts(length, largest, rng):
-            others = [o for o in others if o.done < len(o.q)]
-            while len(others) < neighbours:
-                others.append(pool.sequence(rng.randint(1, 60), heads, seed=rng.randint(0, 99)))
-            parts = [(o, rng.randint(1, len(o.q) - o.done)) for o in others]
-            place = rng.randint(0, len(parts))
-            parts.insert(place, (s, count))
-            rows.append(pool.step(parts, window)[place])
-            if len(pool.free) < 60 * 16 // block_size:
-                neighbours = 0
-        return torch.cat(rows)
-
-    whole = run(16, length, 0, seed=1)
+    rng = random.Random(0)
+    whole = run(shape, dtype, window, 16, [LENGTH])
     assert whole.isfinite().all()
-    for block_size, largest, neighbours in [
-        (16, 300, 2),
-        (32, length, 5),
-        (64, 37, 1),
-        (16, 9, 3),
-        (128, 100, 0),
-        (256, 200, 2),
-        (32, 1, 0),
+    for block_size, lengths, neighbours in [
+        (32, [LENGTH], 4),
+        (16, cut(LENGTH, 300, rng), 2),
+        (64, cut(LENGTH, 60, rng), 1),
+        (256, cut(LENGTH, 200, rng), 2),
+        (128, [500, *cut(LENGTH - 500, 9, rng)], 3),
+        (32, [LENGTH - 50] + [1] * 50, 0),
+        (16, [1] * 20 + [LENGTH - 40] + [1] * 20, 2),
     ]:
-        assert torch.equal(run(block_size, largest, neighbours, seed=block_size + largest), whole)
+        out = run(shape, dtype, window, block_size, lengths, neighbours)
+        assert torch.equal(out, whole), f"blocks of {block_size}, chunks {lengths}, {neighbours} neighbours"
+
+
+def test_bits_do_not_depend_on_computing_short_tiles_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outputs() -> list[torch.Tensor]:
+        pool = Pool(2, 64, 16, torch.bfloat16, seed=2)
+        return pool.step([(s, len(s.q)) for s in (pool.sequence(n, 4, seed=n) for n in range(1, 300, 13))])
+
+    narrow = outputs()
+    monkeypatch.setattr(attention_plan, "narrow_widths", lambda: (attention_plan.KEY_TILE,))
+    assert all(torch.equal(a, b) for a, b in zip(narrow, outputs(), strict=True))
+
+
+def test_attention_takes_queries_keys_and_values_that_lie_side_by_side() -> None:
+    fused, apart = (Pool(2, 16, 16, torch.bfloat16, seed=1) for _ in range(2))
+    s = apart.sequence(100, 4, seed=5)
+    side_by_side = torch.cat([s.q, s.k, s.v], dim=1)
+    t = fused.sequence(100, 4, seed=5)
+    t.q, t.k, t.v = torch.split(side_by_side, [4, 2, 2], dim=1)
+    assert torch.equal(fused.step([(t, 100)])[0], apart.step([(s, 100)])[0])
+
+
+def keys_computed(window: int | None, start: int, stop: int, spans: int = 1) -> list[int]:
+    """Keys of each chunk of a plan for equal spans of positions start .. stop, for all row tiles together."""
+    layout = attention_plan.Layout(layers=1, kv_heads=1, group=4, block_size=16, window=window)
+    starts = [span * (stop - start) for span in range(spans + 1)]
+    tables = [torch.arange(1, 1 + -(-stop // 16))] * spans
+    plan = attention_plan.make_plan(layout, starts, [stop] * spans, tables)
+    return [(chunk.last - chunk.first) * chunk.width for bucket in plan.buckets for chunk in bucket.chunks]
+
+
+def test_work_is_in_proportion_to_the_keys_that_are_seen() -> None:
+    assert sum(keys_computed(None, 4095, 4096)) == 4096
+    assert sum(keys_computed(200, 4095, 4096)) <= 200 + 2 * 128
+    assert sum(keys_computed(None, 20, 21)) <= 128
+    # A whole prompt: half of the square, and at most a key tile more for each tile of 32 rows.
+    assert sum(keys_computed(None, 0, 2048)) * 32 <= 2048 * 2048 // 2 + 2048 * 128
+
+
+def test_decoding_requests_share_their_products() -> None:
+    assert len(keys_computed(None, 100, 101, spans=16)) == 1
+
+
+def test_a_step_is_planned_once_for_all_layers_with_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int | None] = []
+    make_plan = attention.make_plan
+
+    def counted(layout: attention_plan.Layout, *rest: Any) -> attention_plan.AttentionPlan:
+        planned.append(layout.window)
+        return make_plan(layout, *rest)
+
+    monkeypatch.setattr(attention, "make_plan", counted)
+    kv = KVCache(4, 4, 1, 8, 16, torch.float32)
+    batch = RaggedBatch(
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        torch.tensor([16]),
+        [0, 1],
+        [1],
+        [torch.tensor([1])],
+        16,
+    )
+    for layer, window in enumerate([None, 8, None, 8]):
+        q = torch.randn(1, 1, 8)
+        store_kv(q, q, kv, batch, layer)
+        torch.testing.assert_close(paged_attention(q, kv, batch, layer, 1.0, window), q)
+    assert planned == [None, 8]

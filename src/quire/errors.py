@@ -108,3 +108,7 @@ class RequestTooLargeError(RequestError):
 
 class EngineClosedError(QuireError, RuntimeError):
     """The engine was closed and takes no more requests."""
+
+
+class BenchmarkError(QuireError):
+    """A benchmark's run did not do what it was to measure."""

@@ -105,7 +105,9 @@ class Engine:
         report("planning memory", 1.0)
         self.memory_plan: MemoryPlan = plan_memory(config, self.model, free_memory())
         self.sampling_defaults = self._read_sampling_defaults()
-        self.notes = (*self.model.notes, *self.memory_plan.notes, *self._defaults_note())
+        self.notes = (*self.model.notes, *self.memory_plan.notes, *self._own_notes())
+        for note in self.notes:
+            logger.info("%s", note)
         self.max_model_len = self.memory_plan.max_model_len
         self.stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
@@ -121,9 +123,15 @@ class Engine:
             return {}
         return Fields.read(self.path / "generation_config.json").picked(NEUTRAL)
 
-    def _defaults_note(self) -> list[str]:
+    def _own_notes(self) -> list[str]:
+        """What a user should know of options that act otherwise than their names say."""
+        notes = []
         changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
-        return [f"sampling defaults of the checkpoint: {', '.join(changed)}"] if changed else []
+        if changed:
+            notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
+        if not self.config.deterministic:
+            notes.append("deterministic=False changes nothing on a CPU: the kernels are batch-invariant anyway")
+        return notes
 
     def _kv_manager(self) -> KVManager:
         config = self.config

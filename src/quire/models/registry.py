@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import logging
 from pathlib import Path
 
 from quire.errors import UnknownArchitectureError
@@ -12,8 +11,6 @@ from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.weights import Progress, Weights
-
-logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {
     "LlamaForCausalLM": ("quire.models.llama", "Llama"),
@@ -44,8 +41,6 @@ def load_model(path: Path | str, dtype: str = "auto", progress: Progress | None 
     weights = Weights(checkpoint, config.tensor_shapes(), compute_dtype, config.tie_word_embeddings, progress)
     model: Model = model_class(config, weights)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
-    for text in model.notes:
-        logger.info("%s: %s", checkpoint.folder, text)
     return model
 
 

@@ -22,7 +22,7 @@ import torch
 KEY_TILE = 128
 """Keys a tile. Changing it changes bits."""
 
-ROW_TILE = 256
+ROW_TILE = 128
 """Most rows (tokens times the query heads that share a KV head) a row tile. Does not change bits."""
 
 CHUNK_SCORES = 1 << 18

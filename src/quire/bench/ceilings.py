@@ -1,0 +1,130 @@
+"""The least time that a cell could take on this machine: its roofline (https://doi.org/10.1145/1498765.1498785).
+
+A step reads its weights and its requests' keys and values at least once, and does at least the multiplications
+of the model. So it takes no less than its bytes over the machine's read rate, nor than its operations over the
+machine's matrix rate. Both rates are measured, by this process, with the threads that the engine uses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire.bench.cells import Cell
+from quire.models.model import Model
+
+READ_BYTES = 512 * 2**20
+"""Far more than any cache holds."""
+
+SQUARE = 2048
+"""Rows and columns of the matrices: large enough for the full rate, small enough for a quick look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the machine does at best, with `threads` threads: bytes and floating-point operations per second."""
+
+    threads: int
+    read_rate: float
+    matrix_rate: float
+
+
+def measure_machine(dtype: torch.dtype, repeat: int = 7) -> Machine:
+    """Read rate of a long sum, and the rate of a matrix product in `dtype`: each the best of `repeat`."""
+    big = torch.ones(READ_BYTES // 4)
+    read = READ_BYTES / _best(big.sum, repeat)
+    x, weight = (torch.randn(SQUARE, SQUARE).to(dtype) for _ in range(2))
+    matrix = 2 * SQUARE**3 / _best(lambda: torch.nn.functional.linear(x, weight), repeat)
+    return Machine(torch.get_num_threads(), read, matrix)
+
+
+def _best(call: Callable[[], object], repeat: int) -> float:
+    """Seconds of the fastest of `repeat` calls, after one that does not count."""
+    call()
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a model asks of a machine.
+
+    Attributes:
+        weight_bytes: of the weights that each step reads.
+        body_parameters: numbers that every token is multiplied with.
+        head_parameters: numbers that every sampled token's row is multiplied with.
+        kv_bytes: of one token's keys and values in one layer.
+        attention_ops: operations of one token against one earlier one in one layer.
+        windows: per layer, how many tokens back it sees; None where all.
+    """
+
+    weight_bytes: int
+    body_parameters: int
+    head_parameters: int
+    kv_bytes: int
+    attention_ops: int
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, model: Model) -> Work:
+        """The work of a loaded model."""
+        config = model.config
+        table = config.vocab_size * config.layer.hidden_size
+        tables = table if config.tie_word_embeddings else 2 * table
+        return cls(
+            weight_bytes=model.weight_bytes,
+            body_parameters=model.num_parameters - tables,
+            head_parameters=table,
+            kv_bytes=2 * model.num_kv_heads * model.head_dim * model.dtype.itemsize,
+            attention_ops=4 * config.layer.num_heads * model.head_dim,
+            windows=model.windows,
+        )
+
+    def seen(self, context: int) -> int:
+        """Tokens that the last of `context` tokens attends to, itself included, summed over the layers."""
+        return sum(context if window is None else min(context, window) for window in self.windows)
+
+    def step(self, batch: int, context: int) -> tuple[int, int]:
+        """(bytes, operations) of a step that decodes one token for each of `batch` requests."""
+        seen = batch * self.seen(context)
+        products = 2 * batch * (self.body_parameters + self.head_parameters)
+        return self.weight_bytes + seen * self.kv_bytes, products + seen * self.attention_ops
+
+    def prompts(self, batch: int, prompt: int) -> tuple[int, int]:
+        """(bytes, operations) of computing `batch` whole prompts, with one sampled token each, in one step."""
+        products = 2 * batch * (prompt * self.body_parameters + self.head_parameters)
+        seen = batch * sum(self.seen(context) for context in range(1, prompt + 1))
+        return self.weight_bytes + batch * self.seen(prompt) * self.kv_bytes, products + seen * self.attention_ops
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """A model's work on a machine: the least seconds that parts of a cell could take."""
+
+    work: Work
+    machine: Machine
+
+    def seconds(self, work: tuple[int, int]) -> float:
+        """Least time for (bytes, operations)."""
+        num_bytes, ops = work
+        return max(num_bytes / self.machine.read_rate, ops / self.machine.matrix_rate)
+
+    def prefill_seconds(self, cell: Cell) -> float:
+        """Least time of the run for one token a request."""
+        return self.seconds(self.work.prompts(cell.batch, cell.prompt))
+
+    def decode_seconds(self, cell: Cell) -> float:
+        """Least time of the steps after the first token: step k attends to the prompt and k tokens."""
+        return sum(self.seconds(self.work.step(cell.batch, cell.prompt + k)) for k in range(1, cell.output))
+
+    def decode_bound(self, cell: Cell) -> str:
+        """Which rate limits the last decode step: "memory" or "compute"."""
+        num_bytes, ops = self.work.step(cell.batch, cell.prompt + cell.output - 1)
+        return "memory" if num_bytes / self.machine.read_rate >= ops / self.machine.matrix_rate else "compute"

@@ -1,0 +1,133 @@
+"""Checkpoints of a known model's shape with random weights: speed does not depend on what weights say.
+
+So anybody can measure without a download. Such a folder has no tokenizer: prompts are token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from quire.errors import ConfigError
+from quire.models.fields import Fields
+from quire.models.qwen3 import Qwen3
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    "qwen3-tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+    },
+}
+"""What differs in config.json: of the model that the name says, and of one for trying things out."""
+
+SPREAD = 0.02
+"""Standard deviation of the weights, as such models are initialised."""
+
+Progress = Callable[[float], None]
+"""Told the share done, from 0 to 1."""
+
+
+def model_config(shape: str) -> dict[str, Any]:
+    """The config.json of a shape.
+
+    Raises:
+        ConfigError: there is no such shape.
+    """
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    return _QWEN3 | SHAPES[shape]
+
+
+@contextmanager
+def random_checkpoint(shape: str, workdir: str | None, progress: Progress | None = None) -> Iterator[Path]:
+    """The folder of a checkpoint of that shape: `workdir`/shape, which is kept and used again; else a temporary one.
+
+    Raises:
+        ConfigError: there is no such shape, or the folder holds something else or cannot be written.
+    """
+    config = model_config(shape)
+    if workdir is None:
+        with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
+            yield write_checkpoint(Path(temporary) / shape, config, progress)
+        return
+    folder = Path(workdir) / shape
+    if not folder.exists():
+        write_checkpoint(folder, config, progress)
+    elif not _holds(folder, config):
+        raise ConfigError(f"{folder} exists and is no checkpoint of the shape {shape}; remove it, or choose --workdir")
+    yield folder
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], progress: Progress | None = None) -> Path:
+    """Write a bf16 checkpoint with random weights to a folder that does not exist yet; returns it.
+
+    It appears under its name only when it is complete.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        save_file(_weights(config, progress), partial / "model.safetensors", metadata={"format": "pt"})
+        partial.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; choose --workdir") from error
+    return folder
+
+
+def _weights(config: Mapping[str, Any], progress: Progress | None) -> dict[str, torch.Tensor]:
+    shapes = Qwen3.read_config(Fields(config, "config.json"), Fields({}, "none")).tensor_shapes()
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16)
+        weights[name] = tensor.fill_(1.0) if len(shape) == 1 else tensor.normal_(0.0, SPREAD, generator=generator)
+        if progress:
+            progress(len(weights) / len(shapes))
+    return weights
+
+
+def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(found == dict(config)) and (folder / "model.safetensors").is_file()

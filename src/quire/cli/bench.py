@@ -1,0 +1,247 @@
+"""Measure how fast a model runs on this machine.
+
+`offline` runs workload cells, each a batch of greedy requests with random prompts and the prefix cache off, and
+prints tokens per second and the share of the machine's ceiling that they are: the least time that memory and
+matrix units would take for the same work, measured first. Figures are only worth something on a quiet machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.cli.options import Given, add_engine_options, given_options
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.ceilings import Machine
+    from quire.bench.cells import Cell, OnToken
+    from quire.llm import LLM
+
+FORCED = {"prefix_cache": "off", "generation_config": "off"}
+"""Options that a cell's definition sets."""
+
+FRAME_SECONDS = 0.1
+"""Least time between two pictures of the bar, so that drawing costs little of what is measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments and flags of `quire bench`."""
+    parser.usage = "quire bench offline MODEL [options]"
+    parser.add_argument(
+        "words", nargs="*", metavar="offline MODEL", help="what to measure; folder, org/name to download, or 'demo'"
+    )
+    parser.add_argument(
+        "--cells",
+        metavar="CELL,...",
+        help="which to run: decode-1, decode-8, decode-32, prefill-1k (default: all), or BATCHxPROMPT+OUTPUT",
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="one JSON line a cell, to FILE, or in place of the table to standard output",
+    )
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="time each run N times; the best counts")
+    parser.add_argument(
+        "--random", metavar="SHAPE", help="in place of MODEL: random weights of this shape, e.g. qwen3-0.6b"
+    )
+    parser.add_argument("--workdir", metavar="DIR", help="keep --random's checkpoint here (default: a temporary one)")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; 1 if a cell that was asked for by name was refused, or all were."""
+    given = _given(args)
+    from quire.bench.cells import CELLS, parse_cells
+
+    cells = parse_cells(args.cells) if args.cells else list(CELLS)
+    with ExitStack() as stack:
+        lines = stack.enter_context(_json_file(args.json))
+        if args.random:
+            given.engine["model"] = str(stack.enter_context(_random_checkpoint(args.random, args.workdir)))
+        began = time.perf_counter()
+        from quire.cli.start import start
+
+        llm = stack.enter_context(start(given, quiet=False))
+        report = Report(lines, args.random or given.engine["model"], llm, time.perf_counter() - began)
+        refused = _run_cells(llm, cells, args.repeat, report)
+    return int(len(refused) == len(cells) or bool(refused and args.cells))
+
+
+def _given(args: argparse.Namespace) -> Given:
+    """The engine's options.
+
+    Raises:
+        ConfigError: no model or two, something other than `offline`, or an option that would change the cells.
+    """
+    words = list(args.words)
+    if not words or words[0] != "offline":
+        raise ConfigError(f"quire bench {words[0] if words else ''}: say what to measure: 'quire bench offline MODEL'")
+    if args.repeat < 1:
+        raise ConfigError(f"--repeat {args.repeat} is out of range; allowed: 1 or more")
+    if args.workdir and not args.random:
+        raise ConfigError("--workdir is where --random keeps its checkpoint; give --random too, or leave it out")
+    model = words[1] if len(words) > 1 else None
+    if len(words) > 2:
+        raise ConfigError(f"{' '.join(words[2:])!r} is one argument too many; give one model")
+    given = given_options(args, model)
+    if args.random and "model" in given.engine:
+        raise ConfigError(f"model {given.engine['model']!r} and --random {args.random} were both given; give one")
+    if not args.random and "model" not in given.engine:
+        hint = f" (--json took {args.json!r} as its file; write --json after the model)" if args.json else ""
+        raise ConfigError(f"no model was named{hint}; give a folder, org/name or 'demo', or --random qwen3-0.6b")
+    for name, value in FORCED.items():
+        if given.engine.setdefault(name, value) != value:
+            raise ConfigError(f"{name}={given.engine[name]!r}: the cells are defined with {value!r}; drop the option")
+    return given
+
+
+@contextmanager
+def _json_file(path: str | None) -> Iterator[IO[str] | None]:
+    """Where JSON lines go; None where none were asked for."""
+    if path is None or path == "-":
+        yield None if path is None else sys.stdout
+        return
+    try:
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror or error}") from error
+    with file:
+        yield file
+
+
+@contextmanager
+def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
+    from quire.cli.terminal import loading
+
+    with ExitStack() as stack:
+        with loading(shape) as on_load:
+            if on_load:
+                on_load("importing torch", 0.0)
+            from quire.bench.random_checkpoint import random_checkpoint
+
+            def progress(share: float) -> None:
+                if on_load:
+                    on_load("writing random weights", share)
+
+            folder = stack.enter_context(random_checkpoint(shape, workdir, progress))
+        yield folder
+
+
+def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> list[Cell]:
+    """Run and report each cell; returns those that were refused."""
+    from quire.bench.ceilings import Ceilings, Work, measure_machine
+    from quire.bench.cells import measure, model_of, record, refusal, shape_of, warm_up
+    from quire.cli.terminal import loading
+
+    model = model_of(llm)
+    with loading("machine") as on_load:
+        if on_load:
+            on_load("measuring its ceilings", 0.0)
+        machine = measure_machine(model.dtype)
+    ceilings = Ceilings(Work.of(model), machine)
+    report.machine(machine)
+    warm_up(llm)
+    refused = []
+    for cell in cells:
+        reason = refusal(cell, llm)
+        if reason:
+            refused.append(cell)
+            report.refused(shape_of(cell), reason)
+            continue
+        with _progress(cell, repeat) as on_token:
+            timing = measure(llm, cell, repeat, on_token)
+        report.cell(record(cell, timing, ceilings))
+    return refused
+
+
+@contextmanager
+def _progress(cell: Cell, repeat: int) -> Iterator[OnToken | None]:
+    """A bar on standard error while a cell runs, gone afterwards; None where that is no terminal."""
+    from quire.cli.terminal import loading
+
+    runs = 2 if cell.output > 1 else 1
+    total = repeat * cell.batch * (cell.output + (runs - 1))
+    done = before = 0
+    drawn = 0.0
+    with loading(cell.name) as on_load:
+        if on_load is None:
+            yield None
+            return
+
+        def on_token(made: int) -> None:
+            nonlocal done, before, drawn
+            done += made - before if made >= before else made  # a new run counts from the start
+            before = made
+            if time.monotonic() - drawn >= FRAME_SECONDS:
+                drawn = time.monotonic()
+                on_load(f"{done:,} of {total:,} tokens", min(1.0, done / total))
+
+        yield on_token
+
+
+class Report:
+    """Writes results as they come: a table's lines for people, JSON lines for machines."""
+
+    HEADINGS = ("cell", "prefill tok/s", "of ceiling", "decode tok/s", "of ceiling", "bound by", "seconds")
+    WIDTHS = (-16, 13, 10, 12, 10, 8, 8)
+
+    def __init__(self, lines: IO[str] | None, model: str, llm: LLM, startup: float) -> None:
+        from quire.bench.cells import model_of
+
+        self._lines = lines
+        self._table = sys.stderr if lines is sys.stdout else sys.stdout
+        self._common = {
+            "engine": "quire",
+            "model": model,
+            "dtype": str(model_of(llm).dtype).removeprefix("torch."),
+            "startup_s": round(startup, 2),
+        }
+
+    def machine(self, machine: Machine) -> None:
+        """What the shares are of."""
+        read, matrix = round(machine.read_rate / 1e9, 1), round(machine.matrix_rate / 1e9, 1)
+        self._common |= {"threads": machine.threads, "read_gb_s": read, "matrix_gflop_s": matrix}
+        ceilings = f"{read} GB/s read, {matrix:,} GFLOP/s with {machine.threads} threads"
+        print(f"Started in {self._common['startup_s']} s. Ceilings: {ceilings}.", file=self._table)
+        self._row(self.HEADINGS)
+
+    def cell(self, record: dict[str, Any]) -> None:
+        """A cell that ran."""
+        decode = record.get("decode_tok_s")
+        self._row(
+            (
+                record["cell"],
+                f"{record['prefill_tok_s']:,.1f}",
+                f"{record['prefill_share']:.0%}",
+                "-" if decode is None else f"{decode:,.1f}",
+                "-" if decode is None else f"{record['decode_share']:.0%}",
+                record.get("decode_bound", "-"),
+                f"{record['total_s']:.2f}",
+            )
+        )
+        self._line(record)
+
+    def refused(self, shape: dict[str, Any], reason: str) -> None:
+        """A cell that this engine cannot run."""
+        print(f"{shape['cell']:{-self.WIDTHS[0]}} refused: it {reason}", file=self._table, flush=True)
+        self._line(shape | {"refused": reason})
+
+    def _row(self, texts: Sequence[str]) -> None:
+        """One line of the table. A negative width stands for text flush left."""
+        pairs = zip(texts, self.WIDTHS, strict=True)
+        columns = (text.ljust(-width) if width < 0 else text.rjust(width) for text, width in pairs)
+        print("  ".join(columns).rstrip(), file=self._table, flush=True)
+
+    def _line(self, record: dict[str, Any]) -> None:
+        if self._lines:
+            self._lines.write(msgspec.json.encode(record | self._common).decode() + "\n")
+            self._lines.flush()

@@ -1,0 +1,123 @@
+"""Complete prompts.
+
+The first argument is the model unless --model names it; the others are prompts. Without any, the prompt is read
+from standard input. Text goes to standard output; all else goes to standard error."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.inputs import Job, read_jsonl, read_stdin, text_jobs
+from quire.cli.options import add_engine_options, add_sampling_options, given_options
+from quire.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from quire.cli.views import View
+    from quire.engine.outputs import RequestOutput
+    from quire.llm import LLM
+
+DEMO_HEAD = '"""Small helpers, each with a test."""\n\nimport os\nimport re\nimport sys\n\n\n'
+"""All demo prompts begin with this, so that the prefix cache has something to do."""
+
+DEMO_PROMPTS = tuple(
+    DEMO_HEAD + prompt
+    for prompt in (
+        "def read_lines(path):\n",
+        "class Stack:\n    def __init__(self):\n",
+        "def test_split(self):\n    self.assertEqual(",
+        "for name in os.listdir(path):\n",
+        "try:\n    value = int(text)\nexcept",
+        "if __name__ == '__main__':\n",
+    )
+)
+DEMO_SAMPLING = {"max_tokens": 64, "temperature": 0.6, "seed": 7}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments and flags of `quire generate`."""
+    parser.usage = "quire generate MODEL [PROMPT ...] [options]"
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL PROMPT", help="folder, org/name to download, or 'demo'; then prompts"
+    )
+    parser.add_argument("--input", metavar="FILE.jsonl", help="read prompts from JSON lines; - is standard input")
+    parser.add_argument("--lines", action="store_true", help="each line of standard input is a prompt")
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's messages, not text to continue")
+    parser.add_argument("--demo", action="store_true", help="complete the prompts that ship with Quire")
+    parser.add_argument(
+        "--output", metavar="FILE.jsonl", help="write JSON lines as prompts finish; - is standard output"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no notes, progress or closing table")
+    add_engine_options(parser)
+    add_sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Complete what was asked for; 1 if any prompt ended with an error."""
+    words = list(args.words)
+    model = words.pop(0) if words and not hasattr(args, "model") else None
+    given = given_options(args, model or ("demo" if args.demo else None), sampling=True)
+    jobs = _jobs(args, words, given.sampling)
+
+    from quire.cli.report import closing_rows
+    from quire.cli.start import start
+    from quire.cli.terminal import print_table
+    from quire.cli.views import choose_view
+
+    with start(given, args.quiet) as llm, choose_view(jobs, args.output, args.quiet) as view:
+        began = time.monotonic()
+        outputs = complete(llm, jobs, view)
+        seconds = time.monotonic() - began
+        view.close()
+        if not args.quiet:
+            print_table("Summary", closing_rows(outputs, llm.stats, seconds))
+    return int(any(choice.finish_reason == "error" for output in outputs for choice in output.outputs))
+
+
+def _jobs(args: argparse.Namespace, texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Job]:
+    """The prompts, from the one place that was given.
+
+    Raises:
+        ConfigError: several places were given.
+        RequestError: a prompt or a sampling parameter is not valid.
+    """
+    places = {"prompts as arguments": bool(texts), "--input": bool(args.input), "--demo": args.demo}
+    chosen = [name for name, given in places.items() if given]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} were both given; give one of them")
+    if args.lines and chosen:
+        raise ConfigError(f"--lines is about standard input, but {chosen[0]} was given; remove one")
+    if args.input:
+        return read_jsonl(args.input, sampling, args.chat)
+    if args.demo:
+        return text_jobs(DEMO_PROMPTS, {**DEMO_SAMPLING, **sampling}, args.chat)
+    return text_jobs(texts or read_stdin(args.lines), sampling, args.chat)
+
+
+def complete(llm: LLM, jobs: Sequence[Job], view: View) -> list[RequestOutput]:
+    """Run all jobs to their end, telling `view` of every change; results in the order of the jobs.
+
+    Raises:
+        RequestError: a prompt is refused; nothing has run then. The message says which one.
+    """
+    index_of = {_add(llm, job): index for index, job in enumerate(jobs)}
+    results: dict[int, RequestOutput] = {}
+    while len(results) < len(jobs):
+        for output in llm.step():
+            index = index_of[output.request_id]
+            view.update(index, output)
+            if output.finished:
+                results[index] = output
+    return [results[index] for index in range(len(jobs))]
+
+
+def _add(llm: LLM, job: Job) -> str:
+    try:
+        prompt = job.prompt if job.messages is None else llm.render_chat(job.messages)
+        return llm.add_request(prompt, job.params)
+    except RequestError as error:
+        if not job.place:
+            raise
+        raise type(error)(f"{job.place}: {error}") from error

@@ -1,0 +1,150 @@
+"""The prompts of `quire generate`: from arguments, standard input, or a file of JSON lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.cli.options import sampling_params
+from quire.config import unknown_option
+from quire.core.sampling_params import SamplingParams
+from quire.errors import ConfigError, RequestError
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One prompt to complete.
+
+    Attributes:
+        prompt: a text or token ids; empty where there are `messages`.
+        messages: those of a chat, for the model's own template.
+        params: how to sample it.
+        id: the user's label, handed back with the result.
+        place: where it came from, for error messages; empty where it is the only one.
+    """
+
+    prompt: str | list[int] = ""
+    messages: list[dict[str, Any]] | None = None
+    params: SamplingParams
+    id: Any = None
+    place: str = ""
+
+    @property
+    def title(self) -> str:
+        """The prompt in words, to be shown."""
+        if self.messages is not None:
+            return str(self.messages[-1].get("content", ""))
+        return self.prompt if isinstance(self.prompt, str) else f"{len(self.prompt)} token ids"
+
+
+def text_jobs(texts: Sequence[str], sampling: Mapping[str, Any], chat: bool) -> list[Job]:
+    """One job a text; with `chat`, each is a user's message.
+
+    Raises:
+        SamplingParamsError: a sampling parameter is not valid.
+    """
+    params = sampling_params(sampling)
+    return [
+        Job(
+            **_as_message(text) if chat else {"prompt": text},
+            params=params,
+            id=index,
+            place=f"prompt {index}" if len(texts) > 1 else "",
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+def read_stdin(lines: bool) -> list[str]:
+    """Standard input as one prompt (without its last line break), or as one prompt a line.
+
+    Raises:
+        RequestError: it is empty, or not UTF-8.
+    """
+    if sys.stdin.isatty():
+        print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not text in UTF-8: {error}") from error
+    prompts = [line for line in text.split("\n") if line.strip()] if lines else [text.removesuffix("\n")]
+    if not text.strip():
+        raise RequestError("standard input is empty; give prompts as arguments, by --input FILE.jsonl, or pipe them in")
+    return prompts
+
+
+def read_jsonl(path: str, sampling: Mapping[str, Any], chat: bool) -> list[Job]:
+    """One job a line; `-` is standard input. Blank lines are skipped.
+
+    A line is an object with `prompt`, `prompt_token_ids` or `messages`, and, if wanted, `id` and sampling
+    parameters, which win over `sampling`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        RequestError: a line is not valid; the message names it.
+    """
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--input {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--input {path} is not text in UTF-8: {error}") from error
+    jobs = list(_jobs(text, path, sampling, chat))
+    if not jobs:
+        raise RequestError(f"--input {path} has no lines")
+    return jobs
+
+
+def _jobs(text: str, path: str, sampling: Mapping[str, Any], chat: bool) -> Iterator[Job]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                yield _job(line, number, place, sampling, chat)
+            except RequestError as error:
+                raise type(error)(f"{place}: {error}") from error
+
+
+def _job(line: str, number: int, place: str, sampling: Mapping[str, Any], chat: bool) -> Job:
+    try:
+        entry = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise RequestError(f"holds a {type(entry).__name__}; it must be an object such as {{'prompt': '...'}}")
+    label = entry.pop("id", number)
+    kinds = [key for key in PROMPT_KEYS if key in entry]
+    if len(kinds) != 1:
+        raise RequestError(f"has {' and '.join(kinds) or 'no prompt'}; it must have one of {', '.join(PROMPT_KEYS)}")
+    prompt = _checked_prompt(kinds[0], entry.pop(kinds[0]))
+    for key in entry:
+        if key not in SamplingParams.__struct_fields__:
+            raise RequestError(unknown_option(key, ["id", *PROMPT_KEYS, *SamplingParams.__struct_fields__]))
+    if kinds == ["prompt"] and chat:
+        content = _as_message(prompt)
+    else:
+        content = {"messages" if kinds == ["messages"] else "prompt": prompt}
+    return Job(**content, params=sampling_params({**sampling, **entry}), id=label, place=place)
+
+
+def _as_message(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def _checked_prompt(kind: str, value: Any) -> Any:
+    """The value, if it has the type that its key promises."""
+    types = {"prompt": str, "prompt_token_ids": list[int], "messages": list[dict[str, Any]]}
+    try:
+        prompt = msgspec.convert(value, types[kind])
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{kind}: {error}") from error
+    if not prompt:
+        raise RequestError(f"{kind} is empty; give at least one token")
+    return prompt

@@ -1,0 +1,107 @@
+"""The command `quire`: finds the subcommand, runs it, and turns errors into one line and an exit code.
+
+Exit codes: 0 done; 1 it failed; 2 the command, an option or a prompt is not valid; 130 Ctrl-C; 141 the reader
+of the output went away. A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`; only the
+one that is asked for is imported, so that `quire --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Protocol, cast
+
+from quire.cli.options import CommandParser
+from quire.errors import ConfigError, QuireError, RequestError
+
+COMMANDS = {
+    "generate": "complete prompts from arguments, standard input or a file",
+    "chat": "talk with a model",
+    "bench": "measure speed",
+    "doctor": "look at this machine: what Quire uses, and what is missing",
+}
+
+FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+
+class Command(Protocol):
+    """What the module of a subcommand offers. Its docstring is the command's help text."""
+
+    __doc__: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `quire` with these arguments (default: the process's); returns the exit code."""
+    _never_fail_on_encoding()
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit; without this it would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _run(arguments: list[str]) -> int:
+    """The command's exit code, whatever it raises."""
+    try:
+        return _dispatch(arguments)
+    except (ConfigError, RequestError) as error:
+        return _fail(error, USAGE)
+    except QuireError as error:
+        return _fail(error, FAILED)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as end:  # argparse after --help
+        return end.code if isinstance(end.code, int) else FAILED
+
+
+def _never_fail_on_encoding() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _fail(error: Exception, code: int) -> int:
+    print("quire: error: " + " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if arguments else USAGE
+    name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        print(f"quire {version('quire')}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {name!r}; {hint}")
+    command = cast(Command, importlib.import_module(f"quire.cli.{name}"))
+    parser = CommandParser(prog=f"quire {name}", description=command.__doc__ or "")
+    command.add_arguments(parser)
+    return command.run(parser.parse(rest))
+
+
+def _overview() -> str:
+    lines = [f"  {name:10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        ["usage: quire COMMAND ...", "", "commands:", *lines, "", "'quire COMMAND --help' shows a command's options."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

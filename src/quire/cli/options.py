@@ -1,0 +1,304 @@
+"""Flags and configuration files, made from the fields of `EngineConfig` and `SamplingParams`.
+
+An option exists once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
+`--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order:
+flag, YAML key, preset, default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import re
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from quire.config import PRESETS, EngineConfig, unknown_option
+from quire.core.sampling_params import SamplingParams
+from quire.errors import ConfigError, SamplingParamsError
+
+MAX_CONFIG_BYTES = 1 << 20
+"""A configuration file larger than this was named by mistake."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse with whole names only, nearest names for unknown ones, and errors that are raised."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError in place of printing and leaving."""
+        raise ConfigError(f"{message}; see '{self.prog} --help'")
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The arguments' values. Flags and other arguments may be mixed freely.
+
+        Raises:
+            ConfigError: a flag does not exist (the message names the nearest one) or has no valid value.
+        """
+        given = [_with_dashes(argument) for argument in arguments]
+        known = list(self._option_string_actions)
+        for argument in given[: given.index("--")] if "--" in given else given:
+            flag = argument.partition("=")[0]
+            if re.fullmatch(r"--[a-z][a-z0-9-]*", flag) and flag not in known:
+                raise ConfigError(_unknown_flag(flag, known, self.prog))
+        return self.parse_intermixed_args(given)
+
+
+def _with_dashes(argument: str) -> str:
+    """`--max_num_seqs=4` as `--max-num-seqs=4`; anything but a flag as it is."""
+    match = re.match(r"--(no[-_])?[a-z][a-z0-9_-]*(?==|$)", argument)
+    return match[0].replace("_", "-") + argument[match.end() :] if match else argument
+
+
+def _unknown_flag(flag: str, known: list[str], prog: str) -> str:
+    if flag == "--trust-remote-code":
+        return unknown_option("trust_remote_code", [])
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+    return f"unknown option {flag}; " + (f"did you mean {near[0]}?" if near else f"see '{prog} --help'")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of `EngineConfig`, and `--config` and `--preset`."""
+    group = parser.add_argument_group("engine options")
+    group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags win over it")
+    group.add_argument(
+        "--preset", choices=sorted(PRESETS), help="set a few options for one purpose; others win over it"
+    )
+    hints = get_type_hints(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        default = None if field.default is dataclasses.MISSING else field.default
+        _add_flag(group, field.name, hints[field.name], field.metadata["help"], default)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of `SamplingParams`."""
+    group = parser.add_argument_group("sampling options")
+    docs, hints = _attribute_docs(SamplingParams), get_type_hints(SamplingParams)
+    defaults = zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
+    for name, default in defaults:
+        _add_flag(group, name, hints[name], docs.get(name, ""), default)
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, default: Any) -> None:
+    """One option's flag. It is absent from the namespace unless given, so that defaults stay in one place."""
+    flag = "--" + name.replace("_", "-")
+    text = text.replace("%", "%%")
+    if default is not None:
+        text += f" (default: {_shown(default)})"
+    if hint is bool:
+        boolean = argparse.BooleanOptionalAction
+        group.add_argument(flag, action=boolean, default=argparse.SUPPRESS, help=text)
+        return
+
+    def convert(given: str) -> Any:
+        try:
+            return parse_value(name, hint, given)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    if _takes_texts(hint):
+        text += " (may be repeated)"
+        group.add_argument(flag, action="append", default=argparse.SUPPRESS, metavar="TEXT", help=text)
+    else:
+        group.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=_metavar(hint), help=text)
+
+
+def _shown(default: Any) -> str:
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+
+
+def parse_value(name: str, hint: Any, text: str) -> Any:
+    """The value that `text` stands for, of an option with this type.
+
+    Lists of numbers are written `1,2,3`, several texts as a JSON list, a bias `ID:BIAS,ID:BIAS`, and `none`
+    unsets what may be None.
+
+    Raises:
+        ConfigError: `text` is not of that type.
+    """
+    optional, kind = _without_none(hint)
+    if optional and text.lower() == "none":
+        return None
+    if _takes_texts(hint):
+        return _texts(name, text)
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise ConfigError(f"{name}: {text!r} is not on or off")
+        return _BOOLEANS[text.lower()]
+    convert, what = _CONVERTERS[_kind_name(kind)]
+    try:
+        return convert(text)
+    except ValueError:
+        raise ConfigError(f"{name}: {text!r} is not {what}") from None
+
+
+def _texts(name: str, text: str) -> list[str]:
+    if not text.startswith("["):
+        return [text]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{name}: {text!r} is not a JSON list of texts: {error}") from error
+
+
+def _bias(text: str) -> dict[int, float]:
+    pairs = [pair.partition(":") for pair in text.split(",")]
+    return {int(token): float(bias) for token, _, bias in pairs}
+
+
+_BOOLEANS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_CONVERTERS: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "str": (str, "a text"),
+    "list": (lambda text: [int(part) for part in text.split(",")], "a list of whole numbers, as in 1,2,3"),
+    "dict": (_bias, "a bias a token, as in 17:-100,42:2.5"),
+}
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "list": "ID,ID,...", "dict": "ID:BIAS,..."}
+
+
+def _without_none(hint: Any) -> tuple[bool, Any]:
+    """Whether None is allowed, and the type (or a tuple of them) without it."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return False, hint
+    kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
+    return len(kinds) < len(get_args(hint)), kinds[0] if len(kinds) == 1 else tuple(kinds)
+
+
+def _kind_name(kind: Any) -> str:
+    """`kind` as a key of `_CONVERTERS`. A Literal is of its choices' type."""
+    if get_origin(kind) is Literal:
+        return type(get_args(kind)[0]).__name__
+    return {Sequence: "list", dict: "dict"}.get(get_origin(kind), getattr(kind, "__name__", ""))
+
+
+def _takes_texts(hint: Any) -> bool:
+    kind = _without_none(hint)[1]
+    return Sequence[str] in (kind if isinstance(kind, tuple) else (kind,))
+
+
+def _metavar(hint: Any) -> str:
+    kind = _without_none(hint)[1]
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
+    return _METAVARS[_kind_name(kind)]
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """Field name to text, from the `Attributes:` part of a class's docstring (empty under `python -OO`)."""
+    text = inspect.getdoc(cls) or ""
+    part = re.search(r"^Attributes:\n((?: {4}.*\n?|\n)+)", text, re.MULTILINE)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", part[1], re.MULTILINE) if part else []
+    return {name: " ".join(body.split()) for name, body in entries}
+
+
+def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
+    """The options in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a mapping, or has a key that is not in `known`.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {_reason(error)}") from error
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"--config {path} is larger than {MAX_CONFIG_BYTES} bytes; is it a configuration file?")
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"--config {path} must hold 'name: value' lines, but it holds a {type(content).__name__}")
+    options: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"--config {path}: {unknown_option(name, list(known))}")
+        if name in options:
+            raise ConfigError(f"--config {path} names {name} twice; remove one")
+        options[name] = _yaml_value(name, value)
+    return options
+
+
+def _yaml_value(name: str, value: Any) -> Any:
+    """YAML reads a bare `off` as false; where the option has a choice of that name, it is meant."""
+    hint = get_type_hints(EngineConfig).get(name)
+    return "off" if value is False and get_origin(hint) is Literal and "off" in get_args(hint) else value
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What flags and the configuration file say, checked by name; values are checked by whoever takes them."""
+
+    engine: dict[str, Any]
+    sampling: dict[str, Any]
+    preset: str | None
+
+    @property
+    def preset_options(self) -> dict[str, Any]:
+        """What the preset sets and nothing overrides."""
+        options = PRESETS[self.preset] if self.preset else {}
+        return {name: value for name, value in options.items() if name not in self.engine}
+
+
+def given_options(args: argparse.Namespace, model: str | None = None, sampling: bool = False) -> Given:
+    """Merge flags over the configuration file.
+
+    `model` is the one named without a flag, if any; with `sampling` the file may set sampling parameters too.
+
+    Raises:
+        ConfigError: see `read_config`.
+    """
+    flags = vars(args)
+    engine_names = [field.name for field in dataclasses.fields(EngineConfig)]
+    sampling_names = list(SamplingParams.__struct_fields__) if sampling else []
+    known = [*engine_names, *sampling_names]
+    options = read_config(args.config, [*known, "preset"]) if args.config else {}
+    preset = args.preset or options.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    if model is not None:
+        options["model"] = model
+    options |= {name: flags[name] for name in known if name in flags}
+    return Given(
+        engine={name: options[name] for name in engine_names if name in options},
+        sampling={name: options[name] for name in sampling_names if name in options},
+        preset=preset,
+    )
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters from names and values, as JSON, YAML or flags give them.
+
+    Raises:
+        SamplingParamsError: a name is unknown (the message names the nearest one), or a value is not valid.
+    """
+    for name in fields:
+        if name not in SamplingParams.__struct_fields__:
+            raise SamplingParamsError(unknown_option(name, list(SamplingParams.__struct_fields__)))
+    values = dict(fields)
+    if isinstance(values.get("logit_bias"), dict):  # JSON's keys are always strings
+        values["logit_bias"] = {_as_id(key): bias for key, bias in values["logit_bias"].items()}
+    return SamplingParams(**values)
+
+
+def _as_id(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and re.fullmatch(r"\d{1,10}", key) else key

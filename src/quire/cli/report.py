@@ -1,0 +1,44 @@
+"""The closing table of a batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.engine.engine import EngineStats
+    from quire.engine.outputs import RequestOutput
+
+
+def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: float) -> list[tuple[str, str]]:
+    """What a batch took: `seconds` of wall time, and the engine's counters since it started."""
+    waits = [m.time_to_first_token for m in (o.metrics for o in outputs) if m.time_to_first_token is not None]
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.cached_tokens for output in outputs)
+    made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    reasons = Counter(choice.finish_reason or "none" for output in outputs for choice in output.outputs)
+    return [
+        ("time to first token", _spread(waits)),
+        ("prefill", rate(stats.prefill_tokens, stats.prefill_seconds)),
+        ("decode", rate(stats.decode_tokens, stats.decode_seconds)),
+        ("prompt tokens", f"{prompt:,}"),
+        ("cached tokens", f"{cached:,} ({cached / prompt:.0%} of the prompts)" if prompt else "0"),
+        ("output tokens", f"{made:,} in {seconds:.2f} s"),
+        ("KV blocks used", f"{stats.peak_blocks:,} of {stats.num_blocks:,} at most"),
+        ("preemptions", f"{stats.preemptions:,}"),
+        ("finished by", ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())),
+    ]
+
+
+def rate(tokens: int, seconds: float) -> str:
+    """Tokens per second, or a dash where nothing was measured."""
+    return f"{tokens / seconds:,.0f} tokens/s ({tokens:,} in {seconds:.2f} s)" if seconds > 0 else "-"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    median = f"{statistics.median(seconds) * 1000:,.0f} ms"
+    return median if len(seconds) == 1 else f"{median} median, {max(seconds) * 1000:,.0f} ms longest"

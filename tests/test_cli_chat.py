@@ -1,0 +1,205 @@
+"""`quire chat`: the conversation, its commands, and its keys."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.cli.chat import Chat
+from quire.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", max_model_len=128) as engine:
+        yield engine
+
+
+@pytest.fixture
+def chat(llm: LLM) -> Chat:
+    return Chat(llm, {"max_tokens": 6, "temperature": 0.0})
+
+
+def test_an_answer_is_that_of_the_python_interface_and_is_remembered(
+    chat: Chat, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    for question in ("def add(a, b):", "and now?"):
+        messages = [*chat.messages, {"role": "user", "content": question}]
+        assert chat.take(question)
+        answer = llm.chat(messages, params)[0].outputs[0].text
+        out, err = capsys.readouterr()
+        assert out == answer + "\n"
+        assert "(stopped after max_tokens=6; /set max_tokens changes it)" in err
+        assert chat.messages == [*messages, {"role": "assistant", "content": answer}]
+
+
+def test_the_second_turn_finds_the_first_in_the_prefix_cache(chat: Chat) -> None:
+    chat.take("def unlike_any_other_test(x, y, z):")
+    assert chat.last is not None
+    first = len(chat.last.prompt_token_ids)
+    chat.take("go on")
+    assert chat.last.cached_tokens >= first
+
+
+def test_set_changes_a_parameter_and_none_takes_it_back(chat: Chat) -> None:
+    for line in ("/set temperature 0.5", "/set stop-token-ids 1,2", '/set stop ["\\n", "END"]', "/set ignore_eos on"):
+        assert chat.take(line)
+    assert chat.fields == {
+        "max_tokens": 6,
+        "temperature": 0.5,
+        "stop_token_ids": [1, 2],
+        "stop": ["\n", "END"],
+        "ignore_eos": True,
+    }
+    chat.take("/set temperature none")
+    assert "temperature" not in chat.fields
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set temperature 1000", "temperature is 1000.0; it must be"),
+        ("/set temperature hot", "temperature: 'hot' is not a number"),
+        ("/set temprature 1", "did you mean 'temperature'"),
+        ("/set temperature", "needs a value"),
+        ("/set n 2", "a chat has one answer at a time"),
+        ("/set min_tokens 7", "min_tokens is 7 but max_tokens is 6"),
+        ("/rset", "unknown command '/rset'; did you mean '/reset'"),
+    ],
+)
+def test_a_wrong_command_says_so_and_changes_nothing(
+    line: str, message: str, chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = dict(chat.fields)
+    assert chat.take(line)
+    assert message in capsys.readouterr().err
+    assert chat.fields == before and chat.messages == []
+
+
+def test_reset_and_system_start_anew(chat: Chat) -> None:
+    chat.take("hello")
+    assert len(chat.messages) == 2
+    chat.take("/reset")
+    assert chat.messages == []
+    chat.take("/system Answer in Python.")
+    system = [{"role": "system", "content": "Answer in Python."}]
+    assert chat.messages == system
+    chat.take("hello")
+    assert chat.messages[:1] == system and len(chat.messages) == 3
+    chat.take("/reset")
+    assert chat.messages == system
+    chat.take("/system")
+    assert chat.messages == []
+
+
+def test_stats_tell_of_the_last_answer_and_the_session(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.take("/stats")
+    assert "last answer" not in capsys.readouterr().err
+    chat.take("hello")
+    chat.take("/stats")
+    err = capsys.readouterr().err
+    assert "6 tokens in" in err and "of 128 tokens" in err and "session: decode" in err
+
+
+def test_set_alone_shows_what_is_set(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.take("/set")
+    assert "max_tokens=6, temperature=0.0" in capsys.readouterr().err
+
+
+def test_help_names_every_command(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.take("/help")
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("/set", "/system", "/reset", "/stats", "/help", "/exit"))
+    assert max(len(line) for line in out.splitlines()) < 80
+
+
+def test_exit_ends_the_chat_and_an_empty_line_does_not(chat: Chat) -> None:
+    assert not chat.take("/exit")
+    assert chat.take("   ") and chat.messages == []
+
+
+def test_an_answer_that_fills_the_context_says_so_and_the_next_one_gives_advice(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = Chat(llm, {"ignore_eos": True, "seed": 1})
+    chat.take("fill it")
+    assert "(the context of 128 tokens is full: /reset starts anew" in capsys.readouterr().err
+    before = list(chat.messages)
+    chat.take("one more")
+    err = capsys.readouterr().err
+    assert "the context holds 128" in err and "/reset to start anew" in err
+    assert chat.messages == before
+    chat.take("/reset")
+    chat.take("short")
+    assert len(chat.messages) == 2
+
+
+def test_lines_may_be_piped_in(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("def f():\n/set seed x\n/exit\nnever"))
+    flags = ["--max-tokens", "4", "--temperature", "0", "--quiet", "--system", "Be brief."]
+    assert main(["chat", "demo", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out and ">" not in out.split("\n")[0][:1]
+    assert "seed: 'x' is not a whole number" in err
+
+
+class Terminal:
+    """`quire chat demo` on a terminal of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.master, slave = pty.openpty()
+        command = [sys.executable, "-m", "quire.cli.main", "chat", "demo", "--quiet", "--threads", "1", "--ignore-eos"]
+        environment = os.environ | {"HOME": str(home), "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        )
+        os.close(slave)
+        self.text = ""
+
+    def expect(self, what: str, seconds: float = 60.0) -> None:
+        """Wait until `what` has appeared, and forget all up to it."""
+        deadline = time.monotonic() + seconds
+        while what not in self.text:
+            ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{what!r} did not appear in {self.text!r}"
+            self.text += os.read(self.master, 4096).decode(errors="replace")
+        self.text = self.text[self.text.index(what) + len(what) :]
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+
+def test_ctrl_c_stops_the_answer_ctrl_d_leaves_and_lines_are_kept(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    try:
+        terminal.expect("> ")
+        terminal.type("def f(x):\r")
+        terminal.expect("def f(x):\r\n")
+        terminal.expect(" ")  # the answer has begun, and would go on to the end of the context
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.expect("(stopped)")
+        terminal.expect("> ")
+        terminal.type("/stats\r")
+        terminal.expect("last answer")
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=60) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+    history = tmp_path / ".local/state/quire/chat_history"
+    assert history.read_text().split("\n")[:2] == ["def f(x):", "/stats"]
+    assert history.stat().st_mode & 0o777 == 0o600

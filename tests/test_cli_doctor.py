@@ -1,0 +1,114 @@
+"""`quire doctor`, and the row-invariance self-test that it runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from quire.cli.doctor import machine, memory, missing_packages, slow_instruction_sets
+from quire.cli.main import main
+from quire.ops import self_test
+from quire.ops.linear import PackedWeight
+
+CPUINFO = """\
+processor\t: 0
+model name\t: Some CPU 9000
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu avx2 avx512f avx512_bf16
+
+processor\t: 1
+model name\t: Some CPU 9000
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu avx2 avx512f avx512_bf16
+
+processor\t: 2
+model name\t: Some CPU 9000
+physical id\t: 1
+core id\t\t: 0
+flags\t\t: fpu avx2 avx512f avx512_bf16
+"""
+
+
+def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert report["machine"]["usable_threads"] >= 1 and isinstance(report["machine"]["instruction_sets"], list)
+    assert 0 < report["memory"]["available"] <= report["memory"]["total"]
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["threads"] == torch.get_num_threads()
+    assert {check["name"] for check in report["self_test"]} == {
+        "linear bfloat16",
+        "linear float32",
+        "attention bfloat16",
+        "attention float32",
+    }
+    assert all(check["passed"] and check["cases"] > 5 for check in report["self_test"])
+    assert report["demo_model"]["present"]
+
+
+def test_a_kernel_whose_rows_depend_on_one_another_fails_the_doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = PackedWeight.matmul
+
+    def wrong(self: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+        """One more unit in the last place for a lone row: what a different order of summing would do."""
+        out = right(self, x)
+        return torch.nextafter(out, torch.full_like(out, 1e9)) if len(x) == 1 else out
+
+    monkeypatch.setattr(PackedWeight, "matmul", wrong)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERS in 8 of 96" in out
+    assert "PROBLEM: row-invariance self-test: linear float32" in out
+    assert out.rstrip().endswith("Quire is not ready.")
+
+
+def test_the_self_test_notices_attention_that_depends_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = self_test.paged_attention
+
+    def wrong(q: torch.Tensor, *rest: object) -> torch.Tensor:
+        out: torch.Tensor = right(q, *rest)  # type: ignore[arg-type]
+        return out * 1.01 if len(q) == 44 else out
+
+    monkeypatch.setattr(self_test, "paged_attention", wrong)
+    failures = self_test.check_attention(torch.float32).failures
+    assert failures == ("block size 16, chunks [128, 128, 44]", "block size 16, chunks [255, 1, 44]")
+
+
+def test_the_machine_is_read_from_cpuinfo() -> None:
+    found = machine(CPUINFO)
+    assert (found["cpu"], found["cores"]) == ("Some CPU 9000", 2)
+    assert found["instruction_sets"] == ["avx2", "avx512f", "avx512_bf16"]
+    assert machine("")["instruction_sets"] == []
+
+
+def test_the_memory_is_read_from_meminfo() -> None:
+    assert memory("MemTotal: 2048 kB\nMemAvailable:  1024 kB\n") == {"total": 2 << 20, "available": 1 << 20}
+    assert memory("") == {"total": None, "available": None}
+
+
+def test_what_is_missing_comes_with_how_to_get_it() -> None:
+    gone, old = missing_packages({"numpy": None, "torch": "2.9.1+cpu", "rich": "15.0.0"})
+    assert (gone.what, gone.remedy, gone.fatal) == ("numpy is not installed", "pip install numpy", True)
+    assert (old.what, old.remedy, old.fatal) == ("torch 2.9.1+cpu is too old", "pip install 'torch>=2.11'", True)
+    assert missing_packages({"torch": "2.13.0+cpu"}) == []
+
+
+def test_a_cpu_without_bf16_is_told_of_but_works() -> None:
+    [problem] = slow_instruction_sets(["avx2"])
+    assert "bf16" in problem.what and not problem.fatal
+    assert slow_instruction_sets(["avx512_bf16"]) == []
+
+
+def test_a_missing_package_makes_the_doctor_fail_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quire.cli.doctor.package_versions", lambda: {"torch": None})
+    assert main(["doctor"]) == 1
+    assert "PROBLEM: torch is not installed\n  -> pip install torch" in capsys.readouterr().out

@@ -1,0 +1,296 @@
+"""`quire generate`: where prompts come from, where results go, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quire import LLM
+from quire.cli.inputs import Job, read_jsonl, text_jobs
+from quire.cli.main import main
+from quire.cli.report import closing_rows
+from quire.cli.terminal import visible
+from quire.cli.views import JsonLines, Panels, ProgressBar, View, choose_view, shown_titles
+from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import EngineStats
+from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.errors import ConfigError, RequestError
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
+FLAGS = ["--max-tokens", "6", "--temperature", "0"]
+PROMPTS = ["def add(a, b):\n", "import os\nimport "]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[dict[str, str]]:
+    """What the model says to each prompt, by the Python interface."""
+    with LLM("demo") as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        chat = llm.chat([{"role": "user", "content": PROMPTS[0]}], PARAMS)[0]
+        texts = {output.prompt or "": output.outputs[0].text for output in outputs}
+        yield texts | {"chat": chat.outputs[0].text, "ids": json.dumps(outputs[0].prompt_token_ids)}
+
+
+def quire(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "quire.cli.main", *arguments]
+
+
+# -- with the demo model ------------------------------------------------------------------------------------
+
+
+def test_one_prompt_gives_its_text_and_nothing_else_on_standard_output(
+    expected: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "demo", PROMPTS[0], *FLAGS, "--preset", "chat"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected[PROMPTS[0]] + "\n"
+    for part in ("preset chat: max_num_seqs=16", "Memory plan", "time to first token", "prefill", "decode", "cached"):
+        assert part in err
+    assert "length 1" in err
+
+
+def test_json_lines_in_and_out(expected: dict[str, str], tmp_path: Path) -> None:
+    ids = json.loads(expected["ids"])
+    entries: list[dict[str, Any]] = [
+        {"id": "a", "prompt": PROMPTS[0]},
+        {"prompt_token_ids": ids, "logprobs": 1, "n": 2},
+        {"id": {"any": "json"}, "messages": [{"role": "user", "content": PROMPTS[0]}]},
+        {"id": "a", "prompt": PROMPTS[1], "max_tokens": 2},
+    ]
+    source, result = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n\n".join(json.dumps(entry) for entry in entries))
+    assert main(["generate", "demo", "--input", str(source), "--output", str(result), *FLAGS, "--quiet"]) == 0
+    lines = [json.loads(line) for line in result.read_text().splitlines()]
+    assert sorted(str(line["id"]) for line in lines) == ["3", "a", "a", "{'any': 'json'}"]
+    by_prompt = {str(line["prompt"] or line["id"]): line for line in lines}
+    assert by_prompt[PROMPTS[0]]["outputs"][0]["text"] == expected[PROMPTS[0]]
+    assert by_prompt["{'any': 'json'}"]["outputs"][0]["text"] == expected["chat"]
+    assert by_prompt["{'any': 'json'}"]["messages"] == entries[2]["messages"]
+    two = by_prompt["3"]
+    assert two["prompt_token_ids"] == ids
+    assert [choice["text"] for choice in two["outputs"]] == [expected[PROMPTS[0]]] * 2
+    assert all(
+        str(t) in entry for t, entry in zip(*(two["outputs"][0][k] for k in ("token_ids", "logprobs")), strict=True)
+    )
+    short = by_prompt[PROMPTS[1]]["outputs"][0]
+    assert len(short["token_ids"]) == 2 and short["finish_reason"] == "length"
+    assert expected[PROMPTS[1]].startswith(short["text"])
+
+
+def test_each_line_of_standard_input_can_be_a_prompt(
+    expected: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("def a():\n\ndef b():\n"))
+    assert main(["generate", "demo", "--lines", *FLAGS, "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert out.index("=== 1 (length)\ndef a():") < out.index("=== 2 (length)\ndef b():") and "=== 3" not in out
+    assert err == ""
+
+
+def test_a_prompt_that_the_model_refuses_is_named_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "fine"}\n{"prompt_token_ids": [1000000]}\n')
+    assert main(["generate", "demo", "--input", str(source), "--output", "-", "--quiet"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{source}, line 2: " in err and "1000000" in err
+
+
+def start_endless(**streams: Any) -> subprocess.Popen[str]:
+    command = quire("generate", "demo", "x = [", "--ignore-eos", "--quiet", "--threads", "1")
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
+    assert process.stdout is not None and process.stdout.read(1)  # it streams before it has ended
+    return process
+
+
+def test_ctrl_c_ends_it_without_a_traceback() -> None:
+    with start_endless() as process:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
+    with start_endless() as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(timeout=60) == 141
+    assert err == ""
+
+
+def test_it_works_without_asserts(expected: dict[str, str]) -> None:
+    command = [sys.executable, "-O", "-m", "quire.cli.main", "generate", "demo", "--quiet", "--threads", "1", *FLAGS]
+    done = subprocess.run(command, input=PROMPTS[0] + "\n", capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected[PROMPTS[0]] + "\n", "")
+
+
+# -- prompts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: holds a list"),
+        ("{}", "line 2: has no prompt"),
+        ('{"prompt": "a", "messages": []}', "line 2: has prompt and messages"),
+        ('{"prompt": 5}', "line 2: prompt: Expected `str`"),
+        ('{"prompt": ""}', "line 2: prompt is empty"),
+        ('{"prompt_token_ids": ["a"]}', r"line 2: prompt_token_ids: Expected `int`, got `str`"),
+        ('{"messages": ["hi"]}', "line 2: messages: Expected `object`"),
+        ('{"prompt": "a", "temprature": 1}', "line 2: unknown option 'temprature'; did you mean 'temperature'"),
+        ('{"prompt": "a", "temperature": -1}', "line 2: temperature is -1"),
+        ('{"prompt": "a", "temperature": NaN}', "line 2: not JSON"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(line: str, what: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(RequestError, match=what):
+        read_jsonl(str(source), {}, chat=False)
+
+
+def test_a_lines_own_parameters_win_over_those_of_all(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a\u2028b", "seed": 1}\n{"prompt": "c", "logit_bias": {"3": 1}}')
+    first, second = read_jsonl(str(source), {"seed": 2, "max_tokens": 9}, chat=False)
+    assert (first.params.seed, first.params.max_tokens, first.prompt) == (1, 9, "a\u2028b")
+    assert (second.params.seed, second.params.logit_bias, second.id) == (2, {3: 1.0}, 2)
+
+
+def test_with_chat_a_prompt_is_a_users_message(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}')
+    for job in (*read_jsonl(str(source), {}, chat=True), *text_jobs(["a"], {}, chat=True)):
+        assert job.messages == [{"role": "user", "content": "a"}]
+        assert job.title == "a"
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_jsonl(str(tmp_path / "gone"), {}, chat=False)
+    with pytest.raises(ConfigError, match=r"--output .* cannot be written: Is a directory"):
+        JsonLines([], str(tmp_path), None)
+    binary, empty = tmp_path / "binary", tmp_path / "empty"
+    binary.write_bytes(b"\xff\xfe")
+    empty.write_text("\n\n")
+    with pytest.raises(RequestError, match="is not text in UTF-8"):
+        read_jsonl(str(binary), {}, chat=False)
+    with pytest.raises(RequestError, match="has no lines"):
+        read_jsonl(str(empty), {}, chat=False)
+
+
+def test_empty_standard_input_is_refused_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert main(["generate", "demo"]) == 2
+    assert "standard input is empty; give prompts as arguments" in capsys.readouterr().err
+
+
+# -- views --------------------------------------------------------------------------------------------------
+
+
+def jobs(*prompts: str, n: int = 1) -> list[Job]:
+    return [Job(prompt=prompt, params=SamplingParams(n=n)) for prompt in prompts]
+
+
+def output(text: str, reason: str | None = None, error: str | None = None) -> RequestOutput:
+    choice = CompletionOutput(0, text=text, token_ids=[1] * len(text), finish_reason=reason, error=error)
+    return RequestOutput("id", None, [5, 6], [choice], seed=1)
+
+
+def terminal(height: int = 40) -> Console:
+    return Console(force_terminal=True, width=80, height=height, file=io.StringIO(), color_system=None, markup=False)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def feed(view: View, *updates: tuple[int, RequestOutput]) -> None:
+    with view:
+        for index, update in updates:
+            view.update(index, update)
+
+
+def test_panels_show_all_prompts_while_they_grow_and_all_of_them_at_the_end() -> None:
+    to = terminal()
+    prompts = jobs("def one():", "def two():")
+    view = Panels(prompts, to, ProgressBar(prompts, to))
+    view.update(0, output(" pass"))
+    growing = written(to)
+    assert "def one(): pass" in growing and "def two():" in growing and "0/2 prompts" in growing
+    feed(view, (1, output(" return", "stop")), (0, output(" pass\n" + "long\n" * 50, "length")))
+    final = written(to)[len(growing) :]
+    assert final.rindex("long") > final.rindex("def one(): pass")  # in full, and in the order of the prompts
+    assert final.count("long") > 50 and final.index("def one(): pass") < final.rindex("def two(): return")
+    assert max(len(line) for line in final.splitlines() if "\x1b" not in line) <= 80
+
+
+def test_panels_need_room_on_the_screen() -> None:
+    assert Panels.fits(6, terminal(height=24))
+    assert not Panels.fits(8, terminal(height=12))
+    assert not Panels.fits(100, terminal(height=1000))
+
+
+def test_without_a_terminal_results_are_plain_and_in_the_order_of_the_prompts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    view = choose_view(jobs("a: ", "b: "), None, quiet=False)
+    feed(view, (1, output("second", "stop")), (0, output("first", "error", "it broke")))
+    assert capsys.readouterr().out == "=== 1 (error)\na: first[error: it broke]\n\n=== 2 (stop)\nb: second\n\n"
+
+
+def test_leading_lines_that_all_prompts_share_are_not_shown() -> None:
+    assert shown_titles(jobs("x\ny\na", "x\ny\nb")) == ["...\na", "...\nb"]
+    assert shown_titles(jobs("x\ny", "x\ny")) == ["...\ny", "...\ny"]
+    assert shown_titles(jobs("a", "b")) == ["a", "b"]
+    assert shown_titles(jobs("x\ny")) == ["x\ny"]
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    assert visible(
+        "a\x1b[2Jb\r\x07\x9b1m\tc\n"
+    ) == "a\N{REPLACEMENT CHARACTER}[2Jb" + "\N{REPLACEMENT CHARACTER}" * 3 + ("1m\tc\n")
+    to = terminal()
+    prompts = jobs("p", "q")
+    feed(Panels(prompts, to, ProgressBar(prompts, to)), (0, output("\x1b[2J", "stop")))
+    assert "\x1b[2J" not in written(to)
+
+
+def test_the_closing_table_counts_what_happened() -> None:
+    first, second = output("abc", "length"), output("de", "stop")
+    first.metrics, first.cached_tokens = RequestMetrics(time_to_first_token=0.1), 1
+    second.metrics = RequestMetrics(time_to_first_token=0.3)
+    stats = EngineStats(prefill_tokens=50, prefill_seconds=0.5, decode_tokens=30, decode_seconds=2.0)
+    stats.peak_blocks, stats.num_blocks, stats.preemptions = 3, 10, 1
+    rows = dict(closing_rows([first, second], stats, 2.5))
+    assert rows["time to first token"] == "200 ms median, 300 ms longest"
+    assert rows["prefill"] == "100 tokens/s (50 in 0.50 s)"
+    assert rows["decode"] == "15 tokens/s (30 in 2.00 s)"
+    assert rows["prompt tokens"] == "4"
+    assert rows["cached tokens"] == "1 (25% of the prompts)"
+    assert rows["output tokens"] == "5 in 2.50 s"
+    assert rows["KV blocks used"] == "3 of 10 at most"
+    assert rows["preemptions"] == "1"
+    assert rows["finished by"] == "length 1, stop 1"
+
+
+def test_the_closing_table_has_dashes_for_what_never_happened() -> None:
+    rows = dict(closing_rows([], EngineStats(), 0.0))
+    assert rows["time to first token"] == rows["prefill"] == rows["decode"] == "-"
