@@ -176,7 +176,7 @@ def test_with_chat_a_prompt_is_a_users_message(tmp_path: Path) -> None:
     source.write_text('{"prompt": "a"}')
     for job in (*read_jsonl(str(source), {}, chat=True), *text_jobs(["a"], {}, chat=True)):
         assert job.messages == [{"role": "user", "content": "a"}]
-        assert job.title == "a"
+        assert job.title == "a\n"
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

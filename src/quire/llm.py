@@ -164,7 +164,8 @@ class LLM(_Base):
         Raises:
             ChatTemplateError: the template is missing, or does not take these messages or variables.
         """
-        chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        one = isinstance(messages, str) or not messages or isinstance(messages[0], Mapping)
+        chats = [messages] if one else messages
         prompts = [self.render_chat(chat, **template_variables) for chat in chats]  # type: ignore[arg-type]
         return self.generate(prompts, params, progress=progress)
 

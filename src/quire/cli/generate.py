@@ -33,7 +33,7 @@ DEMO_PROMPTS = tuple(
         "if __name__ == '__main__':\n",
     )
 )
-DEMO_SAMPLING = {"max_tokens": 64, "temperature": 0.6, "seed": 7}
+DEMO_SAMPLING = {"max_tokens": 64, "temperature": 0.7, "repetition_penalty": 1.1, "seed": 7}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,9 +38,9 @@ class Job:
 
     @property
     def title(self) -> str:
-        """The prompt in words, to be shown."""
+        """The prompt in words, to be shown right before its completion."""
         if self.messages is not None:
-            return str(self.messages[-1].get("content", ""))
+            return str(self.messages[-1].get("content", "")) + "\n"
         return self.prompt if isinstance(self.prompt, str) else f"{len(self.prompt)} token ids"
 
 

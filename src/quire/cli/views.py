@@ -141,9 +141,7 @@ class Stream(View):
         [choice] = output.outputs
         terminal = self._out.is_terminal
         if not self._started and terminal:
-            self._out.print(
-                visible(self._job.title), style="dim", end="\n" if self._job.messages else "", soft_wrap=True
-            )
+            self._out.print(visible(self._job.title), style="dim", end="", soft_wrap=True)
         self._started = True
         delta = choice.delta
         if output.finished and not choice.text:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import jinja2
+import jinja2.meta
 import jinja2.nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
@@ -149,6 +150,9 @@ def _short(value: object) -> str:
 class ChatTemplate:
     """One compiled template.
 
+    Attributes:
+        variables: names that the template reads and does not set.
+
     Args:
         source: Jinja text.
         special_tokens: variables that hold special tokens, like `bos_token`.
@@ -161,7 +165,9 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"the chat template is not valid, line {error.lineno}: {error.message}") from error
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
@@ -191,6 +197,13 @@ class ChatTemplate:
         reserved = {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES} & set(given)
         if reserved:
             raise ChatTemplateError(f"the template variable {sorted(reserved)[0]!r} cannot be set")
+        unknown = set(given) - self.variables
+        if unknown:
+            known = sorted(self.variables - {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES})
+            raise ChatTemplateError(
+                f"the chat template does not read the variable {sorted(unknown)[0]!r}; "
+                + (f"it reads {', '.join(known)}" if known else "it reads none beside the messages")
+            )
         context = {
             "documents": None,
             **self._special_tokens,

@@ -174,10 +174,15 @@ class Frontend:
         numbers = [next(self._numbers) for _ in range(prepared.params.n)]
         request_id = self._request_id(request_id)
         output = RequestOutput(request_id, prepared.text, prepared.token_ids, [], seed=prepared.params.seed or 0)
+        if prepared.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]  # nothing predicts the first token
         live = _Live(output, prepared.params)
         now = time.monotonic()
         for index, number in enumerate(numbers):
-            choice = _Choice(number, CompletionOutput(index), self._detokenizer(prepared))
+            completion = CompletionOutput(index)
+            if prepared.params.logprobs is not None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            choice = _Choice(number, completion, self._detokenizer(prepared))
             self._add(self._request(prepared, number, index, now))  # the first refuses what all would
             live.choices.append(choice)
             output.outputs.append(choice.output)
@@ -250,9 +255,7 @@ class Frontend:
     def _apply(self, live: _Live, choice: _Choice, update: RequestUpdate) -> list[RequestUpdate]:
         """Take in one update; returns the updates that ending the choice gave."""
         output = choice.output
-        if update.prompt_logprobs:
-            if live.output.prompt_logprobs is None:
-                live.output.prompt_logprobs = [None]
+        if update.prompt_logprobs and live.output.prompt_logprobs is not None:
             live.output.prompt_logprobs += [self._logprobs(entry) for entry in update.prompt_logprobs]
         if output.index == 0:
             live.output.cached_tokens = update.cached_tokens
@@ -278,9 +281,9 @@ class Frontend:
                 choice.stopped_by = choice.detokenizer.stopped
                 kept = choice.detokenizer.num_tokens - len(output.token_ids)
         output.token_ids += update.tokens[:kept]
-        if update.logprobs is not None:
+        if update.logprobs is not None and output.logprobs is not None:
             entries = update.logprobs[:kept]
-            output.logprobs = (output.logprobs or []) + [self._logprobs(entry) for entry in entries]
+            output.logprobs += [self._logprobs(entry) for entry in entries]
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(entry.values[0] for entry in entries)
 
     def _finish(self, live: _Live, choice: _Choice, update: RequestUpdate) -> None:

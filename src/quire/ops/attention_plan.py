@@ -65,8 +65,8 @@ class Chunk:
     opening: bool
     width: int
     source: torch.Tensor
-    invalid: torch.Tensor | None
-    mask: torch.Tensor | None
+    invalid: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     gathered: bool = False
 
 
@@ -185,21 +185,12 @@ def _bucket(
         for first, last, width in _ranges(layout, rows, tiles, rank):
             part = slice(first, last)
             start = (first_tile[part] + rank) * KEY_TILE
-            keys = start + torch.arange(width)  # [tiles of this chunk, width]
-            positions = position[part] + within[part]  # [tiles of this chunk, rows]
-            invalid = keys >= context[part]
-            if layout.window is not None:
-                invalid |= keys <= positions[:, :1] - layout.window
             runs = tables[span[part], (start + torch.arange(0, width, run)) // run]
-            chunk = Chunk(
-                first=first,
-                last=last,
-                opening=rank == 0,
-                width=width,
-                source=_source_rows(layout, runs, run),
-                invalid=_invalid_rows(invalid, layout.kv_heads),
-                mask=_mask(keys, positions, layout),
-            )
+            chunk = Chunk(first, last, rank == 0, width, _source_rows(layout, runs, run))
+            if not all(_sees_all(tile, rank, width, layout) for tile in tiles[part]):
+                keys = start + torch.arange(width)  # [tiles of this chunk, width]
+                positions = position[part] + within[part]  # [tiles of this chunk, rows]
+                _hide(chunk, keys, positions, context[part], layout)
             chunk.gathered = bool(chunks) and _same_keys(chunks[-1], chunk)
             chunks.append(chunk)
     return Bucket(len(tiles), rows, (row + within).flatten(), chunks)
@@ -237,22 +228,30 @@ def _source_rows(layout: Layout, runs: torch.Tensor, run: int) -> torch.Tensor:
     return (row * parts + (runs % parts)[:, None]).flatten()
 
 
-def _invalid_rows(invalid: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
-    if not invalid.any():
-        return None
-    tiles, width = invalid.shape
-    return invalid[None, :, None].expand(2, tiles, kv_heads, width).flatten().nonzero().flatten()
+def _sees_all(tile: _RowTile, rank: int, width: int, layout: Layout) -> bool:
+    """Whether all rows of a row tile see all keys of its key tile of this rank."""
+    return layout.window is None and (tile.tile + rank) * KEY_TILE + width <= tile.position + 1
 
 
-def _mask(keys: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor | None:
-    keys, positions = keys.unsqueeze(1), positions.unsqueeze(2)
-    hidden = keys > positions
+def _hide(chunk: Chunk, keys: torch.Tensor, positions: torch.Tensor, context: torch.Tensor, layout: Layout) -> None:
+    """Set a chunk's `invalid` and `mask`.
+
+    Args:
+        keys: [tiles, width] positions of the keys.
+        positions: [tiles, rows] positions of the rows.
+        context: [tiles, 1] number of keys that exist.
+    """
+    invalid = keys >= context
+    hidden = keys.unsqueeze(1) > positions.unsqueeze(2)
     if layout.window is not None:
-        hidden |= keys <= positions - layout.window
-    if not hidden.any():
-        return None
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    return mask.repeat_interleave(layout.group, 1).unsqueeze(1)
+        invalid |= keys <= positions[:, :1] - layout.window
+        hidden |= keys.unsqueeze(1) <= positions.unsqueeze(2) - layout.window
+    if invalid.any():
+        rows = invalid[None, :, None].expand(2, -1, layout.kv_heads, -1)
+        chunk.invalid = rows.flatten().nonzero().flatten()
+    if hidden.any():
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        chunk.mask = mask.repeat_interleave(layout.group, 1).unsqueeze(1)
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPl
 
     Raises:
         PoolTooSmallError: the pool does not hold one request of the `max_model_len` that was asked for.
-        MemoryPlanError: not even one small request fits.
+        MemoryPlanError: what was asked for is more than what is free, or not even one small request fits.
         ConfigError: `max_model_len` exceeds what the model was made for, or a step cannot hold a whole prompt
             although chunked prefill is off.
     """
@@ -89,17 +89,15 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPl
         num_blocks = config.kv_cache_bytes // (block_size * token_bytes)
     else:
         num_blocks = min(int(max(0, free_bytes - activations) * FREE_SHARE) // (block_size * token_bytes), most_useful)
-    kv_bytes = num_blocks * block_size * token_bytes
-    if kv_bytes + activations > free_bytes:
-        notes.append(
-            f"KV cache and activations take {format_size(kv_bytes + activations)}, but only "
-            f"{format_size(free_bytes)} of memory is free; lower kv_cache_memory or num_kv_blocks if it gets tight"
-        )
+    _check_free(num_blocks * block_size * token_bytes, activations, block_size * token_bytes, free_bytes)
     fits = _longest_fit(config, model, num_blocks)
     if fits < block_size:
+        source = (
+            f"kv_cache_memory={config.kv_cache_memory}" if config.kv_cache_memory else f"{format_size(free_bytes)} free"
+        )
         raise MemoryPlanError(
-            f"{format_size(free_bytes)} of free memory gives {max(num_blocks - 1, 0)} KV blocks of {block_size} tokens "
-            f"({format_size(block_size * token_bytes)} each): not one request fits. Free some memory, or set "
+            f"{source} gives {max(num_blocks - 1, 0)} KV blocks of {block_size} tokens "
+            f"({format_size(block_size * token_bytes)} each): not one request fits. Set "
             f"kv_cache_memory to at least {format_size(8 * block_size * token_bytes)}"
         )
     if fits < longest:
@@ -160,6 +158,17 @@ def format_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
         size /= 1024
     raise ValueError("unreachable")
+
+
+def _check_free(kv_bytes: int, activations: int, block_bytes: int, free_bytes: int) -> None:
+    """What was asked for must fit into what is free, or the system would kill the process in the middle of work."""
+    if kv_bytes + activations > free_bytes:
+        room = max(0, free_bytes - activations)
+        raise MemoryPlanError(
+            f"the KV cache of {format_size(kv_bytes)} and {format_size(activations)} of activations do not fit into "
+            f"{format_size(free_bytes)} of free memory; set kv_cache_memory to at most {format_size(room)} "
+            f"(num_kv_blocks to at most {max(room // block_bytes - 1, 0)}), or lower max_num_batched_tokens"
+        )
 
 
 def _longest_context(config: EngineConfig, model: Model) -> int:

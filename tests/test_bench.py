@@ -1,0 +1,351 @@
+"""`quire bench offline`: what a cell measures, what the machine could do at best, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quire import LLM
+from quire.bench import ceilings, cells
+from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine
+from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, record, refusal
+from quire.bench.random_checkpoint import model_config, random_checkpoint, write_checkpoint
+from quire.cli.main import main
+from quire.errors import BenchmarkError, ConfigError
+from quire.models.fields import Fields
+from quire.models.model import Model
+from quire.models.qwen3 import Qwen3
+from quire.models.registry import load_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", model_config("qwen3-tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[LLM]:
+    with LLM(str(tiny), prefix_cache="off", threads=1, max_num_seqs=8, num_kv_blocks=40, max_model_len=640) as engine:
+        yield engine
+
+
+@pytest.fixture
+def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick look at the machine, and cells that run but whose seconds are made up: noise fails no test."""
+    monkeypatch.setattr(ceilings, "READ_BYTES", 2**20)
+    monkeypatch.setattr(ceilings, "SQUARE", 64)
+    timed = cells._timed
+
+    def steady(llm: LLM, cell: Cell, *more: Any) -> float:
+        timed(llm, cell, *more)
+        return 0.5 * cell.output
+
+    monkeypatch.setattr(cells, "_timed", steady)
+
+
+class Shape(Model):
+    """A model's sizes without its weights."""
+
+    def forward(self, batch: object, kv: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def work_of(**changes: Any) -> Work:
+    fields = Fields(model_config("qwen3-0.6b") | changes, "config.json")
+    return Work.of(Shape(Qwen3.read_config(fields, Fields({}, "none")), torch.bfloat16))
+
+
+# The work of a model, against figures counted by hand
+
+
+def test_the_bytes_of_a_decode_step_are_weights_and_the_context_of_each_request() -> None:
+    layer = 1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128
+    weights = 2 * (151936 * 1024 + 28 * layer + 1024)
+    num_bytes, _ = work_of().step(batch=8, context=100)
+    assert num_bytes == weights + 8 * 100 * 114_688
+
+
+def test_the_operations_of_a_decode_step_are_two_a_parameter_and_four_a_head_dimension_and_key() -> None:
+    layer = 1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128
+    parameters = 151936 * 1024 + 28 * layer + 1024
+    _, ops = work_of().step(batch=3, context=50)
+    assert ops == 3 * (2 * parameters + 50 * 28 * 4 * 16 * 128)
+
+
+def test_a_prompt_multiplies_with_the_head_once() -> None:
+    work = work_of()
+    _, ops = work.prompts(batch=2, prompt=10)
+    attention = sum(range(1, 11)) * 28 * 4 * 16 * 128
+    assert ops == 2 * (2 * 10 * work.body_parameters + 2 * 151936 * 1024 + attention)
+
+
+def test_an_untied_table_is_neither_read_nor_multiplied() -> None:
+    assert work_of(tie_word_embeddings=False) == work_of()
+
+
+def test_a_window_bounds_what_a_token_attends_to() -> None:
+    work = work_of(use_sliding_window=True, sliding_window=64, max_window_layers=20)
+    assert work.seen(1000) == 20 * 1000 + 8 * 64
+    assert work.seen(10) == 28 * 10
+
+
+def test_the_slower_of_memory_and_matrix_units_bounds_a_step() -> None:
+    work = Work(1000, 100, 10, kv_bytes=0, attention_ops=0, windows=(None,))
+    machine = Machine(threads=1, read_rate=1000.0, matrix_rate=220.0)
+    ceiling, one, two = Ceilings(work, machine), Cell("one", 1, 5, 4), Cell("two", 2, 5, 4)
+    assert (ceiling.decode_seconds(one), ceiling.decode_bound(one)) == (3.0, "memory")
+    assert (ceiling.decode_seconds(two), ceiling.decode_bound(two)) == (6.0, "compute")
+    assert ceiling.prefill_seconds(two) == pytest.approx(2 * 2 * (5 * 100 + 10) / 220)
+
+
+def test_decode_steps_attend_to_a_context_that_grows() -> None:
+    work = Work(0, 0, 0, kv_bytes=1, attention_ops=0, windows=(None,))
+    ceiling = Ceilings(work, Machine(1, read_rate=1.0, matrix_rate=1.0))
+    assert ceiling.decode_seconds(Cell("c", 2, prompt=10, output=4)) == 2 * (11 + 12 + 13)
+
+
+def test_the_machine_is_measured_with_the_threads_in_use(quick_ceilings: None) -> None:
+    machine = measure_machine(torch.bfloat16, repeat=2)
+    assert machine.threads == torch.get_num_threads()
+    assert machine.read_rate > 0
+    assert machine.matrix_rate > 0
+
+
+# Cells
+
+
+def test_the_cells_are_those_that_other_engines_are_compared_in() -> None:
+    assert [(cell.name, cell.batch, cell.prompt, cell.output) for cell in CELLS] == [
+        ("decode-1", 1, 128, 48),
+        ("decode-8", 8, 128, 32),
+        ("decode-32", 32, 128, 32),
+        ("prefill-1k", 1, 1024, 1),
+    ]
+
+
+def test_cells_are_named_or_written_as_a_shape() -> None:
+    assert parse_cells("prefill-1k, 4x16+2") == [CELLS[3], Cell("4x16+2", 4, 16, 2)]
+
+
+@pytest.mark.parametrize("text", ["decode-2", "", "decode-1,", "0x5+1", "4x16", "1x2+3x4", "1x99999999999+1"])
+def test_what_is_no_cell_is_refused_with_those_that_are(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown cell .*decode-1, decode-8.*BATCHxPROMPT\+OUTPUT"):
+        parse_cells(text)
+
+
+def test_rates_count_prompts_in_the_first_run_and_later_tokens_in_the_rest() -> None:
+    timing, cell = Timing(first=2.0, total=5.0), Cell("c", 4, 10, 7)
+    assert timing.prefill_rate(cell) == 20.0
+    assert timing.decode_rate(cell) == 8.0
+    assert timing.decode_rate(cell.first) is None
+
+
+def test_a_full_run_that_was_faster_than_its_first_token_is_an_error() -> None:
+    with pytest.raises(BenchmarkError, match=r"took 1\.0000 s and 1 token 2\.0000 s.*--repeat"):
+        Timing(first=2.0, total=1.0).decode_rate(Cell("c", 4, 10, 7))
+
+
+def test_a_cell_runs_all_its_tokens_in_each_of_its_runs(llm: LLM) -> None:
+    before = (llm.stats.prompt_tokens, llm.stats.output_tokens)
+    seen: list[int] = []
+    timing = measure(llm, Cell("c", 3, 20, 5), repeat=2, on_token=seen.append)
+    after = (llm.stats.prompt_tokens, llm.stats.output_tokens)
+    assert after == (before[0] + 4 * 60, before[1] + 2 * (3 + 15))
+    assert min(timing.first, timing.total) > 0
+    assert max(seen) == 15
+    assert llm.stats.cached_tokens == 0
+
+
+def test_an_engine_that_drops_tokens_is_not_reported_as_fast(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.step
+
+    def impatient() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            llm.abort(output.request_id)
+        return outputs
+
+    monkeypatch.setattr(llm, "step", impatient)
+    with pytest.raises(BenchmarkError, match=r"2 requests ended with \d tokens, where 2 with 10"):
+        measure(llm, Cell("c", 2, 20, 5))
+    monkeypatch.undo()
+    while not llm.idle:
+        llm.step()
+
+
+def test_a_record_holds_rates_and_shares_of_the_ceiling() -> None:
+    work = Work(1000, 100, 0, kv_bytes=0, attention_ops=0, windows=())
+    ceiling = Ceilings(work, Machine(1, read_rate=1000.0, matrix_rate=1e9))
+    line = record(Cell("c", 2, 10, 4), Timing(first=4.0, total=10.0), ceiling)
+    assert line == {
+        "cell": "c",
+        "batch": 2,
+        "prompt": 10,
+        "output": 4,
+        "prefill_tok_s": 5.0,
+        "prefill_share": 0.25,
+        "total_s": 10.0,
+        "decode_tok_s": 1.0,
+        "decode_share": 0.5,
+        "decode_bound": "memory",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        (Cell("long", 1, 640, 1), r"a context of 641 tokens, but this engine's is 640"),
+        (Cell("wide", 9, 8, 1), r"9 requests at once, but max_num_seqs is 8; set --max-num-seqs 9"),
+        (Cell("heavy", 8, 80, 1), r"48 KV blocks of 16 tokens, but the memory plan has 40; set --kv-cache-memory"),
+    ],
+)
+def test_a_cell_that_does_not_fit_is_refused_with_what_to_change(llm: LLM, cell: Cell, reason: str) -> None:
+    found = refusal(cell, llm)
+    assert found is not None
+    assert re.search(reason, found)
+
+
+def test_a_cell_that_just_fits_is_not_refused(llm: LLM) -> None:
+    assert refusal(Cell("full", 8, 79, 1), llm) is None
+
+
+# Random checkpoints
+
+
+def test_a_random_checkpoint_loads_and_runs(tiny: Path) -> None:
+    model = load_model(tiny)
+    assert (model.vocab_size, model.num_layers, model.dtype) == (512, 2, torch.bfloat16)
+    with LLM(str(tiny), num_kv_blocks=8, threads=1) as engine:
+        [output] = engine.generate([[1, 2, 3]])
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_random_checkpoints_are_the_same_every_time(tiny: Path, tmp_path: Path) -> None:
+    again = load_file(write_checkpoint(tmp_path / "again", model_config("qwen3-tiny")) / "model.safetensors")
+    first = load_file(tiny / "model.safetensors")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_named_folder_keeps_the_checkpoint_and_a_temporary_one_does_not(tmp_path: Path) -> None:
+    written: list[float] = []
+    for _ in range(2):
+        with random_checkpoint("qwen3-tiny", str(tmp_path), written.append) as kept:
+            pass
+    assert (kept / "model.safetensors").is_file()
+    assert written.count(1.0) == 1  # the second time it was there
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen3-tiny"]
+    with random_checkpoint("qwen3-tiny", None) as temporary:
+        assert (temporary / "config.json").is_file()
+    assert not temporary.parent.exists()
+
+
+def test_a_folder_that_holds_something_else_is_not_touched(tmp_path: Path) -> None:
+    mine = tmp_path / "qwen3-tiny" / "config.json"
+    mine.parent.mkdir()
+    mine.write_text("{}")
+    with pytest.raises(ConfigError, match=r"exists and is no checkpoint of the shape qwen3-tiny"):
+        random_checkpoint("qwen3-tiny", str(tmp_path)).__enter__()
+    assert mine.read_text() == "{}"
+
+
+def test_an_unknown_shape_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"unknown shape 'gpt-2'; known: qwen3-0\.6b"):
+        model_config("gpt-2")
+
+
+# The command
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", "offline", *arguments, "--threads", "1"])
+
+
+def test_json_lines_take_the_place_of_the_table(quick_ceilings: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("demo", "--cells", "2x8+3,1x8+1", "--json") == 0
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["cell"] for line in lines] == ["2x8+3", "1x8+1"]
+    for line in lines:
+        assert line["prefill_tok_s"] > 0
+        assert line["prefill_share"] >= 0
+        assert (line["model"], line["dtype"], line["threads"], line["engine"]) == ("demo", "bfloat16", 1, "quire")
+        assert line["read_gb_s"] > 0
+    assert (lines[0]["prefill_tok_s"], lines[0]["decode_tok_s"]) == (32.0, 4.0)
+    assert "decode_tok_s" not in lines[1]
+    assert "decode tok/s" in err
+
+
+def test_the_table_goes_to_standard_output_and_json_to_a_file(
+    quick_ceilings: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.jsonl"
+    assert bench(str(tiny), "--cells", "2x8+3", "--json", str(file), "--dtype", "float32") == 0
+    [line] = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (line["cell"], line["dtype"]) == ("2x8+3", "float32")
+    out = capsys.readouterr().out
+    assert "of ceiling" in out
+    assert f"{line['decode_tok_s']:,.1f}" in out
+
+
+def test_a_refused_cell_is_a_line_of_its_own_and_the_others_run(
+    quick_ceilings: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("demo", "--cells", "1x5000+1,1x8+2", "--json=-") == 1
+    out, err = capsys.readouterr()
+    first, second = [json.loads(line) for line in out.splitlines()]
+    assert "context of 5001 tokens" in first["refused"]
+    assert second["decode_tok_s"] > 0
+    assert "1x5000+1         refused: it needs a context of 5001 tokens" in err
+
+
+def test_a_shape_runs_without_a_checkpoint(
+    quick_ceilings: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--random", "qwen3-tiny", "--workdir", str(tmp_path), "--cells", "1x8+2", "--json=-") == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "qwen3-tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no model was named; give a folder, org/name or 'demo', or --random qwen3-0.6b"),
+        (["--json", "demo"], "--json took 'demo' as its file; write --json after the model"),
+        (["demo", "other"], "'other' is one argument too many"),
+        (["demo", "--random", "qwen3-tiny"], "model 'demo' and --random qwen3-tiny were both given"),
+        (["demo", "--workdir", "x"], "--workdir is where --random keeps its checkpoint"),
+        (["demo", "--repeat", "0"], "--repeat 0 is out of range; allowed: 1 or more"),
+        (["demo", "--cells", "decode-3"], "unknown cell 'decode-3'"),
+        (["demo", "--prefix-cache", "radix"], "prefix_cache='radix': the cells are defined with 'off'"),
+        (["--random", "gpt-2"], "unknown shape 'gpt-2'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+
+
+def test_what_to_measure_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "demo"]) == 2
+    assert "say what to measure: 'quire bench offline MODEL'" in capsys.readouterr().err
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("demo", "--json", str(tmp_path / "no" / "file")) == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""The scripts in `benchmarks/`: each runs, small, and counts what it says; README sections are replaced whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import batching, chunked_prefill, kv_waste, prefix_cache, run_all, scheduler
+from benchmarks.common import Options, Result, json_line
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(workdir=str(tmp_path), threads=1, quick=True)
+
+
+def test_continuous_batching_makes_the_same_tokens_in_fewer_steps(options: Options) -> None:
+    static, continuous = batching.run(options).raw
+    assert static["output_tokens"] == continuous["output_tokens"]
+    assert continuous["steps"] < static["steps"]
+
+
+def test_chunks_bound_how_much_of_a_prompt_is_in_one_step(options: Options) -> None:
+    whole, *chunked = chunked_prefill.run(options).raw
+    assert len(whole["gaps_s"]) == 1
+    assert [len(run["gaps_s"]) for run in chunked] == [5, 32]  # 256 tokens, 64 - 8 or 16 - 8 a step
+
+
+def test_radix_finds_what_hash_does_and_partial_blocks_too(options: Options) -> None:
+    cached = {(row["cache"], row["block_size"]): row["cached_tokens"] for row in prefix_cache.run(options).raw}
+    assert cached["off", 16] == 0
+    assert 0 < cached["hash", 64] < cached["hash", 16] < cached["radix", 16]
+    assert cached["radix", 64] == cached["radix", 16]
+
+
+def test_paged_kv_wastes_less_the_smaller_its_blocks(options: Options) -> None:
+    rows = kv_waste.run(options).raw
+    waste = [1 - row["mean_used"] / row["mean_held"] for row in rows]
+    assert waste == sorted(waste)
+    assert waste[0] < 0.04
+    assert waste[-1] > 0.5
+
+
+def test_scheduler_figures_have_their_goals_beside_them(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_start", lambda *args: None)  # starting processes is slow, and only times
+    result = scheduler.run(options)
+    assert [row["goal_s"] for row in result.raw] == [1e-3, 2e-3, None, 2e-6, 2e-6, None, None]
+    assert all(0 < row["median_s"] <= row["worst_s"] for row in result.raw)
+
+
+def test_a_section_is_replaced_and_the_rest_is_kept() -> None:
+    text = "a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n<!-- begin y -->\n<!-- end y -->\n"
+    once = run_all.with_section(text, "x", "new")
+    assert once == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb\n<!-- begin y -->\n<!-- end y -->\n"
+    assert run_all.with_section(once, "x", "new") == once
+    with pytest.raises(ValueError, match="no markers"):
+        run_all.with_section(text, "z", "new")
+
+
+def test_the_readme_has_a_place_for_every_benchmark() -> None:
+    text = run_all.README.read_text("utf-8")
+    for name in run_all.NAMES:
+        assert run_all.with_section(text, name, "new") != text
+
+
+def test_a_result_is_a_markdown_table_with_its_raw_figures() -> None:
+    result = Result(("what", "s"))
+    result.add(("one", "1.0"), what="one", seconds=1.02)
+    assert result.table() == "| what | s |\n| --- | --: |\n| one | 1.0 |"
+    assert json.loads(json_line(result.raw[0])) == {"what": "one", "seconds": 1.02}

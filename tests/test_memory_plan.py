@@ -1,0 +1,106 @@
+"""How the memory is divided, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
+from quire.models.model import Model
+from quire.models.registry import load_model
+from quire.runner.memory_plan import format_size, free_memory, plan_memory
+from tests.oracle import SIZES, save_checkpoint
+
+GIB = 2**30
+TOKEN_BYTES = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 16 * 2  # bf16, head_dim 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    return load_model(save_checkpoint(tmp_path_factory.mktemp("m"), "qwen3", dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> Model:
+    folder = tmp_path_factory.mktemp("w")
+    return load_model(save_checkpoint(folder, "mistral", sliding_window=32, max_position_embeddings=4096))
+
+
+def plan(model: Model, free: int = GIB, **options):
+    return plan_memory(EngineConfig(model="m", **options), model, free)
+
+
+def test_kv_bytes_a_token_follow_from_the_models_shape(model):
+    assert plan(model).kv_bytes_per_token == TOKEN_BYTES
+
+
+def test_the_pool_holds_as_many_full_length_requests_as_may_run_if_memory_allows(model):
+    made = plan(model, max_num_seqs=4)
+    assert made.kv_tokens == 4 * 512 and made.max_model_len == 512 and not made.notes
+
+
+def test_a_tight_memory_shortens_the_context_and_says_so(model):
+    activations = plan(model, max_num_batched_tokens=128).activations
+    made = plan(model, free=activations + 2 * 21 * 16 * TOKEN_BYTES, max_num_batched_tokens=128)
+    assert made.max_model_len == made.kv_tokens == 20 * 16
+    assert "max_model_len is 320, not the model's 512" in made.notes[0]
+
+
+def test_num_kv_blocks_and_kv_cache_memory_override_the_plan(model):
+    assert plan(model, num_kv_blocks=40).num_blocks == 41
+    assert plan(model, kv_cache_memory="1MiB").num_blocks == 2**20 // (16 * TOKEN_BYTES)
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_values_that_work(model):
+    with pytest.raises(PoolTooSmallError, match="set max_model_len to at most 160") as caught:
+        plan(model, max_model_len=200, num_kv_blocks=10)
+    needed = str(caught.value).rsplit("at least ", 1)[1].replace(" ", "")
+    assert plan(model, max_model_len=200, kv_cache_memory=needed).max_model_len == 200
+
+
+def test_more_than_is_free_is_refused_with_a_value_that_works(model):
+    with pytest.raises(MemoryPlanError, match=r"num_kv_blocks to at most (\d+)") as caught:
+        plan(model, kv_cache_memory="2GiB")
+    blocks = int(str(caught.value).split("num_kv_blocks to at most ")[1].split(")")[0])
+    assert plan(model, num_kv_blocks=blocks).num_blocks == blocks + 1
+
+
+def test_memory_for_not_even_one_request_is_refused(model):
+    with pytest.raises(MemoryPlanError, match="not one request fits"):
+        plan(model, kv_cache_memory="1KB")
+
+
+def test_a_context_beyond_the_models_own_is_refused(model):
+    with pytest.raises(ConfigError, match="512 positions the model was made for"):
+        plan(model, max_model_len=513)
+
+
+def test_a_sliding_window_needs_no_room_for_the_whole_context(windowed):
+    assert plan(windowed, num_kv_blocks=20, max_num_batched_tokens=128).max_model_len == 4096
+    assert plan(windowed, num_kv_blocks=10, max_num_batched_tokens=128).max_model_len == 160
+
+
+def test_without_chunks_a_step_must_hold_the_longest_prompt(model):
+    with pytest.raises(ConfigError, match="raise it to 576"):
+        plan(model, enable_chunked_prefill=False, max_num_batched_tokens=500)
+    plan(model, enable_chunked_prefill=False, max_num_batched_tokens=576)
+
+
+def test_the_table_names_every_share(model):
+    rows = dict(plan(model).table())
+    assert {"weights", "KV cache", "KV blocks", "longest context", "full-length requests"} <= set(rows)
+
+
+def test_sizes_are_written_for_people():
+    assert [format_size(n) for n in (5, 1536, 2**20, 114688, 5 * GIB)] == [
+        "5 B",
+        "1.5 KiB",
+        "1 MiB",
+        "112 KiB",
+        "5 GiB",
+    ]
+
+
+def test_free_memory_is_read_from_the_system():
+    assert 2**20 < free_memory() < 2**50
