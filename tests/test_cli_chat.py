@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.cli.chat import Chat
 from quire.cli.main import main
+
+FIELDS: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +31,13 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def chat(llm: LLM) -> Chat:
-    return Chat(llm, {"max_tokens": 6, "temperature": 0.0})
+    return Chat(llm, dict(FIELDS))
 
 
 def test_an_answer_is_that_of_the_python_interface_and_is_remembered(
     chat: Chat, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    params = SamplingParams(max_tokens=6, temperature=0.0)
+    params = SamplingParams(**FIELDS)
     for question in ("def add(a, b):", "and now?"):
         messages = [*chat.messages, {"role": "user", "content": question}]
         assert chat.take(question)
@@ -54,14 +57,14 @@ def test_the_second_turn_finds_the_first_in_the_prefix_cache(chat: Chat) -> None
 
 
 def test_set_changes_a_parameter_and_none_takes_it_back(chat: Chat) -> None:
-    for line in ("/set temperature 0.5", "/set stop-token-ids 1,2", '/set stop ["\\n", "END"]', "/set ignore_eos on"):
+    for line in ("/set temperature 0.5", "/set stop-token-ids 1,2", '/set stop ["\\n", "END"]', "/set ignore_eos off"):
         assert chat.take(line)
     assert chat.fields == {
         "max_tokens": 6,
         "temperature": 0.5,
         "stop_token_ids": [1, 2],
         "stop": ["\n", "END"],
-        "ignore_eos": True,
+        "ignore_eos": False,
     }
     chat.take("/set temperature none")
     assert "temperature" not in chat.fields
@@ -115,7 +118,7 @@ def test_stats_tell_of_the_last_answer_and_the_session(chat: Chat, capsys: pytes
 
 def test_set_alone_shows_what_is_set(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     chat.take("/set")
-    assert "max_tokens=6, temperature=0.0" in capsys.readouterr().err
+    assert "max_tokens=6, temperature=0.0, ignore_eos=True" in capsys.readouterr().err
 
 
 def test_help_names_every_command(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +154,7 @@ def test_lines_may_be_piped_in(capsys: pytest.CaptureFixture[str], monkeypatch: 
     flags = ["--max-tokens", "4", "--temperature", "0", "--quiet", "--system", "Be brief."]
     assert main(["chat", "demo", *flags]) == 0
     out, err = capsys.readouterr()
-    assert out and ">" not in out.split("\n")[0][:1]
+    assert out.strip() and not out.startswith("> ")
     assert "seed: 'x' is not a whole number" in err
 
 

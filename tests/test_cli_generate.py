@@ -25,8 +25,8 @@ from quire.engine.engine import EngineStats
 from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.errors import ConfigError, RequestError
 
-PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
-FLAGS = ["--max-tokens", "6", "--temperature", "0"]
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+FLAGS = ["--max-tokens", "6", "--temperature", "0", "--ignore-eos"]
 PROMPTS = ["def add(a, b):\n", "import os\nimport "]
 
 

@@ -2,7 +2,8 @@
 
 A step reads its weights and its requests' keys and values at least once, and does at least the multiplications
 of the model. So it takes no less than its bytes over the machine's read rate, nor than its operations over the
-machine's matrix rate. Both rates are measured, by this process, with the threads that the engine uses.
+machine's matrix rate. Both rates are measured, by this process, with the threads that the engine uses. A model
+so small that the processor's caches hold it can beat the read rate, which is that of memory.
 """
 
 from __future__ import annotations
