@@ -1,5 +1,5 @@
 # make demo: see Quire work.  make test: all checks.  make help: the rest.
-# A first run makes .venv; PYTHON=python3.12 picks the interpreter (3.11 to 3.13).
+# A first run makes .venv; PYTHON=python3.12 picks the interpreter (3.11 to 3.13). TESTS=... narrows the tests.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -7,6 +7,7 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 PYTHON ?= python3
+TESTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STEP := .ci/step
@@ -27,19 +28,19 @@ demo: $(RUNTIME)  ## complete a batch of prompts with the model that ships with 
 	@$(BIN)/quire generate --demo
 
 test: $(DEV)  ## formatting, lint, types, import contract, and all tests but the slow ones
-	@$(STEP) "Formatting (ruff format)" $(BIN)/ruff format --check .
+	@$(STEP) "Formatting (ruff format)" $(BIN)/ruff format --check --output-format concise .
 	@$(STEP) "Lint (ruff)" $(BIN)/ruff check .
 	@$(STEP) "Types (mypy)" $(BIN)/mypy
 	@$(STEP) "Import contract (import-linter)" $(BIN)/lint-imports --no-cache
 	@$(STEP) "Without asserts (python -O)" $(BIN)/python -O -m quire.cli.main generate demo \
 	    "def add(a, b):" --max-tokens 8 --temperature 0 --quiet
-	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest
+	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest $(TESTS)
 
 test-slow: $(DEV)  ## the slow tests
-	@$(STEP) "Slow tests (pytest)" $(BIN)/python -m pytest -m slow
+	@$(STEP) "Slow tests (pytest)" $(BIN)/python -m pytest -m slow $(TESTS)
 
-bench: $(RUNTIME)  ## measure offline speed with the model that ships with Quire
-	@$(BIN)/quire bench offline demo
+bench: $(DEV)  ## measure all tables of benchmarks/README.md, and write them there (some 20 minutes, on a quiet machine)
+	@$(BIN)/python benchmarks/run_all.py --write
 
 format: $(DEV)  ## put the sources into the house's format
 	@$(BIN)/ruff format .

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks import batching, chunked_prefill, kv_waste, prefix_cache, run_all, scheduler
 from benchmarks.common import Options, Result, json_line
 

@@ -39,7 +39,8 @@ def test_greedy_text_is_the_golden_one(llm):
 
 
 def test_it_finds_real_python_likelier_than_shuffled_python(llm):
-    text = "def read_text(self, encoding=None):\n    with open(self.path, encoding=encoding) as f:\n        return f.read()\n"
+    text = "def read_text(self, encoding=None):\n    with open(self.path, encoding=encoding) as f:\n"
+    text += "        return f.read()\n"
     ids = llm.tokenizer.encode(text)
     shuffled = [ids[(7 * i) % len(ids)] for i in range(len(ids))]
     losses = []

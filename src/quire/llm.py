@@ -22,6 +22,7 @@ from quire.engine.frontend import Frontend, Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
+from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class _Base:
     def max_model_len(self) -> int:
         """Longest context, prompt and output together, in tokens."""
         return self._frontend.max_model_len
+
+    @property
+    def model(self) -> Model:
+        """The loaded model: its shape, data type and sizes."""
+        return self._engine.model
 
     @property
     def stats(self) -> EngineStats:

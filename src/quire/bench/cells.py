@@ -21,7 +21,6 @@ from quire.errors import BenchmarkError, ConfigError
 if TYPE_CHECKING:
     from quire.bench.ceilings import Ceilings
     from quire.llm import LLM
-    from quire.models.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +68,6 @@ def _parse_cell(text: str) -> Cell:
             f"unknown cell {text!r}; known: {', '.join(known)}; or write a shape as BATCHxPROMPT+OUTPUT, as in 4x256+64"
         )
     return known[text]
-
-
-def model_of(llm: LLM) -> Model:
-    """The loaded model: its sizes say how much work a cell is."""
-    return llm._engine.model
 
 
 def refusal(cell: Cell, llm: LLM) -> str | None:
@@ -171,7 +165,7 @@ def _timed(llm: LLM, cell: Cell, seed: int, on_token: OnToken | None) -> float:
 
     An engine that dropped a request would look infinitely fast, so the tokens are counted.
     """
-    prompts = random_prompts(cell.batch, cell.prompt, model_of(llm).vocab_size, seed)
+    prompts = random_prompts(cell.batch, cell.prompt, llm.model.vocab_size, seed)
     params, made, ended = greedy(cell.output), 0, 0
     before = llm.stats.output_tokens
     begin = time.perf_counter()

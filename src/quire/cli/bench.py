@@ -139,10 +139,10 @@ def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
 def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> list[Cell]:
     """Run and report each cell; returns those that were refused."""
     from quire.bench.ceilings import Ceilings, Work, measure_machine
-    from quire.bench.cells import measure, model_of, record, refusal, shape_of, warm_up
+    from quire.bench.cells import measure, record, refusal, shape_of, warm_up
     from quire.cli.terminal import loading
 
-    model = model_of(llm)
+    model = llm.model
     with loading("machine") as on_load:
         if on_load:
             on_load("measuring its ceilings", 0.0)
@@ -195,14 +195,12 @@ class Report:
     WIDTHS = (-16, 13, 10, 12, 10, 8, 8)
 
     def __init__(self, lines: IO[str] | None, model: str, llm: LLM, startup: float) -> None:
-        from quire.bench.cells import model_of
-
         self._lines = lines
         self._table = sys.stderr if lines is sys.stdout else sys.stdout
         self._common = {
             "engine": "quire",
             "model": model,
-            "dtype": str(model_of(llm).dtype).removeprefix("torch."),
+            "dtype": str(llm.model.dtype).removeprefix("torch."),
             "startup_s": round(startup, 2),
         }
 

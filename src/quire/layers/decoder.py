@@ -13,8 +13,7 @@ import torch
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import RotaryEmbedding
-from quire.ops import KVCache, RaggedBatch, silu_mul
+from quire.ops import KVCache, RaggedBatch, rotate, silu_mul
 
 TakeTensor = Callable[[str], torch.Tensor]
 """Gives a tensor of the layer by its name in the checkpoint, such as "mlp.up_proj.weight"."""
@@ -74,22 +73,17 @@ class DecoderLayer:
     Args:
         config: sizes and options.
         take: gives the layer's tensors by name.
-        rotary: shared by all layers.
         layer: which one this is.
         window: a row sees this many positions, itself included; None: all.
     """
 
-    def __init__(
-        self, config: LayerConfig, take: TakeTensor, rotary: RotaryEmbedding, layer: int, window: int | None
-    ) -> None:
+    def __init__(self, config: LayerConfig, take: TakeTensor, layer: int, window: int | None) -> None:
         self.config = config
-        self.rotary = rotary
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(take("input_layernorm.weight"), eps)
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.qkv = _linear(take, qkv, config.qkv_bias)
-        self.q_norm = RMSNorm(take("self_attn.q_norm.weight"), eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(take("self_attn.k_norm.weight"), eps) if config.qk_norm else None
+        self.qk_norm = _qk_norm(take, config) if config.qk_norm else None
         self.attention = Attention(
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, window, layer
         )
@@ -129,11 +123,18 @@ class DecoderLayer:
     ) -> torch.Tensor:
         c = self.config
         qkv = self.qkv(x).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)  # [tokens, heads, head_dim]
-        q, k, v = torch.split(qkv, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary.apply(q, k, *tables)
+        qk, v = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = torch.split(rotate(qk, *tables), [c.num_heads, c.num_kv_heads], dim=1)
         return self.output(self.attention(q, k, v, kv, batch))
+
+
+def _qk_norm(take: TakeTensor, config: LayerConfig) -> RMSNorm:
+    """One norm for the query and key heads, which lie side by side: a row of weights for each head."""
+    q, k = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")  # [head_dim] each
+    rows = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
+    return RMSNorm(rows, config.rms_norm_eps)
 
 
 def _linear(take: TakeTensor, names: Sequence[str], bias: bool) -> Linear:

@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 
 from quire.errors import ModelConfigError
-from quire.ops import rotate
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -69,12 +68,6 @@ class RotaryEmbedding:
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos, sin
-
-    def apply(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]; new tensors of their types."""
-        return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Qwen3(Model):
         self.embedding = Embedding(weights.as_stored("model.embed_tokens.weight"), weights.dtype)
         self.rotary = RotaryEmbedding(config.rope)
         self.layers = [
-            DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), self.rotary, index, window)
+            DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), index, window)
             for index, window in enumerate(config.windows)
         ]
         self.norm = RMSNorm(weights("model.norm.weight"), config.layer.rms_norm_eps)

@@ -1,0 +1,148 @@
+"""What deciding costs, without any model: steps, prefix matches, blocks, the queue; and what starting costs."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+from benchmarks.common import Options, Result, main, tell
+from quire.config import EngineConfig
+from quire.core.block_hash import BlockHasher
+from quire.core.block_pool import BlockPool
+from quire.core.kv_manager import KVManager
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import SpanResult, StepPlan, StepResult
+
+BLOCK = 16
+
+
+def run(options: Options) -> Result:
+    """One row a goal. Times are medians."""
+    result = Result(("what", "measured", "worst", "goal"))
+    scale = 20 if options.quick else 1
+    tell("scheduler: steps, matches, blocks, queue")
+    _steps(result, 256, 300 // scale)
+    _match(result, 32_768 // scale)
+    _blocks(result, 100_000 // scale)
+    _queue(result, 100_000 // scale)
+    tell("scheduler: starting")
+    _start(result, "import quire", "import quire", 0.3, 2 if options.quick else 5)
+    _start(result, 'LLM("demo") ready', "from quire import LLM; LLM('demo')", 2.5, 1 if options.quick else 5)
+    return result
+
+
+def make_scheduler(num_blocks: int, **options: object) -> Scheduler:
+    """A scheduler over a pool of its own."""
+    config = EngineConfig(model="none", **options)
+    kv = KVManager(num_blocks, BLOCK, config.prefix_cache, BlockHasher(bytes(32), "benchmark"))
+    return Scheduler(config, kv, config.max_model_len or 40_960)
+
+
+def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
+    """A greedy request."""
+    return Request(number, prompt, SamplingParams(temperature=0.0), max_tokens=max_tokens)
+
+
+def answer(plan: StepPlan) -> StepResult:
+    """What a runner would say, without computing: some token for each span that samples."""
+    return StepResult(plan.number, [SpanResult([3] if span.num_sampled else []) for span in plan.spans])
+
+
+def _row(result: Result, what: str, seconds: list[float], goal: float | None, unit: str = "ms") -> None:
+    factor = {"s": 1, "ms": 1e3, "us": 1e6}[unit]
+    median, worst = statistics.median(seconds), max(seconds)
+    result.add(
+        (
+            what,
+            f"{median * factor:.3g} {unit}",
+            f"{worst * factor:.3g} {unit}" if len(seconds) > 1 else "",
+            "" if goal is None else f"< {goal * factor:g} {unit}",
+        ),
+        what=what,
+        median_s=median,
+        worst_s=worst,
+        goal_s=goal,
+    )
+
+
+def _steps(result: Result, running: int, steps: int) -> None:
+    scheduler = make_scheduler(20_000, max_num_seqs=running)
+    for number in range(running):
+        scheduler.add(make_request(number, list(range(number, number + 64)), steps + 10))
+    while len(scheduler.running) < running:
+        scheduler.commit(plan := scheduler.schedule(0.0), answer(plan), 0.0)
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        middle = time.perf_counter()
+        told = answer(plan)
+        again = time.perf_counter()
+        scheduler.commit(plan, told, 0.0)
+        times.append(middle - begin + time.perf_counter() - again)
+    _row(result, f"`schedule` + `commit`, {running} running requests", times, 1e-3)
+
+
+def _match(result: Result, length: int) -> None:
+    scheduler = make_scheduler(20_000, max_num_batched_tokens=40_960)
+    prompt = list(range(length))
+    scheduler.add(make_request(0, prompt, 2))
+    while not scheduler.idle:
+        scheduler.commit(plan := scheduler.schedule(0.0), answer(plan), 0.0)
+    whole, again = [], []
+    for number in range(1, 12):
+        request = make_request(number, prompt, 2)
+        for times in (whole, again):
+            begin = time.perf_counter()
+            match = scheduler.kv.match(request)
+            times.append(time.perf_counter() - begin)
+        if len(match.nodes) * BLOCK + match.partial_tokens != length - 1:
+            raise RuntimeError(f"matched {len(match.nodes)} blocks and {match.partial_tokens} tokens of {length}")
+    _row(result, f"radix match of a prompt of {length:,} tokens", again, 2e-3)
+    _row(result, "the same with the prompt's block hashes, made once a request", whole, None)
+
+
+def _blocks(result: Result, count: int) -> None:
+    pool = BlockPool(count + 1)
+    begin = time.perf_counter()
+    blocks = [pool.allocate() for _ in range(count)]
+    middle = time.perf_counter()
+    for block in blocks:
+        pool.release(block)
+        pool.recycle(block)
+    end = time.perf_counter()
+    _row(result, "allocate a block", [(middle - begin) / count], 2e-6, "us")
+    _row(result, "free a block", [(end - middle) / count], 2e-6, "us")
+
+
+def _queue(result: Result, length: int) -> None:
+    """Constant time means: the same at the empty queue and at the long one."""
+    scheduler = make_scheduler(1_000)
+    requests = [make_request(number, [1, 2, 3], 4) for number in range(length + 1_000)]
+    for first, name in ((0, "an empty queue"), (length, f"a queue of {length:,}")):
+        for request in requests[len(scheduler.requests) : first]:
+            scheduler.add(request)
+        times = []
+        for request in requests[first : first + 1_000]:
+            begin = time.perf_counter()
+            scheduler.add(request)
+            times.append(time.perf_counter() - begin)
+        _row(result, f"add a request to {name}", times, None, "us")
+
+
+def _start(result: Result, what: str, code: str, goal: float, times: int) -> None:
+    """Seconds in fresh interpreters, whose own start is not counted."""
+    program = f"import time; t = time.perf_counter(); {code}; print(time.perf_counter() - t)"
+    seconds = []
+    for _ in range(times):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        seconds.append(float(done.stdout))
+    _row(result, f"`{what}` in a fresh process", seconds, goal, "s")
+
+
+if __name__ == "__main__":
+    main(run)
