@@ -91,3 +91,16 @@ async def test_closing_ends_those_who_wait(llm):
         await task
     with pytest.raises(EngineClosedError):
         await collect(llm, "x", LONG)
+
+
+async def test_a_failure_of_the_engines_thread_is_told_to_everybody(llm, monkeypatch):
+    waiting = asyncio.create_task(collect(llm, "x", LONG))
+    await asyncio.sleep(0.1)
+
+    def broken():
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(llm._engine.scheduler, "schedule", lambda now: broken())
+    for late in (waiting, collect(llm, "y", LONG)):
+        with pytest.raises(EngineClosedError, match="a bug"):
+            await late

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.engine import chat_template
 from quire.engine.chat_template import ChatTemplate, load_templates
-from quire.errors import ChatTemplateError
+from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 
 CHATML = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -278,3 +278,11 @@ def test_a_template_file_that_is_not_json_or_not_text_is_refused(tmp_path: Path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ChatTemplateError, match="cannot be read"):
         load_templates(tmp_path, {})
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_reads() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{% if enable_thinking %}think{% endif %}")
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.render(messages, variables={"enable_thinking": True}) == "hithink"
+    with pytest.raises(UnknownTemplateVariableError, match=r"'enable_thinkin'; it reads enable_thinking"):
+        template.render(messages, variables={"enable_thinkin": True})

@@ -66,7 +66,9 @@ class EngineConfig:
         "auto", "data type of weights and KV; auto is the checkpoint's"
     )
     device: Literal["cpu"] = option("cpu", "where the model runs")
-    threads: int | None = option(None, "threads of a step; default: one a core", low=1, high=1024)
+    threads: int | None = option(
+        None, "threads of a step, for the whole process; default: one a core", low=1, high=1024
+    )
     max_model_len: int | None = option(
         None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1
     )

@@ -71,6 +71,10 @@ class ChatTemplateError(QuireError, ValueError):
     """A chat template is missing, not valid, or failed on these messages."""
 
 
+class UnknownTemplateVariableError(ChatTemplateError):
+    """A variable was given that the chat template does not read, or the template prints one that was not given."""
+
+
 class RequestError(QuireError, ValueError):
     """A request is refused before anything runs.
 

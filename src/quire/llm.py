@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from quire.runner.memory_plan import MemoryPlan
 
 if TYPE_CHECKING:
     from quire.engine.progress import BatchProgress
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 """One message of a chat: `role` and `content`, and what else the model's template reads."""
@@ -257,7 +260,8 @@ class AsyncLLM(_Base):
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiters: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._waiters: dict[str, asyncio.Event] = {}  # set when there is something to hand out
+        self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
         self._thread.start()
@@ -287,18 +291,21 @@ class AsyncLLM(_Base):
         Raises:
             RequestError: the prompt or its parameters are not valid.
             TimeoutError: the request was not finished in time; it was aborted.
+            EngineClosedError: the engine was closed, or failed, before the request had finished.
         """
-        self._check_open()
+        self._check_running()
         self._loop = asyncio.get_running_loop()
         prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
         output = self._frontend.submit(prepared, request_id)
-        changes = self._waiters[output.request_id] = asyncio.Queue()
+        changed = self._waiters[output.request_id] = asyncio.Event()
         deadline = None if timeout is None else self._loop.time() + timeout
         try:
-            while not output.finished or not changes.empty():
-                await self._wait(changes, deadline)
-                if self._closed and not output.finished:
-                    raise EngineClosedError("the engine was closed while this request ran")
+            while changed.is_set() or not output.finished:
+                async with asyncio.timeout_at(deadline):
+                    await changed.wait()
+                changed.clear()
+                if not output.finished:
+                    self._check_running()
                 yield output.hand_out()
         finally:
             del self._waiters[output.request_id]
@@ -317,52 +324,57 @@ class AsyncLLM(_Base):
         self._commands.put(None)
         self._thread.join()
         self._engine.close()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake_all)
+        self._tell_loop(self._wake_all)
 
-    def _wake_all(self) -> None:
-        for changes in self._waiters.values():
-            changes.put_nowait(None)  # type: ignore[arg-type]
-
-    async def _wait(self, changes: asyncio.Queue[RequestOutput], deadline: float | None) -> None:
-        """Until something has changed; all changes at once, so a slow reader's queue stays short."""
-        async with asyncio.timeout_at(deadline):
-            await changes.get()
-        while not changes.empty():
-            changes.get_nowait()
+    def _check_running(self) -> None:
+        self._check_open()
+        if self._failure is not None:
+            raise EngineClosedError(f"the engine failed ({self._failure!r}); make a new one") from self._failure
 
     def _drive(self) -> None:
-        """The engine's thread: take commands, step, hand updates to the event loop."""
+        """The engine's thread, until it is closed. What stops it otherwise is told to everybody who waits."""
+        try:
+            while self._take_commands():
+                updates = self._engine.step()
+                if updates:
+                    self._tell_loop(self._absorb, updates)
+        except BaseException as error:
+            logger.exception("the engine's thread failed")
+            self._failure = error
+            self._tell_loop(self._wake_all)
+
+    def _take_commands(self) -> bool:
+        """Run what was asked for, waiting for something to do while idle; False once the engine is closed."""
         while True:
             try:
-                while True:
-                    command = self._commands.get(block=self._engine.idle)
-                    if command is None:
-                        return
-                    command()
+                command = self._commands.get(block=self._engine.idle)
             except queue.Empty:
-                pass
-            updates = self._engine.step()
-            if updates:
-                self._deliver(updates)
+                return True
+            if command is None:
+                return False
+            command()
 
-    def _deliver(self, updates: list[RequestUpdate]) -> None:
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._absorb, updates)
+    def _tell_loop(self, call: Callable[..., None], *args: Any) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(call, *args)
 
     def _absorb(self, updates: list[RequestUpdate]) -> None:
         for output in self._frontend.absorb(updates):
-            changes = self._waiters.get(output.request_id)
-            if changes is not None:
-                changes.put_nowait(output)
+            changed = self._waiters.get(output.request_id)
+            if changed is not None:
+                changed.set()
+
+    def _wake_all(self) -> None:
+        for changed in self._waiters.values():
+            changed.set()
 
     def _add(self, request: Request) -> None:
         def add() -> None:
             try:
                 self._engine.add(request)
             except RequestError as error:
-                self._deliver([RequestUpdate(request.id, finish_reason="error", error=str(error))])
+                self._tell_loop(self._absorb, [RequestUpdate(request.id, finish_reason="error", error=str(error))])
 
         self._commands.put(add)
 

@@ -25,7 +25,7 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, missing
 
-from quire.errors import ChatTemplateError
+from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -190,8 +190,10 @@ class ChatTemplate:
             variables: further variables of the template, like `enable_thinking`.
 
         Raises:
-            ChatTemplateError: messages are not valid, an undefined variable is printed, the template refuses
-                the messages (`raise_exception`) or fails on them, or prints more than `MAX_RENDERED`.
+            UnknownTemplateVariableError: a variable is given that the template does not read, or it prints one
+                that is not defined.
+            ChatTemplateError: messages are not valid, the template refuses them (`raise_exception`) or fails on
+                them, or prints more than `MAX_RENDERED`.
         """
         given = plain_json(dict(variables or {}), "the template's variables")
         reserved = {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES} & set(given)
@@ -200,7 +202,7 @@ class ChatTemplate:
         unknown = set(given) - self.variables
         if unknown:
             known = sorted(self.variables - {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES})
-            raise ChatTemplateError(
+            raise UnknownTemplateVariableError(
                 f"the chat template does not read the variable {sorted(unknown)[0]!r}; "
                 + (f"it reads {', '.join(known)}" if known else "it reads none beside the messages")
             )
@@ -217,7 +219,7 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except jinja2.UndefinedError as error:
-            raise ChatTemplateError(
+            raise UnknownTemplateVariableError(
                 f"the chat template uses something undefined: {error.message}; "
                 "pass it as a template variable, or check the messages' fields"
             ) from error
