@@ -61,10 +61,13 @@ def run(engine: Engine, indices: list[int], first_id: int = 0, stagger: int = 0)
     return outcomes
 
 
-@pytest.fixture(scope="module", params=list(DTYPES))
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "bfloat16, sliding window"])
 def checkpoint(request, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    return save_checkpoint(folder, "qwen3", dtype=DTYPES[request.param], num_hidden_layers=2)
+    dtype, _, windowed = request.param.partition(", ")
+    folder = tmp_path_factory.mktemp(dtype)
+    if windowed:
+        return save_checkpoint(folder, "mistral", dtype=DTYPES[dtype], num_hidden_layers=2, sliding_window=100)
+    return save_checkpoint(folder, "qwen3", dtype=DTYPES[dtype], num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import math
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -136,6 +137,14 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+class TestEngineMachineForLong(EngineMachine.TestCase):
+    """The same, many times more often."""
+
+    settings = settings(EngineMachine.TestCase.settings, max_examples=500, stateful_step_count=30)

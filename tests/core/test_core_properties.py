@@ -141,9 +141,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+class TestSchedulerMachineForLong(SchedulerMachine.TestCase):
+    """The same, many times more often."""
+
+    settings = settings(SchedulerMachine.TestCase.settings, max_examples=4000, stateful_step_count=80)
 
 
 @pytest.mark.parametrize("seed", range(40))
