@@ -285,7 +285,7 @@ class JsonLines(View):
 def record(job: Job, output: RequestOutput) -> dict[str, Any]:
     """A finished output as a line of JSON holds it: the fields of `RequestOutput`, under the user's id."""
     fields: dict[str, Any] = msgspec.to_builtins(output, str_keys=True)
-    del fields["request_id"]
+    del fields["request_id"], fields["_handed_out"]
     for choice in fields["outputs"]:
         del choice["delta"]
     if job.messages is not None:
