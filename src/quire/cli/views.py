@@ -206,16 +206,21 @@ class Panels(View):
         """Whether a panel for each of `count` prompts fits on the screen."""
         return count <= MAX_PANELS and _panel_lines(count, out) >= MIN_PANEL_LINES
 
-    def update(self, index: int, output: RequestOutput) -> None:
+    def take(self, index: int, output: RequestOutput) -> bool:
+        """Take in a job's output without drawing; whether it is time for a new picture."""
         self._outputs[index] = output
-        due = self._bar.count(index, output)
+        return self._bar.count(index, output)
+
+    def update(self, index: int, output: RequestOutput) -> None:
+        due = self.take(index, output)
         if self._live is None:
             self._live = Live(console=self._out, auto_refresh=False, transient=True)
             self._live.start()
         if due:
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self.picture(), refresh=True)
 
-    def _picture(self) -> Group:
+    def picture(self) -> Group:
+        """The panels as they stand, and the bar."""
         grid = Table.grid(expand=True)
         columns = _columns(self._out)
         for _ in range(columns):

@@ -7,6 +7,8 @@ other bits at 1, 2, 3, 5, 7 and 9 rows.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -65,6 +67,7 @@ class PackedWeight:
         return torch.cat(tiles)[:rows] if len(tiles) > 1 else tiles[0][:rows]
 
 
+@functools.cache
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN's packed product (private torch API) exists here and takes this data type."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
