@@ -274,6 +274,23 @@ def test_a_closed_engine_refuses_calls_and_frees_its_memory():
         llm.generate("x")
 
 
+def test_an_engines_threads_are_its_own():
+    with LLM("demo", threads=2) as two, LLM("demo", threads=1) as one:
+        assert (two.threads, one.threads) == (2, 1)
+        seen = {}
+        for name, llm in (("two", two), ("one", one)):
+            forward = llm.model.forward
+
+            def spy(batch, kv, name=name, forward=forward):
+                seen[name] = torch.get_num_threads()
+                return forward(batch, kv)
+
+            llm.model.forward = spy
+            llm.generate("x", SamplingParams(max_tokens=2))
+        assert seen == {"two": 2, "one": 1}
+        assert torch.get_num_threads() == 1, "the program around them keeps its number"
+
+
 def test_two_engines_live_side_by_side():
     with LLM("demo", threads=1) as one, LLM("demo", threads=1, block_size=32, prefix_cache="hash") as two:
         requests = [engine.add_request("def f(", GREEDY) for engine in (one, two)]

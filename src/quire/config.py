@@ -67,7 +67,7 @@ class EngineConfig:
     )
     device: Literal["cpu"] = option("cpu", "where the model runs")
     threads: int | None = option(
-        None, "threads of a step, for the whole process; default: one a core", low=1, high=1024
+        None, "threads of a step; default: one a core, fewer for a small model", low=1, high=1024
     )
     max_model_len: int | None = option(
         None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1

@@ -43,6 +43,7 @@ class _Base:
         self._engine = Engine(self.config, on_load)
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.notes: tuple[str, ...] = self._engine.notes
+        self.threads: int = self._engine.threads
         self.tokenizer: Tokenizer | None = _load_tokenizer(self._engine.path)
         loaded = self._engine.model
         self._frontend = Frontend(

@@ -33,13 +33,14 @@ class Machine:
     matrix_rate: float
 
 
-def measure_machine(dtype: torch.dtype, repeat: int = 7) -> Machine:
+def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7) -> Machine:
     """Read rate of a long sum, and the rate of a matrix product in `dtype`: each the best of `repeat`."""
+    torch.set_num_threads(threads)
     big = torch.ones(READ_BYTES // 4)
     read = READ_BYTES / _best(big.sum, repeat)
     x, weight = (torch.randn(SQUARE, SQUARE).to(dtype) for _ in range(2))
     matrix = 2 * SQUARE**3 / _best(lambda: torch.nn.functional.linear(x, weight), repeat)
-    return Machine(torch.get_num_threads(), read, matrix)
+    return Machine(threads, read, matrix)
 
 
 def _best(call: Callable[[], object], repeat: int) -> float:

@@ -146,7 +146,7 @@ def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> 
     with loading("machine") as on_load:
         if on_load:
             on_load("measuring its ceilings", 0.0)
-        machine = measure_machine(model.dtype)
+        machine = measure_machine(model.dtype, llm.threads)
     ceilings = Ceilings(Work.of(model), machine)
     report.machine(machine)
     warm_up(llm)

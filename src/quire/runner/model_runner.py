@@ -24,13 +24,16 @@ class ModelRunner:
         model: the loaded model.
         kv: its blocks.
         logit_rows: most rows whose logits are made at once for prompt log-probabilities.
+        threads: how many a step may use. torch keeps that number for the whole process, so it is set for each
+            step and put back after it: engines side by side, and the program around them, keep their own.
     """
 
-    def __init__(self, model: Model, kv: KVCache, logit_rows: int) -> None:
+    def __init__(self, model: Model, kv: KVCache, logit_rows: int, threads: int) -> None:
         self.model = model
         self.kv = kv
         self.sampler = Sampler(model.vocab_size)
         self._logit_rows = logit_rows
+        self._threads = threads
         self._requests: dict[int, _Request] = {}
         self._next_number = 0
 
@@ -45,13 +48,22 @@ class ModelRunner:
         if plan.number != self._next_number:
             raise RuntimeError(f"plan {plan.number} came where {self._next_number} was next; send full state again")
         self._next_number += 1
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            results = self._compute(plan)
+        finally:
+            torch.set_num_threads(threads_before)
+        return StepResult(plan.number, results, time.perf_counter() - begin)
+
+    def _compute(self, plan: StepPlan) -> list[SpanResult]:
         self._take_in(plan)
         batch = self._batch(plan.spans)
         hidden = self.model.forward(batch, self.kv)  # [tokens, hidden]
         results = self._finite_results(hidden, batch)
         self._score_prompts(plan.spans, results, hidden, batch)
         self._sample(plan.spans, results, hidden, batch)
-        return StepResult(plan.number, results, time.perf_counter() - begin)
+        return results
 
     # -- state ---------------------------------------------------------------------------------------------
 
