@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from quire import LLM
 from quire.bench import ceilings, cells
-from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine
-from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, record, refusal
+from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine, record
+from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, refusal
 from quire.bench.random_checkpoint import model_config, random_checkpoint, write_checkpoint
 from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError

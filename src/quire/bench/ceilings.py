@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from quire.bench.cells import Cell
+from quire.bench.cells import Cell, Timing, shape_of
 from quire.models.model import Model
 
 READ_BYTES = 512 * 2**20
@@ -130,3 +131,21 @@ class Ceilings:
         """Which rate limits the last decode step: "memory" or "compute"."""
         num_bytes, ops = self.work.step(cell.batch, cell.prompt + cell.output - 1)
         return "memory" if num_bytes / self.machine.read_rate >= ops / self.machine.matrix_rate else "compute"
+
+
+def record(cell: Cell, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:
+    """A cell's result as its line of JSON has it: rates in tokens per second, shares of the ceiling from 0 to 1."""
+    prefill, decode = timing.prefill_rate(cell), timing.decode_rate(cell)
+    least_prefill, least_decode = ceilings.prefill_seconds(cell), ceilings.decode_seconds(cell)
+    line: dict[str, Any] = shape_of(cell) | {
+        "prefill_tok_s": round(prefill, 1),
+        "prefill_share": round(least_prefill / timing.first, 4),
+        "total_s": round(timing.total, 4),
+    }
+    if decode is not None:
+        line |= {
+            "decode_tok_s": round(decode, 1),
+            "decode_share": round(least_decode / (timing.total - timing.first), 4),
+            "decode_bound": ceilings.decode_bound(cell),
+        }
+    return line

@@ -19,7 +19,6 @@ from quire.core.sampling_params import SamplingParams
 from quire.errors import BenchmarkError, ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.ceilings import Ceilings
     from quire.llm import LLM
 
 
@@ -185,24 +184,6 @@ def _timed(llm: LLM, cell: Cell, seed: int, on_token: OnToken | None) -> float:
             f"{cell.batch * cell.output} were asked for; the engine's log says why"
         )
     return seconds
-
-
-def record(cell: Cell, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:
-    """A cell's result as its line of JSON has it: rates in tokens per second, shares of the ceiling from 0 to 1."""
-    prefill, decode = timing.prefill_rate(cell), timing.decode_rate(cell)
-    least_prefill, least_decode = ceilings.prefill_seconds(cell), ceilings.decode_seconds(cell)
-    line: dict[str, Any] = shape_of(cell) | {
-        "prefill_tok_s": round(prefill, 1),
-        "prefill_share": round(least_prefill / timing.first, 4),
-        "total_s": round(timing.total, 4),
-    }
-    if decode is not None:
-        line |= {
-            "decode_tok_s": round(decode, 1),
-            "decode_share": round(least_decode / (timing.total - timing.first), 4),
-            "decode_bound": ceilings.decode_bound(cell),
-        }
-    return line
 
 
 def shape_of(cell: Cell) -> dict[str, Any]:

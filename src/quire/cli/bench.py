@@ -138,8 +138,8 @@ def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
 
 def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> list[Cell]:
     """Run and report each cell; returns those that were refused."""
-    from quire.bench.ceilings import Ceilings, Work, measure_machine
-    from quire.bench.cells import measure, record, refusal, shape_of, warm_up
+    from quire.bench.ceilings import Ceilings, Work, measure_machine, record
+    from quire.bench.cells import measure, refusal, shape_of, warm_up
     from quire.cli.terminal import loading
 
     model = llm.model
