@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -104,3 +105,24 @@ async def test_a_failure_of_the_engines_thread_is_told_to_everybody(llm, monkeyp
     for late in (waiting, collect(llm, "y", LONG)):
         with pytest.raises(EngineClosedError, match="a bug"):
             await late
+
+
+async def test_a_timeout_of_the_wrong_type_leaves_nothing_behind(llm):
+    with pytest.raises(TypeError):
+        await collect(llm, "x", LONG, timeout="5")
+    assert llm._frontend.idle and not llm._waiters
+
+
+async def test_closing_while_a_prompt_is_tokenized_ends_its_caller(llm, monkeypatch):
+    prepare = llm._frontend.prepare
+
+    def slow(*args):
+        time.sleep(0.3)
+        return prepare(*args)
+
+    monkeypatch.setattr(llm._frontend, "prepare", slow)
+    task = asyncio.create_task(collect(llm, "x", LONG))
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(llm.close)
+    with pytest.raises(EngineClosedError):
+        await asyncio.wait_for(task, 5)

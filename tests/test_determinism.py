@@ -24,7 +24,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def prompts() -> list[list[int]]:
-    """Lengths around the borders of blocks and of attention's 256-key tiles; three share a head of 150 tokens."""
+    """Lengths around the borders of blocks and of attention's key tiles; three share a head of 150 tokens."""
     rnd = random.Random(5)
     head = [rnd.randrange(3, VOCAB) for _ in range(150)]
     own = [[rnd.randrange(3, VOCAB) for _ in range(n)] for n in (1, 16, 31, 250, 300)]
@@ -110,6 +110,19 @@ def test_nothing_around_a_request_changes_its_tokens(checkpoint, alone, block_si
         assert (engine.stats.cached_tokens > 0) == (cache != "off")
         preemptions += engine.stats.preemptions
     assert preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_in_flight_do_not_change_tokens(checkpoint, alone, depth):
+    for blocks in (22, 400):
+        config = EngineConfig(
+            model=str(checkpoint), num_kv_blocks=blocks, max_model_len=320, max_num_batched_tokens=64, max_num_seqs=8
+        )
+        engine = Engine(config)
+        engine._depth = depth
+        order = list(range(len(prompts())))
+        assert run(engine, order) == alone
+        assert run(engine, order[::-1], first_id=100, stagger=2) == alone
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks_or_company(checkpoint):

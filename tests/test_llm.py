@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -161,6 +163,27 @@ def test_leaving_a_stream_early_aborts_it(llm):
     assert llm.idle
 
 
+def test_a_stream_that_nobody_reads_costs_nothing(llm):
+    llm.stream("class A:")
+    assert llm.idle
+    with pytest.raises(EmptyPromptError):
+        llm.stream("")
+
+
+def test_ids_may_be_numpys(llm):
+    ids = llm.tokenizer.encode("def f(")
+    assert llm.generate(list(np.array(ids)), GREEDY)[0].prompt_token_ids == ids
+
+
+def test_text_that_is_not_unicode_is_refused_where_it_enters(llm):
+    for fields in ({"cache_salt": "\ud800"}, {"stop": "\udfff"}, {"bad_words": ["a\ud800"]}):
+        with pytest.raises(SamplingParamsError, match="valid Unicode"):
+            SamplingParams(**fields)
+    for messages in (5, {"role": "user", "content": "x"}, "hi"):
+        with pytest.raises(ChatTemplateError):
+            llm.chat(messages)
+
+
 def test_two_streams_side_by_side_do_not_lose_anything(llm):
     params = SamplingParams(max_tokens=15, seed=5, ignore_eos=True)
     alone = [llm.generate(prompt, params)[0].outputs[0].text for prompt in ("class A:", "import ")]
@@ -224,6 +247,7 @@ def test_metrics_tell_where_the_time_went(llm):
         ([5] * 5000, None, PromptTooLongError),
         ([5] * 2000, SamplingParams(max_tokens=100), PromptTooLongError),
         ("x", SamplingParams(stop_token_ids=[10**6]), TokenOutOfRangeError),
+        ([5, 10**5000], None, TokenOutOfRangeError),
         ("x \ud800", None, RequestError),
         (["x", 5.0], None, RequestError),
         (b"bytes", None, RequestError),
@@ -265,11 +289,13 @@ def test_a_pool_too_small_for_one_request_names_values_that_work():
 
 def test_a_closed_engine_refuses_calls_and_frees_its_memory():
     llm = LLM("demo", threads=1)
-    model = weakref.ref(llm._engine.model)
+    model, cache = weakref.ref(llm.model), weakref.ref(llm._engine._executor._runner.kv)
     llm.close()
     llm.close()
     gc.collect()
-    assert model() is None
+    assert model() is None and cache() is None
+    with pytest.raises(EngineClosedError):
+        llm.model  # noqa: B018
     with pytest.raises(EngineClosedError):
         llm.generate("x")
 
@@ -314,18 +340,51 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_engine(llm, monkeypatc
     assert llm.generate("def f(", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_ctrl_c_in_a_step_leaves_an_engine_that_works(llm, monkeypatch):
+def test_ctrl_c_waits_for_the_end_of_the_step_and_leaves_an_engine_that_works(llm, monkeypatch):
     expected = llm.generate("def f(", GREEDY)[0].outputs[0].text
+    forward, finished = llm.model.forward, []
 
-    def interrupted(*args):
-        raise KeyboardInterrupt
+    def pressed(*args):
+        signal.raise_signal(signal.SIGINT)
+        finished.append(forward(*args))
+        return finished[-1]
 
+    other = llm.add_request("def f(", GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine.model, "forward", interrupted)
+        patch.setattr(llm.model, "forward", pressed)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["def f(", "class"], GREEDY)
-    assert llm.generate("def f(", GREEDY)[0].outputs[0].text == expected
+    assert len(finished) == 1, "the step ran to its end, and was the last one"
+    while not llm.idle:
+        outputs = {output.request_id: output.outputs[0].text for output in llm.step()}
+    assert outputs == {other: expected}, "a request that was not interrupted goes on"
+
+
+def test_a_streams_outputs_go_to_the_stream_alone(llm):
+    stream = llm.stream("class A:", SamplingParams(max_tokens=10, seed=5, ignore_eos=True))
+    text = next(stream).outputs[0].delta
+    assert llm.step() == [] and llm.step() == []
+    outputs = list(stream)
+    assert text + "".join(output.outputs[0].delta for output in outputs[:1]) != ""
+    assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 10
+    stream = llm.stream(
+        "class A:",
+        SamplingParams(max_tokens=100, ignore_eos=True),
+    )
+    request_id = next(stream).request_id
+    assert llm.abort(request_id) == []
+    assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
     assert llm.idle
+
+
+def test_the_counters_know_requests_that_a_stop_string_ended(llm):
+    [free] = llm.generate("def f(", GREEDY)
+    before = llm.stats.cached_tokens
+    stop = free.outputs[0].text[7:12]
+    [output] = llm.generate("def f(", SamplingParams(temperature=0.0, max_tokens=12, stop=[stop]))
+    assert output.outputs[0].finish_reason == "stop" and output.cached_tokens > 0
+    assert llm.stats.cached_tokens - before == output.cached_tokens
+    assert (llm.stats.running, llm.stats.waiting) == (0, 0)
 
 
 def test_logits_that_are_not_finite_end_that_request_alone(llm):

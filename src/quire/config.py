@@ -44,7 +44,7 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: the text is not a number with one of the known units.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].lower() not in _SIZE_UNITS:
         raise ConfigError(f"{text!r} is not a size; write a number of bytes or one with a unit, such as '4GiB'")
     return int(float(match[1]) * _SIZE_UNITS[match[2].lower()])
@@ -70,15 +70,15 @@ class EngineConfig:
         None, "threads of a step; default: one a core, fewer for a small model", low=1, high=1024
     )
     max_model_len: int | None = option(
-        None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1
+        None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1, high=2**40
     )
     block_size: Literal[16, 32, 64, 128, 256] = option(16, "tokens a KV block")
-    num_kv_blocks: int | None = option(None, "KV blocks, in place of what the memory plan finds", low=2)
+    num_kv_blocks: int | None = option(None, "KV blocks, in place of what the memory plan finds", low=2, high=2**40)
     kv_cache_memory: str | None = option(None, "memory for KV, e.g. 4GiB; default: a fair share of what is free")
     prefix_cache: Literal["radix", "hash", "off"] = option(
         "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
     )
-    max_num_seqs: int = option(64, "most requests that run at once (64 on a CPU)", low=1, high=65536)
+    max_num_seqs: int = option(64, "most requests that run at once", low=1, high=65536)
     max_num_batched_tokens: int = option(2048, "most tokens a step computes", low=1, high=2**20)
     min_chunk: int = option(16, "tokens a step that the oldest part-way prompt always gets", low=1)
     enable_chunked_prefill: bool = option(True, "let a prompt be computed over several steps")
@@ -141,7 +141,7 @@ class EngineConfig:
         Raises:
             ConfigError: an option or the preset is unknown (the message names the nearest one), or invalid.
         """
-        if preset is not None and preset not in PRESETS:
+        if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
             raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in options:
@@ -149,7 +149,10 @@ class EngineConfig:
                 raise ConfigError(unknown_option(name, names))
         if "model" not in options:
             raise ConfigError("no model was named; give a folder, org/name, or 'demo'")
-        return cls(**(PRESETS[preset] if preset else {}) | dict(options))
+        given = dict(options)
+        if type(given.get("kv_cache_memory")) is int:  # YAML reads a plain number of bytes as one
+            given["kv_cache_memory"] = str(given["kv_cache_memory"])
+        return cls(**(PRESETS[preset] if preset else {}) | given)
 
 
 def unknown_option(name: str, known: list[str]) -> str:
@@ -181,6 +184,11 @@ def _check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
         raise ConfigError(f"{field.name}={value!r} is of type {type(value).__name__}; it must be {hint.__name__}")
     if hint in (int, float):
         low, high = field.metadata.get("low"), field.metadata.get("high")
-        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+        if (
+            (hint is float and not math.isfinite(value))
+            or (low is not None and value < low)
+            or (high is not None and value > high)
+        ):
             bounds = f"from {low if low is not None else '-inf'} to {high if high is not None else 'any size'}"
-            raise ConfigError(f"{field.name}={value!r} is out of range; allowed: {bounds}")
+            shown = repr(value) if abs(value) < 1e30 else "a huge number"
+            raise ConfigError(f"{field.name}={shown} is out of range; allowed: {bounds}")

@@ -10,16 +10,19 @@ import asyncio
 import contextlib
 import logging
 import queue
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine, EngineStats, OnLoad
-from quire.engine.frontend import Frontend, Prompt
+from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
@@ -70,6 +73,7 @@ class _Base:
     @property
     def model(self) -> Model:
         """The loaded model: its shape, data type and sizes."""
+        self._check_open()
         return self._engine.model
 
     @property
@@ -120,6 +124,7 @@ class LLM(_Base):
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)
         self._changed: dict[str, RequestOutput] = {}  # what grew and was not handed out yet
+        self._streaming: set[str] = set()  # requests whose outputs go to `stream` alone
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +162,7 @@ class LLM(_Base):
             self._run(outputs, progress)
         except BaseException:  # Ctrl-C too: nothing of this batch may go on behind the caller's back
             for output in outputs:
-                self._frontend.abort(output.request_id)
+                self._drop(output)
             raise
         return outputs
 
@@ -174,7 +179,7 @@ class LLM(_Base):
         Raises:
             ChatTemplateError: the template is missing, or does not take these messages or variables.
         """
-        one = isinstance(messages, str) or not messages or isinstance(messages[0], Mapping)
+        one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
         chats = [messages] if one else messages
         prompts = [self.render_chat(chat, **template_variables) for chat in chats]  # type: ignore[arg-type]
         return self.generate(prompts, params, progress=progress)
@@ -186,18 +191,30 @@ class LLM(_Base):
         aborts the request.
         """
         self._check_open()
-        return self._stream(self._frontend.submit(self._frontend.prepare(prompt, params)))
+        return self._stream(self._frontend.prepare(prompt, params))
 
-    def _stream(self, output: RequestOutput) -> Iterator[RequestOutput]:
+    def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
+        """Queued when the first output is asked for: an iterator that nobody reads costs nothing."""
+        self._check_open()
+        output = self._frontend.submit(prepared)
+        request_id = output.request_id
+        self._streaming.add(request_id)
         try:
-            while output.request_id in self._changed or not output.finished:
-                if self._changed.pop(output.request_id, None):
+            while request_id in self._changed or not output.finished:
+                if self._changed.pop(request_id, None):
                     yield output.hand_out()
                 else:
                     self._advance()
         finally:
-            if not output.finished and not self._closed:
-                self._frontend.abort(output.request_id)
+            self._streaming.discard(request_id)
+            if not self._closed:
+                self._drop(output)
+
+    def _drop(self, output: RequestOutput) -> None:
+        """Nobody waits for this output any more."""
+        if not output.finished:
+            self._frontend.abort(output.request_id)
+        self._changed.pop(output.request_id, None)
 
     # -- by hand -------------------------------------------------------------------------------------------
 
@@ -209,28 +226,35 @@ class LLM(_Base):
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that changed, each once. A finished one comes a last time."""
         self._advance()
-        changed, self._changed = self._changed, {}
-        return [output.hand_out() for output in changed.values()]
+        ready = [request_id for request_id in self._changed if request_id not in self._streaming]
+        return [self._changed.pop(request_id).hand_out() for request_id in ready]
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request. Returns its last output; nothing where the id is not in use."""
+        """End a request. Returns its last output; nothing where the id is not in use, or belongs to a `stream`,
+        which then ends with it.
+        """
         self._check_open()
+        outputs = self._frontend.abort(request_id)
+        if request_id in self._streaming:
+            self._changed.update((output.request_id, output) for output in outputs)  # the stream hands it out
+            return []
         self._changed.pop(request_id, None)
-        return self._frontend.abort(request_id)
+        return outputs
 
     def _advance(self) -> None:
         """Run one step, and note what changed until somebody asks for it."""
         self._check_open()
-        changed = self._frontend.absorb(self._engine.step())
-        self._changed.update((output.request_id, output) for output in changed)
+        with _interrupts_held():
+            changed = self._frontend.absorb(self._engine.step())
+            self._changed.update((output.request_id, output) for output in changed)
 
     @property
     def idle(self) -> bool:
         """Nothing is queued or running, and `step` has handed out all there was."""
-        return self._frontend.idle and not self._changed
+        return self._frontend.idle and self._changed.keys() <= self._streaming
 
     def close(self) -> None:
-        """Free the model and its memory. Later calls raise EngineClosedError."""
+        """Free the model and its memory. What needs them raises EngineClosedError from now on."""
         self._closed = True
         self._engine.close()
 
@@ -287,7 +311,7 @@ class AsyncLLM(_Base):
         out. Cancelling the task, or leaving the loop early, aborts the request.
 
         Args:
-            timeout: seconds until the request is aborted.
+            timeout: seconds until the request is aborted, tokenizing included.
 
         Raises:
             RequestError: the prompt or its parameters are not valid.
@@ -296,10 +320,12 @@ class AsyncLLM(_Base):
         """
         self._check_running()
         self._loop = asyncio.get_running_loop()
-        prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
+        deadline = None if timeout is None else self._loop.time() + timeout
+        async with asyncio.timeout_at(deadline):
+            prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
+        self._check_running()  # it may have been closed meanwhile
         output = self._frontend.submit(prepared, request_id)
         changed = self._waiters[output.request_id] = asyncio.Event()
-        deadline = None if timeout is None else self._loop.time() + timeout
         try:
             while changed.is_set() or not output.finished:
                 async with asyncio.timeout_at(deadline):
@@ -384,6 +410,28 @@ class AsyncLLM(_Base):
         return []
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits for the end of a step, so that none is left half-way; a second one does not wait."""
+    if threading.current_thread() is not threading.main_thread():  # only there can signals interrupt Python
+        yield
+        return
+    pressed: list[FrameType | None] = []
+
+    def hold(signum: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(frame)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and callable(before):
+        before(signal.SIGINT, pressed[0])
+
+
 def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcontext[_NoProgress]:
     if not shown:
         return contextlib.nullcontext(_NoProgress())
@@ -411,7 +459,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts is a {type(prompts).__name__}; it must be a string, a list of strings, a list of token ids, "
             "or a list of such lists"
         )
-    if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
+    if prompts and all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompts):
         return [prompts]
     return list(prompts)
 

@@ -24,7 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.window = draw(st.sampled_from([None, None, 9]))
         self.depth = draw(st.integers(0, 2))
         self.scheduler, self.runner = make_scheduler(
-            num_blocks=draw(st.integers(80, 200)) // self.block_size + 2,
+            num_blocks=draw(st.integers(64, 200)) // self.block_size + 2,
             block_size=self.block_size,
             window=self.window,
             prefix_cache=draw(st.sampled_from(["radix", "hash", "off"])),
@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts: dict[int, list[int]] = {}
         self.max_tokens: dict[int, int] = {}
         self.aborted: set[int] = set()
+        self.scoring: set[int] = set()
         self.updates = []
         self.flying = []
         self.now = 0.0
@@ -61,6 +62,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestTooLargeError:
             return
         self.prompts[id], self.max_tokens[id] = prompt, max_tokens
+        if prompt_logprobs is not None and len(prompt) > 1:
+            self.scoring.add(id)
 
     @rule(which=st.integers(0, 1000), reason=st.sampled_from(["abort", "abort", "stop"]))
     def abort(self, which, reason):
@@ -134,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens == expected_output(prompt, len(tokens), self.window)
             if reasons[id] == "length":
                 assert len(tokens) == self.max_tokens[id]
-                if scored[id]:
+                if id in self.scoring:
                     assert [entry.ids[0] for entry in scored[id]] == prompt[1:]
             else:
                 assert id in self.aborted or (reasons[id] == "error" and id in self.runner.broken)
@@ -191,4 +194,4 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
     for id, prompt in enumerate(prompts):
         assert made[id] == expected_output(prompt, len(made[id]), window)
     most = max(update.stats.preemptions for update in updates if update.stats)
-    assert most <= 25, f"one request was preempted {most} times"
+    assert most <= 6, f"one request was preempted {most} times"

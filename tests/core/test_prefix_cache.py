@@ -168,3 +168,18 @@ def test_a_block_handed_out_again_has_a_new_generation():
     before = kv.pool.generations[block]
     kv.cache.release(block)
     assert kv.pool.allocate() == block and kv.pool.generations[block] == before + 1
+
+
+def test_partly_filled_leaves_that_say_nothing_new_are_dropped():
+    scheduler, _ = cached(block_size=16, prompts=[list(range(length)) for length in range(1, 16)])
+    assert len(scheduler.kv.cache.nodes) == 1
+
+
+@pytest.mark.parametrize("kind", ["radix", "hash", "off"])
+def test_scopes_that_keep_nothing_leave_nothing(kind):
+    scheduler, runner = make_scheduler(block_size=8, prefix_cache=kind)
+    for id in range(50):
+        scheduler.add(make_request(id, [1, 2, 3], max_tokens=1, scope=str(id)))
+        run_all(scheduler, runner)
+    scheduler.kv.cache.clear()
+    assert not scheduler.kv.cache.roots

@@ -21,11 +21,11 @@ class BlockHasher:
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
         self._key = key
-        self._fingerprint = fingerprint.encode()
+        self._fingerprint = fingerprint.encode("utf-8", "surrogatepass")  # a path may hold any bytes
 
     def root(self, scope: str) -> bytes:
         """Where the chains of one scope (adapter, tenant salt) begin."""
-        scope_bytes = scope.encode()
+        scope_bytes = scope.encode("utf-8", "surrogatepass")
         # Lengths are written out so that no two (fingerprint, scope) pairs give the same bytes.
         head = len(self._fingerprint).to_bytes(8, "little") + self._fingerprint
         return blake3(head + scope_bytes, key=self._key).digest()

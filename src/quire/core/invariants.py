@@ -70,6 +70,7 @@ def _check_tree(kv: KVManager) -> None:
     stack: list[Node] = list(cache.roots.values())
     while stack:
         node = stack.pop()
+        _must(node.parent is not None or bool(node.children), f"the root of scope {node.scope!r} has no children")
         _must(node.attached, f"block {node.block} is in the tree and detached")
         _must(node.order == sorted(node.children), f"children of block {node.block} are not sorted")
         for key, child in node.children.items():

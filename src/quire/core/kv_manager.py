@@ -146,7 +146,7 @@ class KVManager:
         Args:
             keep_partial: offer the last, partly filled block to the prefix cache.
         """
-        if keep_partial and self.cache.caching:
+        if keep_partial and self.cache.keeps_partial:
             self._publish_partial(request)
         for source, _, _ in request.copies:  # never ran: its lock ends here
             self.cache.release(source)

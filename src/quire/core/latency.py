@@ -33,12 +33,13 @@ class LatencyTarget:
 
     def budget(self, most: int) -> int:
         """Prompt tokens for the next step: between `min_chunk` and `most`."""
+        mean = self._x / self._n if self._n else 0.0
+        probe = int(min(most, mean + self._min_chunk))  # a little more than the last shares, to learn from
         spread = self._n * self._xx - self._x * self._x
-        if spread <= 0.0:  # no two steps with different shares yet: probe with twice the mean share
-            probe = int(2 * self._x / self._n) if self._n else 0
-            return max(self._min_chunk, min(most, probe))
+        if spread <= 1e-6 * self._n * self._xx:  # all shares were equal: what is left is rounding
+            return probe
         slope = (self._n * self._xy - self._x * self._y) / spread
         base = (self._y - slope * self._x) / self._n
-        if slope <= 0.0:
-            return most
+        if slope <= 0.0:  # the noise of equal shares says that more tokens take less time
+            return probe
         return int(max(self._min_chunk, min(most, (self._target - base) / slope)))

@@ -63,10 +63,12 @@ class Match:
 class PrefixCache:
     """What the two caches share: the tree, locks, and eviction of the least recently used leaf.
 
-    With `caching` False nothing is ever kept or found (`prefix_cache="off"`).
+    With `caching` False nothing is ever kept or found (`prefix_cache="off"`); `keeps_partial` says whether a
+    partly filled block may be a leaf.
     """
 
     caching = True
+    keeps_partial = False
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
@@ -150,7 +152,8 @@ class PrefixCache:
         return node
 
     def insert_partial(self, parent: Node, key: bytes, block: int) -> None:
-        """Keep a finished request's last, partly filled block as a leaf; only the radix cache does."""
+        """Keep a finished request's last, partly filled block as a leaf, where the cache `keeps_partial`."""
+        raise NotImplementedError
 
     # -- giving up -----------------------------------------------------------------------------------------
 
@@ -247,6 +250,8 @@ class NoCache(PrefixCache):
 class RadixCache(PrefixCache):
     """Children by content; the last, partly equal block is found too."""
 
+    keeps_partial = True
+
     def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
         match = Match()
         node = self.roots.get(scope)
@@ -273,18 +278,24 @@ class RadixCache(PrefixCache):
 
     def insert(self, parent: Node, key: bytes, block: int, hash: bytes) -> Node:
         node = super().insert(parent, key, block, hash)
-        place = bisect_left(parent.order, key)
-        if place > 0:
-            before = parent.children[parent.order[place - 1]]
-            if len(before.key) < len(key) and key.startswith(before.key) and self._evictable(before):
-                self._detach(before)  # the partly filled leaf says nothing that the full block does not
+        self._drop_heads(parent, key)
         return node
 
     def insert_partial(self, parent: Node, key: bytes, block: int) -> None:
         place = bisect_left(parent.order, key)
         covered = place < len(parent.order) and parent.order[place].startswith(key)
-        if not covered and key:
+        if not covered:
             self._attach(Node(parent, key, block, b"", parent.scope))
+            self._drop_heads(parent, key)
+
+    def _drop_heads(self, parent: Node, key: bytes) -> None:
+        """Evict partly filled siblings that say nothing that `key` does not: its heads, which sort before it."""
+        place = bisect_left(parent.order, key) - 1
+        while place >= 0 and key.startswith(parent.order[place]):
+            head = parent.children[parent.order[place]]
+            if self._evictable(head):
+                self._detach(head)
+            place -= 1
 
 
 class HashCache(PrefixCache):

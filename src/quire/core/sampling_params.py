@@ -66,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         seed: keys the noise; None draws one at admission.
         stop: one or more strings that end the text; they are not part of it unless
             `include_stop_str_in_output`.
+        include_stop_str_in_output: leave the stop string in the text.
         stop_token_ids: further token ids that end the request.
         min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many
             tokens.
@@ -228,6 +229,8 @@ def _boolean(name: str, value: Any) -> bool:
 def _text(name: str, value: Any, max_length: int) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= max_length:
         raise _refuse(name, value, f"a string of 1 to {max_length} characters")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise _refuse(name, value, "valid Unicode", "it holds half of a surrogate pair")
     return value
 
 

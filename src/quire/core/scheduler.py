@@ -36,6 +36,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order
         self.in_flight: deque[_Flight] = deque()
         self.num_preemptions = 0
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, at first admissions
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap; entries of the dead are skipped
         self._held: dict[bytes, list[Request]] = {}  # by the hash of the block they wait for
         self._computing: dict[bytes, Request] = {}  # who computes the prompt block of a hash
@@ -92,8 +93,9 @@ class Scheduler:
         step = _Step(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
-        self._choose_prefills(step)
+        self._choose_prefills(step, self._waiting_head())
         self._choose_waiting(step, now)
+        self._choose_prefills(step, None)  # what is left over, where some had given way
         return self._plan(step) if step.chosen else None
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
@@ -151,16 +153,24 @@ class Scheduler:
         if self._latency and step.num_decodes:
             step.budget = min(step.budget, self._latency.budget(step.budget))
 
-    def _choose_prefills(self, step: _Step) -> None:
-        """Further chunks of the prompts that are part-way, the oldest first."""
+    def _choose_prefills(self, step: _Step, head: Request | None) -> None:
+        """Further chunks of the prompts that are part-way, the oldest first.
+
+        Those behind the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
+        """
+        step.num_partial = 0
         for request in list(self.running):
-            if request.status is Status.RUNNING and request.num_remaining > 1:
-                count = self._chunk(request.num_remaining, step)
-                if count and self._reserve(request, count, step):
-                    step.choose(request, count)
-                    step.num_partial += count < request.num_remaining
-                else:
-                    step.num_partial += 1
+            chosen = step.chosen.get(request, 0)
+            remaining = request.num_remaining - chosen
+            if request.status is not Status.RUNNING or remaining < 1 or (remaining == 1 and not chosen):
+                continue  # preempted, finished with its prompt, or decoding
+            count = self._chunk(remaining, step, chosen)
+            if head is not None and head.order < request.order:
+                count = min(count, self.config.min_chunk)
+            if count and self._reserve(request, chosen + count, step):
+                step.choose(request, count)
+                remaining -= count
+            step.num_partial += remaining > 0
 
     def _choose_waiting(self, step: _Step, now: float) -> None:
         """Admit waiting requests in order; the head of the queue is never bypassed for blocks."""
@@ -177,9 +187,9 @@ class Scheduler:
         for request in aside:
             self._enqueue(request)
 
-    def _chunk(self, remaining: int, step: _Step) -> int:
-        """Tokens that a prompt with `remaining` ones may take now."""
-        count = min(remaining, step.budget, self._max_chunk)
+    def _chunk(self, remaining: int, step: _Step, chosen: int = 0) -> int:
+        """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
+        count = min(remaining, step.budget, self._max_chunk - chosen)
         return count if self._chunked or count == remaining else 0
 
     def _admit(self, request: Request, step: _Step, now: float) -> bool:
@@ -229,7 +239,11 @@ class Scheduler:
             if needed <= self.kv.num_available and not seats_taken:
                 return True
             victim = self._outranked(request)
-            if victim is None or self.kv.num_deferred:
+            if (
+                victim is None
+                or self.kv.num_deferred
+                or needed > self.kv.num_available + self._outranked_blocks(request)
+            ):
                 return False
             self._preempt(victim, step)
             seats_taken = False
@@ -238,6 +252,7 @@ class Scheduler:
         if request.stats.admitted is None:
             request.stats.admitted = now
             request.num_cached = request.num_computed
+            self.num_cached_tokens += request.num_cached
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
         for block_hash in request.hashes[request.num_published :]:
@@ -275,11 +290,15 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, request))
 
     def _pop_waiting(self) -> Request | None:
-        while self._waiting:
-            request = heapq.heappop(self._waiting)[1]
-            if request.status is Status.WAITING:
-                return request
-        return None
+        head = self._waiting_head()
+        if head is not None:
+            heapq.heappop(self._waiting)
+        return head
+
+    def _waiting_head(self) -> Request | None:
+        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
+            heapq.heappop(self._waiting)  # it was aborted
+        return self._waiting[0][1] if self._waiting else None
 
     def _drop_dead_entries(self) -> None:
         """Keep the heap in proportion to the living, at constant cost an abort."""
@@ -314,6 +333,10 @@ class Scheduler:
         last = self.running[-1] if self.running else None
         return last if last is not None and last.order[0] > request.order[0] else None
 
+    def _outranked_blocks(self, request: Request) -> int:
+        """At most so many blocks would come free by preempting all of strictly lower priority."""
+        return sum(len(other.table) for other in self.running if other.order[0] > request.order[0])
+
     def _preempt(self, victim: Request, step: _Step) -> None:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""
         step.withdraw(victim)
@@ -330,7 +353,8 @@ class Scheduler:
 
     def _plan(self, step: _Step) -> StepPlan:
         plan = StepPlan(self._next_number, [], ended=self._ended)
-        flight = _Flight(plan.number, [], step.num_decodes)
+        decodes = sum(request.num_computed >= request.num_prompt for request in step.chosen)
+        flight = _Flight(plan.number, [], decodes)
         self._next_number += 1
         self._ended = []
         for request, count in step.chosen.items():
@@ -456,7 +480,7 @@ class _Step:
         self.num_partial = 0  # prompts that will still be part-way after this step
 
     def choose(self, request: Request, count: int) -> None:
-        self.chosen[request] = count
+        self.chosen[request] = self.chosen.get(request, 0) + count
         self.budget -= count
 
     def withdraw(self, request: Request) -> None:

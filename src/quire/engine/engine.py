@@ -21,7 +21,7 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.engine.executor import Executor, Failed, InlineExecutor, PendingResult
+from quire.engine.executor import Executor, InlineExecutor, PendingResult
 from quire.errors import EngineClosedError
 from quire.models.checkpoint import resolve
 from quire.models.fields import Fields
@@ -110,10 +110,10 @@ class Engine:
         self.memory_plan: MemoryPlan = plan_memory(config, self.model, free_memory())
         self.sampling_defaults = self._read_sampling_defaults()
         self.notes = (*self.model.notes, *self.memory_plan.notes, *self._own_notes())
-        for note in self.notes:
+        for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)
         self.max_model_len = self.memory_plan.max_model_len
-        self.stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
+        self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
         self._executor: Executor = InlineExecutor(self._runner())
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
@@ -159,6 +159,15 @@ class Engine:
         return ModelRunner(model, kv, plan.logit_rows, self.threads)
 
     @property
+    def stats(self) -> EngineStats:
+        """Counters, as they stand now."""
+        if not self._closed:
+            scheduler = self.scheduler
+            self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
+            self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
+        return self._stats
+
+    @property
     def idle(self) -> bool:
         """Nothing is waiting, running, or left to tell."""
         return self.scheduler.idle and not self._in_flight and not self.scheduler.has_updates
@@ -167,7 +176,7 @@ class Engine:
         """Queue a request; see `Scheduler.add`."""
         self._check_open()
         self.scheduler.add(request)
-        self.stats.prompt_tokens += request.num_prompt
+        self._stats.prompt_tokens += request.num_prompt
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
         """End a request wherever it is."""
@@ -182,20 +191,13 @@ class Engine:
         self._check_open()
         plan = self.scheduler.schedule(time.monotonic())
         if plan:
-            self._in_flight.append((plan, self._submit(plan)))
+            self._in_flight.append((plan, self._executor.submit(plan)))
         elif not self._in_flight and not self.scheduler.idle:
             return self._end_stalled()
         updates = self.scheduler.take_updates()
         while self._in_flight and (not plan or len(self._in_flight) > self._depth):
             updates += self._commit(*self._in_flight.popleft())
         return updates
-
-    def _submit(self, plan: StepPlan) -> PendingResult:
-        try:
-            return self._executor.submit(plan)
-        except BaseException:  # Ctrl-C in a step: its requests end, so that the engine can be used on
-            self._in_flight.append((plan, Failed(plan)))
-            raise
 
     def close(self) -> None:
         """Free the model and its blocks. Calls after this raise EngineClosedError; a second close does nothing."""
@@ -206,13 +208,10 @@ class Engine:
 
     def _commit(self, plan: StepPlan, pending: PendingResult) -> list[RequestUpdate]:
         result = pending.wait()
-        stats, kv = self.stats, self.scheduler.kv
+        stats, kv = self._stats, self.scheduler.kv
         stats.count(plan, result)
         stats.peak_blocks = max(stats.peak_blocks, kv.num_usable - kv.num_available)
         updates = self.scheduler.commit(plan, result, time.monotonic())
-        stats.cached_tokens += sum(update.cached_tokens for update in updates if update.finish_reason)
-        stats.preemptions = self.scheduler.num_preemptions
-        stats.running, stats.waiting = len(self.scheduler.running), self.scheduler.num_waiting
         if self.config.check_invariants:
             invariants.check(self.scheduler)
         return updates

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -140,7 +142,8 @@ class Frontend:
             raise EmptyPromptError("the prompt has no tokens; it needs at least one")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
         if not 0 <= worst < self.vocab_size:
-            raise TokenOutOfRangeError(f"the prompt has token id {worst}; allowed are 0 to {self.vocab_size - 1}")
+            shown = worst if abs(worst) < 2**63 else "a huge number"
+            raise TokenOutOfRangeError(f"the prompt has token id {shown}; allowed are 0 to {self.vocab_size - 1}")
         room = self.max_model_len - len(token_ids)
         wanted = max(1, params.min_tokens, params.max_tokens or 0)
         if wanted > room:
@@ -326,9 +329,9 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     if not isinstance(prompt, list | tuple):
         raise RequestError(f"a prompt is a {type(prompt).__name__}; it must be a string or a list of token ids")
     for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, Integral):
             raise TokenOutOfRangeError(f"the prompt holds {token!r}, which is not a token id; ids are integers")
-    return list(prompt)
+    return [operator.index(token) for token in prompt]
 
 
 def _metrics(stats: Mapping[int, RequestStats]) -> RequestMetrics:

@@ -9,7 +9,7 @@ from quire.errors import ConfigError
 KEY, VALUE = 0, 1
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""What a block may hold: sizes that divide attention's key tile, so that no tile begins inside a block."""
+"""What a block may hold. Attention reads whole runs of it, so its bits do not depend on the size."""
 
 
 class KVCache:

@@ -147,8 +147,19 @@ def free_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    return free if limit is None or used is None else min(free, max(0, limit - used))
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    return free if limit is None or used is None else min(free, max(0, limit - used + _file_cache(group)))
+
+
+def _file_cache(group: Path) -> int:
+    """Bytes of cached files, which a control group counts as used and the system takes back when it needs them."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    sizes = dict(line.split() for line in lines if len(line.split()) == 2)
+    return sum(int(sizes.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def format_size(size: float) -> str:

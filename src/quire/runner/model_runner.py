@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.runner.sampler import Sampler
 
-NOT_FINITE = "the model's hidden states are not finite (NaN or infinity)"
+NOT_FINITE = "the model's logits or hidden states are not finite (NaN or infinity)"
 
 
 class ModelRunner:
@@ -129,7 +130,10 @@ class ModelRunner:
             for start, stop in _slices(len(span.targets), self._logit_rows):
                 logits = self.model.logits(hidden[first + start : first + stop])
                 scored += self.sampler.score(logits, list(span.targets[start:stop]), top)
-            result.prompt_logprobs = scored
+            if any(math.isnan(entry.values[0]) for entry in scored):
+                result.error = NOT_FINITE
+            else:
+                result.prompt_logprobs = scored
 
     def _sample(self, spans: list[Span], results: list[SpanResult], hidden: Tensor, batch: RaggedBatch) -> None:
         """One token for each span that ends at the last known one."""
