@@ -93,9 +93,11 @@ class Scheduler:
         step = _Step(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
-        self._choose_prefills(step, self._waiting_head())
+        head = self._waiting_head()
+        self._choose_prefills(step, head)
         self._choose_waiting(step, now)
-        self._choose_prefills(step, None)  # what is left over, where some had given way
+        if head is not None:
+            self._choose_prefills(step, None)  # some may have given way: what is left over is theirs
         return self._plan(step) if step.chosen else None
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
@@ -143,9 +145,14 @@ class Scheduler:
     # -- choosing ------------------------------------------------------------------------------------------
 
     def _choose_decodes(self, step: _Step) -> None:
-        """One token for every decoding request."""
+        """One token for every decoding request; those with more to compute are part-way."""
         for request in list(self.running):
-            if request.status is Status.RUNNING and request.num_remaining == 1 and self._reserve(request, 1, step):
+            remaining = request.num_remaining
+            if request.status is not Status.RUNNING or not remaining:
+                continue  # preempted for one before it, or waiting for its last commit
+            if remaining > 1:
+                step.part_way.append(request)
+            elif self._reserve(request, 1, step):
                 step.choose(request, 1)
                 step.num_decodes += 1
 
@@ -159,11 +166,11 @@ class Scheduler:
         Those behind the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
         """
         step.num_partial = 0
-        for request in list(self.running):
+        for request in step.part_way:
             chosen = step.chosen.get(request, 0)
             remaining = request.num_remaining - chosen
-            if request.status is not Status.RUNNING or remaining < 1 or (remaining == 1 and not chosen):
-                continue  # preempted, finished with its prompt, or decoding
+            if request.status is not Status.RUNNING or not remaining:
+                continue
             count = self._chunk(remaining, step, chosen)
             if head is not None and head.order < request.order:
                 count = min(count, self.config.min_chunk)
@@ -471,13 +478,14 @@ class Scheduler:
 class _Step:
     """The step being made: tokens chosen for each request, and what is left of the budget."""
 
-    __slots__ = ("budget", "chosen", "num_decodes", "num_partial")
+    __slots__ = ("budget", "chosen", "num_decodes", "num_partial", "part_way")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
         self.num_partial = 0  # prompts that will still be part-way after this step
+        self.part_way: list[Request] = []  # those that were before it
 
     def choose(self, request: Request, count: int) -> None:
         self.chosen[request] = self.chosen.get(request, 0) + count
