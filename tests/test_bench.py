@@ -250,6 +250,18 @@ def test_a_named_folder_keeps_the_checkpoint_and_a_temporary_one_does_not(tmp_pa
     assert not temporary.parent.exists()
 
 
+def test_two_runs_may_write_the_same_checkpoint_at_once(tmp_path: Path) -> None:
+    folder, config = tmp_path / "shape", model_config("qwen3-tiny")
+
+    def other_run_is_faster(share: float) -> None:
+        if not folder.exists():
+            write_checkpoint(folder, config)
+
+    assert write_checkpoint(folder, config, other_run_is_faster) == folder
+    assert len(load_file(folder / "model.safetensors")) > 1
+    assert [path.name for path in tmp_path.iterdir()] == ["shape"]
+
+
 def test_a_folder_that_holds_something_else_is_not_touched(tmp_path: Path) -> None:
     mine = tmp_path / "qwen3-tiny" / "config.json"
     mine.parent.mkdir()

@@ -202,6 +202,57 @@ def test_a_template_that_breaks_out_or_fails_is_an_error(source: str) -> None:
         ChatTemplate(source).render(chat("x"))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a'.ljust(10 ** 9) }}",
+        "{{ 'a'.rjust(10 ** 9) }}",
+        "{{ 'a'.center(10 ** 9) }}",
+        "{{ '1'.zfill(10 ** 9) }}",
+        "{{ ('\\t' * 1000).expandtabs(10 ** 6) }}",
+        "{{ ('a' * 10000).replace('a', 'b' * 10000) }}",
+        "{{ ('a' * 10000) | replace('a', 'b' * 10000) }}",
+        "{{ ('a' * 10000).join(['b'] * 10000) }}",
+        "{{ (['b'] * 10000) | join('a' * 10000) }}",
+        "{{ '%999999999s' % 'a' }}",
+        "{{ '%*s' % (999999999, 'a') }}",
+        "{{ '%999999999s' | format('a') }}",
+        "{{ '{:999999999}'.format('a') }}",
+        "{{ '{:{w}}'.format('a', w=999999999) }}",
+        "{{ 'a' | center(10 ** 9) }}",
+        "{{ 'a\\nb' | indent(10 ** 9) }}",
+        "{{ [1] | slice(10 ** 9) | list }}",
+        "{{ ('a ' * 10000) | wordwrap(1, wrapstring='b' * 10000) }}",
+        "{{ [1] | batch(10 ** 9, 'x') | list }}",
+        "{{ [1] | tojson(indent=10 ** 9) }}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=7) %}{% for i in range(60) %}{% set ns.s = ns.s * ns.s %}{% endfor %}",
+        "{% macro f(s) %}{{ s }}{{ s }}{% endmacro %}{% set ns = namespace(s='ab') %}"
+        "{% for i in range(40) %}{% set ns.s = f(ns.s) %}{% endfor %}",
+    ],
+)
+def test_a_long_value_is_refused_before_it_is_made(source: str) -> None:
+    if source.startswith("{{"):  # not printed: the bound of the output is another one
+        source = source.replace("{{ ", "{% set made = ").replace(" }}", " %}")
+    with pytest.raises(ChatTemplateError, match=r"is longer than|must state its widths|prints more than .* characters"):
+        ChatTemplate(source).render(chat("x"))
+
+
+def test_what_is_bounded_works_as_ever_within_the_bounds() -> None:
+    source = (
+        "{{ 'a'.ljust(3) ~ '|' ~ 1 }}{{ 'xax'.replace('x', 'yy', 1) | replace('a', '') }}"
+        "{{ ', '.join(messages | map(attribute='content')) }}{{ messages | map(attribute='role') | join('+') }}"
+        "{{ messages | join('/', attribute='content') }}{{ '%s: %05d' % ('n', 42) }}{{ '{:>4}'.format(7) }}"
+        "{{ 'a\\nb' | indent(2) }}{{ '%s' | format('z') }}{{ 'm' | center(3) }}{{ 'a' + 'b' }}"
+        "{{ '{{\"id\": 123456789}}{}'.format(1) }}{{ '%%123456789%s' % 1 }}{{ 'a b' | wordwrap(1) }}"
+        "{{ [1] | tojson(indent=1) }}"
+    )
+    messages = [*chat("x"), *chat("y")]
+    expected = 'a  |1yyxx, yuser+userx/yn: 00042   7a\n  bz m ab{"id": 123456789}1%1234567891a\nb[\n 1\n]'
+    assert ChatTemplate(source).render(messages) == expected
+
+
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDERED", 1000)
     template = ChatTemplate("{% for i in range(200) %}{{ messages[0].content }}{% endfor %}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from pathlib import Path
@@ -234,4 +235,48 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 def test_a_config_that_is_not_a_json_object_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelConfigError, match=r"config\.json"):
+        Checkpoint(tmp_path)
+
+
+def small_folder(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    write_raw(folder / "model.safetensors", {"a": ENTRY}, bytes(8))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+@pytest.mark.parametrize("damage", ["dangling", "looping", "folder"])
+def test_what_stands_in_place_of_a_file_is_refused_not_taken_for_absent(tmp_path: Path, name: str, damage: str) -> None:
+    file = small_folder(tmp_path) / name
+    file.unlink(missing_ok=True)
+    if damage == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("nowhere" if damage == "dangling" else name)
+    with pytest.raises(CheckpointError, match=f"{name} is there, but it is a broken link or"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_may_not_be_read_is_an_error_that_names_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = io.open
+
+    def refuse(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if Path(file).name == name:
+            raise PermissionError(13, "Permission denied")
+        return real(file, *args, **kwargs)
+
+    small_folder(tmp_path)
+    monkeypatch.setattr(io, "open", refuse)  # what Path.open calls; a mode would not stop a superuser
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*Permission denied"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_with_a_name_too_long_for_a_file_misses_it(tmp_path: Path) -> None:
+    (small_folder(tmp_path) / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "x" * 300 + ".safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(MissingTensorError, match="which is not in the folder"):
         Checkpoint(tmp_path)

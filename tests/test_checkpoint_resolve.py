@@ -134,3 +134,9 @@ def test_a_file_is_refused_as_not_a_folder(tmp_path: Path) -> None:
 def test_a_revision_of_what_is_not_downloaded_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'v2'"):
         resolve(name, "v2")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/x", "a/" * 3000, "x\0y"])
+def test_a_name_that_no_folder_can_have_is_a_checkpoint_not_found(name: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+        resolve(name)

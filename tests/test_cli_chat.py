@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.cli.chat import Chat
+from quire.cli.chat import Chat, _history
 from quire.cli.main import main
 
 FIELDS: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -156,6 +156,35 @@ def test_lines_may_be_piped_in(capsys: pytest.CaptureFixture[str], monkeypatch: 
     out, err = capsys.readouterr()
     assert out.strip() and not out.startswith("> ")
     assert "seed: 'x' is not a whole number" in err
+
+
+def test_a_chat_says_that_it_shows_no_log_probabilities(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    assert main(["chat", "demo", "--logprobs", "1", "--threads", "1"]) == 0
+    assert "log-probabilities are not shown in a chat" in capsys.readouterr().err
+
+
+def test_closed_standard_input_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["chat", "demo"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_user_without_a_home_can_chat(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal, raising=False)
+    with _history():
+        pass
+    assert ("is not kept: Could not determine home" in capsys.readouterr().err) is terminal
 
 
 class Terminal:

@@ -107,6 +107,84 @@ def test_a_prompt_that_the_model_refuses_is_named_before_anything_runs(
     assert f"{source}, line 2: " in err and "1000000" in err
 
 
+def test_messages_that_the_template_refuses_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, result = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "fine"}\n{"messages": [{"role": 5}]}\n')
+    result.write_text("of yesterday")
+    assert main(["generate", "demo", "--input", str(source), "--output", str(result), "--quiet"]) == 2
+    assert f"{source}, line 2: " in capsys.readouterr().err
+    assert result.read_text() == "of yesterday"
+
+
+def test_results_take_the_place_of_older_ones(tmp_path: Path) -> None:
+    result = tmp_path / "out.jsonl"
+    result.write_text("of yesterday\n" * 1000)
+    assert main(["generate", "demo", *PROMPTS, *FLAGS, "--output", str(result), "--quiet"]) == 0
+    assert sorted(json.loads(line)["id"] for line in result.read_text().splitlines()) == [0, 1]
+
+
+def test_the_prompts_are_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, link = tmp_path / "in.jsonl", tmp_path / "link"
+    source.write_text('{"prompt": "a"}\n')
+    link.symlink_to(source)
+    assert main(["generate", "demo", "--input", str(source), "--output", str(link)]) == 2
+    assert "is the file that the prompts are read from" in capsys.readouterr().err
+    with source.open() as stdin:
+        done = run_quire("generate", "demo", "--input", "-", "--output", str(source), stdin=stdin)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert source.read_text() == '{"prompt": "a"}\n'
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.start.start", None)  # to call it would fail otherwise
+    assert main(["generate", "demo", "x", "--output", str(tmp_path / "no" / "x")]) == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_log_probabilities_that_nobody_will_see_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    for extra, expected in (([], True), (["--output", "-"], False)):
+        assert main(["generate", "demo", "x", *FLAGS, "--logprobs", "1", "--threads", "1", *extra]) == 0
+        assert ("only written to JSON lines" in capsys.readouterr().err) is expected
+
+
+def run_quire(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.run(quire(*arguments), text=True, timeout=120, **pipes)
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
+def test_a_full_disk_is_one_line_and_no_traceback() -> None:
+    prompt = ("generate", "demo", "x", "--threads", "1", "--quiet", *FLAGS)
+    with FULL.open("w") as full:
+        done = run_quire(*prompt, stdout=full)
+        assert (done.returncode, done.stderr) == (1, "quire: error: No space left on device\n")
+        assert run_quire("generte", stderr=full).returncode == 2
+    done = run_quire(*prompt, "--output", str(FULL))
+    assert done.returncode == 1
+    assert done.stderr == "quire: error: --output /dev/full cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "arguments", "code", "message"),
+    [
+        (">&-", "generate demo x", 2, "standard output is closed"),
+        ("<&-", "generate demo", 2, "standard input is closed"),
+        ("<&-", "generate demo --input -", 2, "standard input is closed"),
+        ("2>&-", "generte", 2, ""),
+    ],
+)
+def test_closed_streams_are_told_clearly(redirection: str, arguments: str, code: int, message: str) -> None:
+    command = ["sh", "-c", f'"$0" -m quire.cli.main {arguments} {redirection}', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == bool(message)
+
+
 def start_endless(**streams: Any) -> subprocess.Popen[str]:
     command = quire("generate", "demo", "x = [", "--ignore-eos", "--quiet", "--threads", "1")
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
@@ -154,6 +232,7 @@ def test_it_works_without_asserts(expected: dict[str, str]) -> None:
         ('{"prompt": "a", "temprature": 1}', "line 2: unknown option 'temprature'; did you mean 'temperature'"),
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature is -1"),
         ('{"prompt": "a", "temperature": NaN}', "line 2: not JSON"),
+        ('{"prompt": "a", "id": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: lists or objects are nested"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(line: str, what: str, tmp_path: Path) -> None:
@@ -169,6 +248,14 @@ def test_a_lines_own_parameters_win_over_those_of_all(tmp_path: Path) -> None:
     first, second = read_jsonl(str(source), {"seed": 2, "max_tokens": 9}, chat=False)
     assert (first.params.seed, first.params.max_tokens, first.prompt) == (1, 9, "a\u2028b")
     assert (second.params.seed, second.params.logit_bias, second.id) == (2, {3: 1.0}, 2)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}', encoding="utf-8-sig")
+    monkeypatch.setattr("sys.stdin", io.StringIO(source.read_text(encoding="utf-8")))
+    for path in (str(source), "-"):
+        assert read_jsonl(path, {}, chat=False)[0].prompt == "a"
 
 
 def test_with_chat_a_prompt_is_a_users_message(tmp_path: Path) -> None:

@@ -214,10 +214,15 @@ def test_a_yaml_file_may_name_a_preset_and_sampling_parameters(tmp_path: Path) -
         ("max_num_seq: 4", "unknown option 'max_num_seq'; did you mean 'max_num_seqs'"),
         ("trust_remote_code: true", "never runs code from a checkpoint"),
         ("preset: fast", "unknown preset 'fast'"),
+        ("preset: []", r"unknown preset \[\]"),
         ("- a\n- b", "must hold 'name: value' lines, but it holds a list"),
         ("1: 2", "must hold 'name: value' lines"),
         ("a: [", "is not YAML"),
         ("min_chunk: 1\nmin-chunk: 2", "names min_chunk twice"),
+        ("min_chunk: 1\nmin_chunk: 2", "names min_chunk twice"),
+        ("logit_bias: {7: 1, 7: 2}", "names 7 twice"),
+        ("seed: 2020-99-99", "is not YAML"),
+        ("[" * 5000, "is not YAML"),
         ("model: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )
@@ -266,6 +271,7 @@ def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None
         assert f"--{name.replace('_', '-')}" in text
     assert "tokens a KV block (default: 16)" in text
     assert "0 takes the most likely token" in text
+    assert "None" not in text  # a word of Python
 
 
 def test_help_and_version_need_no_torch() -> None:
@@ -288,6 +294,10 @@ def test_help_and_version_need_no_torch() -> None:
         (["generate", "/no/such/folder", "x"], 1, "/no/such/folder"),
         (["generate", "demo", "x", "--input", "f"], 2, "both given"),
         (["generate", "demo", "x", "--lines"], 2, "--lines is about standard input"),
+        (["generate", "demo", "--input", ""], 2, "--input is empty"),
+        (["generate", "demo", "x", "--output", ""], 2, "--output is empty"),
+        (["generate", "Once upon a time"], 1, "the first argument is the model"),
+        (["generate", "long " * 1000], 1, "the first argument is the model"),
         (["chat", "demo", "--model", "demo"], 2, "the model is named twice"),
         (["chat", "demo", "--n", "2"], 2, "n=2 is for 'quire generate'"),
         (["chat"], 2, "no model was named"),

@@ -286,11 +286,19 @@ def test_checks_come_before_any_weight_is_read(llama: Path) -> None:
 # config.json
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"hidden_size": ...}, "'hidden_size' must be a whole number of at least 1, found nothing"),
-    ({"hidden_size": "64"}, "'hidden_size' must be a whole number of at least 1, found '64'"),
-    ({"hidden_size": True}, "'hidden_size' must be a whole number of at least 1, found True"),
+    ({"hidden_size": ...}, "'hidden_size' must be a whole number from 1 to 16777216, found nothing"),
+    ({"hidden_size": "64"}, "'hidden_size' must be a whole number from 1 to 16777216, found '64'"),
+    ({"hidden_size": True}, "'hidden_size' must be a whole number from 1 to 16777216, found True"),
     ({"hidden_size": 64.0}, "found 64.0"),
-    ({"vocab_size": 0}, "'vocab_size' must be a whole number of at least 1, found 0"),
+    ({"num_hidden_layers": 10**9}, "'num_hidden_layers' must be a whole number from 1 to 1024, found 1000000000"),
+    ({"vocab_size": 10**9}, "'vocab_size' must be a whole number from 1 to 16777216, found 1000000000"),
+    ({"num_attention_heads": 10**9}, "'num_attention_heads' must be a whole number from 1 to 65536, found 1000000000"),
+    ({"rms_norm_eps": 10**400}, "'rms_norm_eps' must be a finite number greater than 0, found 1000"),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 1e308}},
+        "'factor' must be small enough for a context of at most 1073741824 tokens, found 1e+308",
+    ),
+    ({"vocab_size": 0}, "'vocab_size' must be a whole number from 1 to 16777216, found 0"),
     ({"num_hidden_layers": -1}, "'num_hidden_layers'"),
     ({"num_attention_heads": None}, "'num_attention_heads'"),
     ({"num_key_value_heads": 3}, "'num_key_value_heads' must be a divisor of num_attention_heads (4), found 3"),

@@ -118,7 +118,7 @@ def test_special_tokens_in_user_text_are_text(make: Any, text: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_special_tokens_that_the_model_itself_can_spell_are_broken_up() -> None:
+def unigram(config: dict[str, Any] | None = None, template: str | None = None) -> Tokenizer:
     """A Unigram vocabulary holds its own special tokens as pieces, and would pick them for text."""
     pieces = [["<unk>", 0.0], ["</s>", 0.0], *([letter, -5.0] for letter in "</s>ab")]
     content = json.loads(metaspace_json())
@@ -126,11 +126,34 @@ def test_special_tokens_that_the_model_itself_can_spell_are_broken_up() -> None:
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in ("<unk>",)]
     content["added_tokens"].append({**content["added_tokens"][0], "id": 1, "content": "</s>"})
     content["post_processor"] = content["normalizer"] = content["decoder"] = None
-    tokenizer = Tokenizer(json.dumps(content))
+    return Tokenizer(json.dumps(content), config, {"default": template} if template else None)
+
+
+def test_special_tokens_that_the_model_itself_can_spell_are_broken_up() -> None:
+    tokenizer = unigram()
     assert 1 in tokenizer._text.encode("a</s>b").ids
     ids = tokenizer.encode("a</s>b</s>")
     assert tokenizer.special_ids.isdisjoint(ids)
     assert "".join(str(tokenizer._text.id_to_token(token)) for token in ids) == "a</s>b</s>"
+
+
+def test_many_special_tokens_in_a_text_are_broken_up_in_one_pass() -> None:
+    tokenizer = unigram()
+    once = tokenizer.encode("</s>")
+    assert tokenizer.encode("</s>" * 5000) == once * 5000  # one by one this was deeper than Python's stack
+
+
+def test_text_that_the_vocabulary_cannot_spell_is_the_unknown_token() -> None:
+    tokenizer = unigram(template="<s>{{ messages[0].content }}</s>")
+    a, b = tokenizer.encode("a"), tokenizer.encode("b")
+    assert tokenizer.encode("a\u4e16b") == [*a, 0, *b]
+    rendered = tokenizer.apply_chat_template(user("a</s>\u4e16b"))
+    assert rendered.token_ids == [*tokenizer.encode("<s>a</s>\u4e16b"), 1]
+
+
+def test_an_unknown_token_that_also_ends_texts_comes_of_no_text() -> None:
+    with pytest.raises(RequestError, match="cannot be told from a special token"):
+        unigram({"eos_token": "<unk>"}).encode("a\u4e16b")
 
 
 def test_a_batch_is_its_texts_one_by_one() -> None:
@@ -263,3 +286,31 @@ def test_the_template_is_found_wherever_it_stands(tmp_path: Path, place: str) ->
     assert tokenizer.apply_chat_template(user("x")).text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     if place == "named":
         assert tokenizer.apply_chat_template(user("x"), tools=[]).text == "tools!"
+
+
+# --- damaged folders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("damage", ["dangling", "looping", "folder"])
+def test_what_stands_in_place_of_a_file_is_refused_not_taken_for_absent(tmp_path: Path, name: str, damage: str) -> None:
+    save(tmp_path, CHATML_CONFIG)
+    (tmp_path / name).unlink(missing_ok=True)
+    if damage == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to("nowhere" if damage == "dangling" else name)
+    with pytest.raises((TokenizerError, ChatTemplateError), match=f"{name} is there, but it is a broken link or"):
+        Tokenizer.load_if_present(tmp_path)
+
+
+def test_a_folder_may_have_no_tokenizer(tmp_path: Path) -> None:
+    assert Tokenizer.load_if_present(tmp_path) is None
+    loaded = Tokenizer.load_if_present(save(tmp_path))
+    assert loaded is not None and loaded.encode("hello") == chatml().encode("hello")
+
+
+def test_json_that_nests_too_deep_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path, tokenizer_config__json="[" * 200_000)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer.load(tmp_path)

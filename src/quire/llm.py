@@ -14,7 +14,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,7 +46,7 @@ class _Base:
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.notes: tuple[str, ...] = self._engine.notes
         self.threads: int = self._engine.threads
-        self.tokenizer: Tokenizer | None = _load_tokenizer(self._engine.path)
+        self.tokenizer: Tokenizer | None = Tokenizer.load_if_present(self._engine.path)
         loaded = self._engine.model
         self._frontend = Frontend(
             tokenizer=self.tokenizer,
@@ -443,11 +442,6 @@ def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcon
 class _NoProgress:
     def update(self, done: int, tokens: int) -> None:
         """Shows nothing."""
-
-
-def _load_tokenizer(folder: Path) -> Tokenizer | None:
-    """None where the checkpoint has none: it then takes token ids."""
-    return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

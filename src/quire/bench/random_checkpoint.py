@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,20 +97,22 @@ def random_checkpoint(shape: str, workdir: str | None, progress: Progress | None
 def write_checkpoint(folder: Path, config: Mapping[str, Any], progress: Progress | None = None) -> Path:
     """Write a bf16 checkpoint with random weights to a folder that does not exist yet; returns it.
 
-    It appears under its name only when it is complete.
+    It appears under its name only when it is complete. If another process has made it meanwhile, that one is kept.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         save_file(_weights(config, progress), partial / "model.safetensors", metadata={"format": "pt"})
         partial.rename(folder)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; choose --workdir") from error
+        if not _holds(folder, config):
+            raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; choose --workdir") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

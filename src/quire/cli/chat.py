@@ -31,7 +31,8 @@ HELP = """\
 /reset           forget the conversation
 /stats           tokens and speed of the last answer, and of the session
 /help            this
-/exit            leave (or Ctrl-D); Ctrl-C stops an answer"""
+/exit            leave (or Ctrl-D); Ctrl-C stops an answer,
+                 and a second one within 1.5 seconds leaves"""
 
 HISTORY = Path("~/.local/state/quire/chat_history")
 HISTORY_LINES = 1000
@@ -54,7 +55,13 @@ def run(args: argparse.Namespace) -> int:
     given = given_options(args, args.name, sampling=True)
     _check_fields(given.sampling)
 
+    from quire.cli.inputs import need_stdin
     from quire.cli.start import start
+    from quire.cli.terminal import note
+
+    need_stdin()
+    if not args.quiet and not given.sampling.keys().isdisjoint(("logprobs", "prompt_logprobs")):
+        note("log-probabilities are not shown in a chat; 'quire generate --output FILE.jsonl' writes them")
 
     with start(given, args.quiet) as llm:
         llm.render_chat([{"role": "user", "content": "?"}])  # without a template: say so now
@@ -89,30 +96,41 @@ def _lines() -> Iterator[str]:
 @contextmanager
 def _history() -> Iterator[None]:
     """Line editing with the lines of earlier chats, on a terminal only. A history that cannot be kept is no error."""
+    if not sys.stdin.isatty():
+        yield
+        return
     try:
         import readline
     except ImportError:
         yield
         return
-    path = HISTORY.expanduser()
-    interactive = sys.stdin.isatty()
-    if interactive and path.is_file():
-        _try(lambda: readline.read_history_file(path))
+    _try(lambda: _read_history(readline.read_history_file))
     try:
         yield
     finally:
-        if interactive:
-            readline.set_history_length(HISTORY_LINES)
-            _try(lambda: path.parent.mkdir(parents=True, exist_ok=True, mode=0o700))
-            _try(lambda: path.touch(mode=0o600))
-            _try(lambda: readline.write_history_file(path))
+        readline.set_history_length(HISTORY_LINES)
+        _try(lambda: _write_history(readline.write_history_file))
+
+
+def _read_history(read: Callable[[Path], None]) -> None:
+    path = HISTORY.expanduser()
+    if path.is_file():
+        read(path)
+
+
+def _write_history(write: Callable[[Path], None]) -> None:
+    path = HISTORY.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch(mode=0o600)
+    write(path)
 
 
 def _try(action: Callable[[], object]) -> None:
     try:
         action()
-    except OSError as error:
-        print(f"note: the history in {HISTORY} is not kept: {error.strerror}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        reason = getattr(error, "strerror", None) or error
+        print(f"note: the history in {HISTORY} is not kept: {reason}", file=sys.stderr)
 
 
 class Chat:

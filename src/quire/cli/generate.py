@@ -1,7 +1,8 @@
 """Complete prompts.
 
 The first argument is the model unless --model names it; the others are prompts. Without any, the prompt is read
-from standard input. Text goes to standard output; all else goes to standard error."""
+from standard input. Texts go to standard output, those of several prompts each under a heading and behind its
+prompt; notes, progress and tables go to standard error."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.inputs import Job, read_jsonl, read_stdin, text_jobs
+from quire.cli.inputs import Job, read_jsonl, read_stdin, refuse_same_file, text_jobs
 from quire.cli.options import add_engine_options, add_sampling_options, given_options
-from quire.errors import ConfigError, RequestError
+from quire.errors import ChatTemplateError, CheckpointNotFoundError, ConfigError, RequestError
 
 if TYPE_CHECKING:
     from quire.cli.views import View
@@ -59,14 +60,21 @@ def run(args: argparse.Namespace) -> int:
     words = list(args.words)
     model = words.pop(0) if words and not hasattr(args, "model") else None
     given = given_options(args, model or ("demo" if args.demo else None), sampling=True)
+    if model is not None:
+        _check_model(model)
+    _check_files(args)
     jobs = _jobs(args, words, given.sampling)
 
     from quire.cli.report import closing_rows
     from quire.cli.start import start
-    from quire.cli.terminal import print_table
+    from quire.cli.terminal import note, print_table
     from quire.cli.views import choose_view
 
-    with start(given, args.quiet) as llm, choose_view(jobs, args.output, args.quiet) as view:
+    logprobs = any(job.params.logprobs is not None or job.params.prompt_logprobs is not None for job in jobs)
+    if logprobs and not args.output and not args.quiet:
+        note("log-probabilities are only written to JSON lines: add --output FILE.jsonl, or --output -")
+    # The view comes first: an output file that cannot be written is refused before the model is loaded.
+    with choose_view(jobs, args.output, args.quiet) as view, start(given, args.quiet) as llm:
         began = time.monotonic()
         outputs = complete(llm, jobs, view)
         seconds = time.monotonic() - began
@@ -76,6 +84,30 @@ def run(args: argparse.Namespace) -> int:
     return int(any(choice.finish_reason == "error" for output in outputs for choice in output.outputs))
 
 
+def _check_model(model: str) -> None:
+    """Tell a forgotten model before standard input is read for a prompt.
+
+    Raises:
+        CheckpointNotFoundError: the first argument is no model.
+        ConfigError: see `quire.models.hub.resolve`.
+    """
+    from quire.models.hub import HUB_NAME, resolve
+
+    if HUB_NAME.fullmatch(model):  # a download: when the model is loaded
+        return
+    try:
+        resolve(model)
+    except (OSError, RuntimeError) as error:  # a prompt can also be too long for a path, or begin with ~
+        raise CheckpointNotFoundError(f"the first argument is the model, but: {error}") from error
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if args.output == "":
+        raise ConfigError("--output is empty; give a file, or - for standard output")
+    if args.output not in (None, "-"):
+        refuse_same_file("-" if args.input is None else args.input, args.output)
+
+
 def _jobs(args: argparse.Namespace, texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Job]:
     """The prompts, from the one place that was given.
 
@@ -83,13 +115,13 @@ def _jobs(args: argparse.Namespace, texts: Sequence[str], sampling: Mapping[str,
         ConfigError: several places were given.
         RequestError: a prompt or a sampling parameter is not valid.
     """
-    places = {"prompts as arguments": bool(texts), "--input": bool(args.input), "--demo": args.demo}
+    places = {"prompts as arguments": bool(texts), "--input": args.input is not None, "--demo": args.demo}
     chosen = [name for name, given in places.items() if given]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} were both given; give one of them")
     if args.lines and chosen:
         raise ConfigError(f"--lines is about standard input, but {chosen[0]} was given; remove one")
-    if args.input:
+    if args.input is not None:
         return read_jsonl(args.input, sampling, args.chat)
     if args.demo:
         return text_jobs(DEMO_PROMPTS, {**DEMO_SAMPLING, **sampling}, args.chat)
@@ -117,7 +149,8 @@ def _add(llm: LLM, job: Job) -> str:
     try:
         prompt = job.prompt if job.messages is None else llm.render_chat(job.messages)
         return llm.add_request(prompt, job.params)
-    except RequestError as error:
+    except (RequestError, ChatTemplateError) as error:
         if not job.place:
             raise
-        raise type(error)(f"{job.place}: {error}") from error
+        kind = type(error) if isinstance(error, RequestError) else RequestError
+        raise kind(f"{job.place}: {error}") from error

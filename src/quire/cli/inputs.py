@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,12 +64,37 @@ def text_jobs(texts: Sequence[str], sampling: Mapping[str, Any], chat: bool) -> 
     ]
 
 
+def need_stdin() -> None:
+    """Raises:
+    ConfigError: standard input was closed by the caller.
+    """
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed, but it must be read; pipe something in, or give it /dev/null")
+
+
+def refuse_same_file(source: str, output: str) -> None:
+    """Refuse to write results over the prompts. A source of `-` is standard input.
+
+    Raises:
+        ConfigError: both are the same regular file.
+    """
+    try:
+        read = os.fstat(sys.stdin.fileno()) if source == "-" and sys.stdin else Path(source).stat()
+        written = Path(output).stat()
+    except (OSError, ValueError):  # one of them does not exist, or is no file at all
+        return
+    if stat.S_ISREG(written.st_mode) and os.path.samestat(read, written):
+        raise ConfigError(f"--output {output} is the file that the prompts are read from; choose another one")
+
+
 def read_stdin(lines: bool) -> list[str]:
     """Standard input as one prompt (without its last line break), or as one prompt a line.
 
     Raises:
+        ConfigError: it is closed.
         RequestError: it is empty, or not UTF-8.
     """
+    need_stdin()
     if sys.stdin.isatty():
         print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
     try:
@@ -81,7 +108,7 @@ def read_stdin(lines: bool) -> list[str]:
 
 
 def read_jsonl(path: str, sampling: Mapping[str, Any], chat: bool) -> list[Job]:
-    """One job a line; `-` is standard input. Blank lines are skipped.
+    """One job a line; `-` is standard input. Blank lines and a byte order mark are skipped.
 
     A line is an object with `prompt`, `prompt_token_ids` or `messages`, and, if wanted, `id` and sampling
     parameters, which win over `sampling`.
@@ -90,13 +117,17 @@ def read_jsonl(path: str, sampling: Mapping[str, Any], chat: bool) -> list[Job]:
         ConfigError: the file cannot be read.
         RequestError: a line is not valid; the message names it.
     """
+    if not path:
+        raise ConfigError("--input is empty; give a file of JSON lines, or - for standard input")
+    if path == "-":
+        need_stdin()
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--input {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"--input {path} is not text in UTF-8: {error}") from error
-    jobs = list(_jobs(text, path, sampling, chat))
+    jobs = list(_jobs(text.removeprefix("\ufeff"), path, sampling, chat))
     if not jobs:
         raise RequestError(f"--input {path} has no lines")
     return jobs
@@ -110,6 +141,8 @@ def _jobs(text: str, path: str, sampling: Mapping[str, Any], chat: bool) -> Iter
                 yield _job(line, number, place, sampling, chat)
             except RequestError as error:
                 raise type(error)(f"{place}: {error}") from error
+            except RecursionError as error:
+                raise RequestError(f"{place}: lists or objects are nested too deeply") from error
 
 
 def _job(line: str, number: int, place: str, sampling: Mapping[str, Any], chat: bool) -> Job:

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Protocol, cast
 
@@ -41,15 +42,31 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `quire` with these arguments (default: the process's); returns the exit code."""
+    if sys.stderr is None:  # closed by the caller: what is said there is lost, and must not go to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        return _fail(ConfigError("standard output is closed; send it to a file or to /dev/null"), USAGE)
     _never_fail_on_encoding()
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Python flushes standard output once more at exit; without this it would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except OSError as error:  # most likely a full disk
+        named = f"{error.filename}: " if error.filename else ""
+        return _fail(QuireError(f"{named}{error.strerror or error}"), FAILED)
+    finally:
+        _drop_what_cannot_be_written()
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Python flushes these streams once more at exit, and would complain then."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(arguments: list[str]) -> int:
@@ -74,7 +91,8 @@ def _never_fail_on_encoding() -> None:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print("quire: error: " + " ".join(str(error).split()), file=sys.stderr)
+    with suppress(OSError):  # standard error may be what is full or gone; the exit code still tells
+        print("quire: error: " + " ".join(str(error).split()), file=sys.stderr)
     return code
 
 

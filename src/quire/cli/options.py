@@ -86,7 +86,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     docs, hints = _attribute_docs(SamplingParams), get_type_hints(SamplingParams)
     defaults = zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
     for name, default in defaults:
-        _add_flag(group, name, hints[name], docs.get(name, ""), default)
+        text = docs.get(name, "").replace("None: ", "Default: ").replace("None is ", "default: ")
+        text = text.replace("None ", "by default ")  # on a command line nothing is called None
+        _add_flag(group, name, hints[name], text, default)
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, default: Any) -> None:
@@ -202,6 +204,20 @@ def _attribute_docs(cls: type) -> dict[str, str]:
     return {name: " ".join(body.split()) for name, body in entries}
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """The safe loader of YAML, which also refuses a key that stands twice: one of them would be lost silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"it names {key.value} twice", problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
     """The options in a YAML file.
 
@@ -216,8 +232,8 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"--config {path} is larger than {MAX_CONFIG_BYTES} bytes; is it a configuration file?")
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        content = yaml.load(text, Loader=_OnceLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a date that does not exist
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
@@ -273,7 +289,7 @@ def given_options(args: argparse.Namespace, model: str | None = None, sampling: 
     known = [*engine_names, *sampling_names]
     options = read_config(args.config, [*known, "preset"]) if args.config else {}
     preset = args.preset or options.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     if model is not None:
         options["model"] = model

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +23,7 @@ from rich.text import Text
 
 from quire.cli.inputs import Job
 from quire.cli.terminal import console, visible
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
@@ -264,12 +267,13 @@ def _panel_lines(count: int, out: Console) -> int:
 
 
 class JsonLines(View):
-    """One JSON object a prompt, written as soon as it ends."""
+    """One JSON object a prompt, written as soon as it ends. What the file held is kept until the first of them."""
 
     def __init__(self, jobs: Sequence[Job], path: str, bar: ProgressBar | None) -> None:
-        self._jobs, self._bar = jobs, bar
+        self._jobs, self._path, self._bar = jobs, path, bar
+        self._written = False
         try:  # closed by `close`
-            self._file: IO[str] = sys.stdout if path == "-" else Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+            self._file: IO[str] = sys.stdout if path == "-" else Path(path).open("a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--output {path} cannot be written: {error.strerror or error}") from error
 
@@ -277,8 +281,33 @@ class JsonLines(View):
         if self._bar:
             self._bar.show(index, output)
         if output.finished:
-            self._file.write(msgspec.json.encode(record(self._jobs[index], output)).decode() + "\n")
-            self._file.flush()
+            line = msgspec.json.encode(record(self._jobs[index], output)).decode() + "\n"
+            if self._file is sys.stdout:
+                self._write(line)
+            else:
+                self._write_to_file(line)
+
+    def _write(self, line: str) -> None:
+        self._file.write(line)
+        self._file.flush()
+
+    def _write_to_file(self, line: str) -> None:
+        """Write to the user's file, in place of what it held.
+
+        Raises:
+            QuireError: it cannot be written now, as when the disk is full.
+        """
+        try:
+            if not self._written and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(0)
+            self._written = True
+            self._write(line)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            with suppress(OSError):
+                self._file.close()
+            raise QuireError(f"--output {self._path} cannot be written: {error.strerror or error}") from error
 
     def close(self) -> None:
         if self._bar:

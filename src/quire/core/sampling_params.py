@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         frequency_penalty: subtracted once for every time that the token stands in the output so far.
         repetition_penalty: logits of tokens in the prompt or the output are divided by it where positive
             and multiplied where negative (Keskar et al. 2019). None: as above, else 1.
-        seed: keys the noise; None draws one at admission.
+        seed: keys the noise. None: one is drawn at admission.
         stop: one or more strings that end the text; they are not part of it unless
             `include_stop_str_in_output`.
         include_stop_str_in_output: leave the stop string in the text.

@@ -1,8 +1,11 @@
 """Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face folder.
 
 Special tokens in a user's text are text: "<|im_end|>" in a prompt is encoded letter by letter and can end no
-turn. Only two things make control tokens: the tokenizer's post-processor (a first token), and the chat
-template's own text.
+turn. Two things are meant to make control tokens: the tokenizer's post-processor (a first token), and the
+chat template's own text. A template can break that: one that changes user text (`content | replace(" ", "")`,
+`content | lower`) may turn harmless text into the text of a control token, after it was looked at here. Such
+a template's output is trusted as it is, here as elsewhere. The unknown token is no control token: it may come
+of text that the vocabulary cannot spell.
 
 The second needs care, since a template mixes its control tokens with what users wrote. Before rendering,
 the first character of each special token in a user's strings is replaced by a private-use character that
@@ -14,6 +17,7 @@ without such strings, nearly all, are encoded in one go, as everybody does.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -32,6 +36,7 @@ from quire.engine.chat_template import (
     plain_json,
 )
 from quire.errors import ChatTemplateError, RequestError, TokenizerError
+from quire.models.fields import has_file
 
 PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -68,16 +73,19 @@ class Tokenizer:
         config = config or {}
         self._source, self._config, self._name = source, config, name
         self._text = self._build()
+        parsed = _parse(source, name)
         self._text.encode_special_tokens = True
         self._control: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
         added = self._text.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._special_texts = sorted(added[token].content for token in self.special_ids)
-        self.vocab_size: int = self._text.get_vocab_size(with_added_tokens=True)
         self.special_tokens = _special_tokens(config)
+        self._unknown_id = self._find_unknown_id(parsed["model"])
+        self._control_ids = self.special_ids - {self._unknown_id}
+        self.vocab_size: int = self._text.get_vocab_size(with_added_tokens=True)
         self._templates = {key: ChatTemplate(text, self.special_tokens) for key, text in (templates or {}).items()}
-        self.byte_ids = self._find_byte_ids()
+        self.byte_ids = self._find_byte_ids(parsed.get("decoder"))
         self._anchor = self._find_anchor()
 
     @classmethod
@@ -85,20 +93,23 @@ class Tokenizer:
         """Reads the tokenizer of a checkpoint. Raises `TokenizerError` or `ChatTemplateError`."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not has_file(path, TokenizerError):
             raise TokenizerError(
                 f"{folder} has no tokenizer.json; save one there with transformers' save_pretrained, "
                 "or use token ids without a tokenizer"
             )
         config: Any = {}
-        if (folder / "tokenizer_config.json").is_file():
-            try:
-                config = json.loads(_read(folder / "tokenizer_config.json"))
-            except ValueError as error:
-                raise TokenizerError(f"{folder / 'tokenizer_config.json'} is not valid JSON: {error}") from error
+        config_path = folder / "tokenizer_config.json"
+        if has_file(config_path, TokenizerError):
+            config = _parse(_read(config_path), str(config_path))
         if not isinstance(config, dict):
-            raise TokenizerError(f"{folder / 'tokenizer_config.json'} must hold an object")
+            raise TokenizerError(f"{config_path} must hold an object")
         return cls(_read(path), config, load_templates(folder, config), str(path))
+
+    @classmethod
+    def load_if_present(cls, folder: str | Path) -> Tokenizer | None:
+        """The tokenizer of a checkpoint, or None where it has no `tokenizer.json`. Raises as `load` does."""
+        return cls.load(folder) if has_file(Path(folder) / "tokenizer.json", TokenizerError) else None
 
     # --- text to ids --------------------------------------------------------------------------------------
 
@@ -132,26 +143,34 @@ class Tokenizer:
         That happens where a special token is also a piece of the model's own vocabulary.
         """
         ids: list[int] = encoding.ids
-        if self.special_ids.isdisjoint(ids):
+        if self._control_ids.isdisjoint(ids):
             return ids
         # The mask tells what the post-processor added from what came of the text.
         mask = encoding.special_tokens_mask
-        if all(made for token, made in zip(ids, mask, strict=True) if token in self.special_ids):
+        if all(made for token, made in zip(ids, mask, strict=True) if token in self._control_ids):
             return ids
         before = ids[: mask.index(0)]
         after = ids[len(mask) - mask[::-1].index(0) :]
         return [*before, *self._encode_broken(text), *after]
 
     def _encode_broken(self, text: str) -> list[int]:
-        """Encodes text that would yield a special token in two halves, split inside that token."""
-        encoding = self._text.encode(text, add_special_tokens=False)
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token in self.special_ids:
-                if end - start < 2:
-                    raise RequestError(f"the text {text[start:end]!r} cannot be told from a special token")
-                middle = start + 1
-                return self._encode_broken(text[:middle]) + self._encode_broken(text[middle:])
-        ids: list[int] = encoding.ids
+        """Encodes text that would yield special tokens in pieces, cut inside each of them."""
+        ids: list[int] = []
+        pieces = [text]  # a stack: the next piece is the last
+        while pieces:
+            piece = pieces.pop()
+            encoding = self._text.encode(piece, add_special_tokens=False)
+            cuts = []
+            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                if token in self._control_ids:
+                    if end - start < 2:
+                        raise RequestError(f"the text {piece[start:end]!r} cannot be told from a special token")
+                    cuts.append(start + 1)
+            if cuts:
+                borders = [0, *cuts, len(piece)]
+                pieces += reversed([piece[a:b] for a, b in itertools.pairwise(borders)])
+            else:
+                ids += encoding.ids
         return ids
 
     # --- ids to text --------------------------------------------------------------------------------------
@@ -236,7 +255,9 @@ class Tokenizer:
         ids: list[int] = []
         done = 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token in self.special_ids and end > start:
+            # An unknown token stands for text, unless it was spelled out.
+            spelled = token in self._control_ids or text[start:end] in self._special_texts
+            if token in self.special_ids and spelled and end > start:
                 ids += self.encode(text[done:start].translate(back), add_special_tokens=False)
                 ids.append(token)
                 done = end
@@ -288,12 +309,20 @@ class Tokenizer:
                 self._control = self._build()
             return self._control
 
-    def _find_byte_ids(self) -> frozenset[int]:
+    def _find_byte_ids(self, decoder: Any) -> frozenset[int]:
         """Ids of single bytes (<0x0A>), if the decoder joins runs of them to characters."""
-        if "ByteFallback" not in json.dumps(json.loads(self._source).get("decoder")):
+        if "ByteFallback" not in json.dumps(decoder):
             return frozenset()
         ids = (self._text.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(token for token in ids if token is not None)
+
+    def _find_unknown_id(self, model: Mapping[str, Any]) -> int | None:
+        """The id that unknown text gets, unless the same token also opens or ends something."""
+        token: int | None = model.get("unk_id")
+        if isinstance(model.get("unk_token"), str):
+            token = self._text.token_to_id(model["unk_token"])
+        others = {self._id_of(name) for name in SPECIAL_NAMES if name not in ("unk_token", "pad_token")}
+        return None if token in others else token
 
     def _find_anchor(self) -> list[int]:
         for text in ("a", "A", "0", "."):
@@ -313,6 +342,13 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def _parse(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{name} is not valid JSON: {error}") from error
 
 
 def _check_text(text: str, index: int | None) -> None:

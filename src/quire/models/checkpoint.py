@@ -5,6 +5,7 @@ Nothing of it is ever run, and no tensor is read before its header has been chec
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from quire.errors import (
     NoSafetensorsError,
     UnexpectedTensorError,
 )
-from quire.models.fields import Fields
+from quire.models.fields import Fields, has_file
 from quire.models.hub import resolve
 from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor, read_header
 
@@ -43,10 +44,10 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise CheckpointNotFoundError(f"no checkpoint: the folder {folder.absolute()} does not exist")
         self.folder = folder
-        if not (folder / "config.json").is_file():
+        if not has_file(folder / "config.json"):
             raise ModelConfigError(
                 f"{folder} has no config.json, so its architecture is not known. Give the folder of a "
                 "Hugging Face checkpoint."
@@ -116,12 +117,12 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
     Also returns what the index promises: a file's name for each tensor; empty where there is no index.
     """
-    if (folder / SINGLE_FILE).is_file():
+    if has_file(folder / SINGLE_FILE, CheckpointError):
         return [folder / SINGLE_FILE], {}
-    if (folder / INDEX_FILE).is_file():
+    if has_file(folder / INDEX_FILE, CheckpointError):
         promised = _read_index(folder / INDEX_FILE)
         return [folder / name for name in sorted(set(promised.values()))], promised
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    files = sorted(file for file in folder.glob("*.safetensors") if has_file(file, CheckpointError))
     if not files:
         raise NoSafetensorsError(
             f"{folder} holds no *.safetensors file, and Quire reads no other format. Convert the "
@@ -139,7 +140,7 @@ def _read_index(index: Path) -> dict[str, str]:
                 f"{index} places {tensor!r} in {name!r}; it must be the plain name of a *.safetensors file "
                 "in the same folder"
             )
-        if not (index.parent / name).is_file():
+        if not os.path.isfile(index.parent / name):
             missing = sum(file == name for file in weight_map.values())
             raise MissingTensorError(
                 f"{index} names {name}, which is not in the folder, so {missing} tensors are missing, "

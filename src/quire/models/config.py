@@ -34,6 +34,10 @@ UNSUPPORTED = {
 }
 """Fields that would change what is computed, with the values that would not, and what they ask for."""
 
+MAX_LAYERS = 1024
+MAX_HEADS = 1 << 16
+MAX_CONTEXT = 1 << 30
+
 ROPE_FIELDS: dict[RopeKind, set[str]] = {
     "default": set(),
     "linear": {"factor"},
@@ -116,15 +120,15 @@ def read_decoder_config(
         fields.refuse(name, neutral, why)
     fields.choice("hidden_act", {"silu"}, default="silu")
     hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    num_heads = fields.integer("num_attention_heads", max=MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, max=MAX_HEADS)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     if default_head_dim is None:
         if "head_dim" not in fields and hidden_size % num_heads:
             raise fields.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size})")
         default_head_dim = hidden_size // num_heads
-    head_dim = fields.integer("head_dim", default=default_head_dim)
+    head_dim = fields.integer("head_dim", default=default_head_dim, max=MAX_HEADS)
     if head_dim % 2:
         raise fields.error("head_dim", "even, since rotary embedding turns pairs")
     vocab_size = fields.integer("vocab_size")
@@ -171,21 +175,25 @@ def read_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
         )
     scaling.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
     theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0), above=1.0)
-    context = fields.integer("max_position_embeddings")
+    context = fields.integer("max_position_embeddings", max=MAX_CONTEXT)
     # A length of its own beside the section wins over the one inside, as in transformers.
     original = fields.integer(
         "original_max_position_embeddings",
-        default=scaling.integer("original_max_position_embeddings", default=context),
+        default=scaling.integer("original_max_position_embeddings", default=context, max=MAX_CONTEXT),
+        max=MAX_CONTEXT,
     )
-    factor = 1.0
+    factor, lengthened = 1.0, float(context)
     if kind == "yarn":
         factor = scaling.number("factor", default=max(1.0, context / original))
-        context = max(context, int(original * factor))
+        lengthened = max(context, original * factor)
     elif kind != "default":
         factor = scaling.number("factor")
-        context = int(context * factor) if kind == "linear" else context
+        lengthened = context * factor if kind == "linear" else context
     if factor < 1.0:
         raise scaling.error("factor", "a number of at least 1")
+    if lengthened > MAX_CONTEXT:
+        raise scaling.error("factor", f"small enough for a context of at most {MAX_CONTEXT} tokens")
+    context = int(lengthened)
     low, high = 1.0, 4.0
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
@@ -222,6 +230,11 @@ def _rope_kind(scaling: Fields) -> RopeKind:
         ) from error
 
 
+def read_num_layers(fields: Fields) -> int:
+    """How many layers there are; checked before anything is built for each. Raises ModelConfigError."""
+    return fields.integer("num_hidden_layers", max=MAX_LAYERS)
+
+
 def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Qwen's sliding windows: layers from `max_window_layers` on, or those that `layer_types` names.
 
@@ -230,7 +243,7 @@ def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """
     window = None
     if fields.flag("use_sliding_window", default=False) and "sliding_window" in fields:
-        window = fields.integer("sliding_window")
+        window = fields.integer("sliding_window", max=MAX_CONTEXT)
     types = fields.strings("layer_types")
     if types is None:
         first = fields.integer("max_window_layers", default=28, min=0)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
+import os
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ModelConfigError
+from quire.errors import ModelConfigError, QuireError
 
 MAX_JSON_BYTES = 16 << 20
+MAX_SIZE = 1 << 24
+"""Bound of any count or width in a configuration: far above every model, far below what exhausts a machine."""
+
+
+def has_file(file: Path, error: type[QuireError] = ModelConfigError) -> bool:
+    """Whether a file that may be absent is there.
+
+    Raises `error` where something of its name is there but no file: taking a broken link for an absent file
+    would change in silence what the checkpoint says.
+    """
+    if os.path.isfile(file):  # unlike Path.is_file, not an error for a name that is too long
+        return True
+    if os.path.lexists(file):
+        raise error(f"{file} is there, but it is a broken link or no regular file; repair or remove it")
+    return False
 
 
 class Fields:
@@ -30,14 +46,17 @@ class Fields:
         """The fields of a JSON file; those of an absent file are none.
 
         Raises:
-            ModelConfigError: the file is not a JSON object.
+            ModelConfigError: the file cannot be read, or is not a JSON object.
         """
-        if not file.is_file():
+        if not has_file(file):
             return cls({}, str(file))
-        if file.stat().st_size > max_bytes:
-            raise ModelConfigError(f"{file} has {file.stat().st_size} bytes; at most {max_bytes} are read")
         try:
+            size = file.stat().st_size
+            if size > max_bytes:
+                raise ModelConfigError(f"{file} has {size} bytes; at most {max_bytes} are read")
             values = json.loads(file.read_text("utf-8"))
+        except OSError as error:
+            raise ModelConfigError(f"{file} cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:
             raise ModelConfigError(f"{file} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
@@ -60,17 +79,17 @@ class Fields:
         found = repr(self._values[name])[:200] if name in self._values else "nothing"
         return ModelConfigError(f"{self.source}: field {name!r} must be {allowed}, found {found}")
 
-    def integer(self, name: str, *, default: int | None = None, min: int = 1) -> int:
-        """A whole number of at least `min`; required where there is no default."""
+    def integer(self, name: str, *, default: int | None = None, min: int = 1, max: int = MAX_SIZE) -> int:
+        """A whole number from `min` to `max`; required where there is no default."""
         value = self._values.get(name, default)
-        if type(value) is not int or value < min:
-            raise self.error(name, f"a whole number of at least {min}")
+        if type(value) is not int or not min <= value <= max:
+            raise self.error(name, f"a whole number from {min} to {max}")
         return value
 
     def number(self, name: str, *, default: float | None = None, above: float = 0.0) -> float:
         """A finite number greater than `above`; required where there is no default."""
         value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= sys.float_info.max:
             raise self.error(name, f"a finite number greater than {above:g}")
         return float(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def resolve(
         CheckpointNotFoundError: it is none of these; the message says what was tried.
         ConfigError: a revision of something that is not downloaded.
     """
-    local = ASSETS / model if model in EMBEDDED_MODELS else Path(model).expanduser()
-    if model and local.is_dir():
+    local = ASSETS / model if model in EMBEDDED_MODELS else _expanded(model)
+    if model and os.path.isdir(local):  # unlike Path.is_dir, not an error for a name that is too long
         if revision is not None:
             raise ConfigError(
                 f"revision {revision!r} was given, but {model!r} is the folder {local}, which has no "
@@ -41,11 +42,18 @@ def resolve(
         return local
     if HUB_NAME.fullmatch(model):
         return _download(model, revision, endpoint, cache_dir)
-    found = "is a file, not a folder" if local.is_file() else "does not exist"
+    found = "is a file, not a folder" if os.path.isfile(local) else "does not exist"
     raise CheckpointNotFoundError(
         f"no checkpoint {model!r}: the folder {local.absolute()} {found}, and a name on the hub has the form "
         f"org/name. Give a folder, org/name, or one of the embedded models: {', '.join(EMBEDDED_MODELS)}."
     )
+
+
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        raise CheckpointNotFoundError(f"no checkpoint {model!r}: there is no such user's home folder") from error
 
 
 def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None) -> Path:

@@ -13,7 +13,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.config import DecoderConfig, read_decoder_config
+from quire.models.config import DecoderConfig, read_decoder_config, read_num_layers
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.weights import Weights
@@ -38,7 +38,7 @@ class Llama(Model):
     @staticmethod
     def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         """Reads config.json and generation_config.json; raises ModelConfigError."""
-        num_layers = fields.integer("num_hidden_layers")
+        num_layers = read_num_layers(fields)
         fields.refuse("sliding_window", (), "Llama has no sliding window")
         fields.refuse("layer_types", (["full_attention"] * num_layers,), "all of Llama's layers see everything")
         bias = fields.flag("attention_bias", default=False)

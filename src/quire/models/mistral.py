@@ -13,7 +13,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.config import DecoderConfig, read_decoder_config
+from quire.models.config import MAX_CONTEXT, DecoderConfig, read_decoder_config, read_num_layers
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.weights import Weights
@@ -38,8 +38,8 @@ class Mistral(Model):
     @staticmethod
     def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         """Reads config.json and generation_config.json; raises ModelConfigError."""
-        num_layers = fields.integer("num_hidden_layers")
-        window = fields.integer("sliding_window") if "sliding_window" in fields else None
+        num_layers = read_num_layers(fields)
+        window = fields.integer("sliding_window", max=MAX_CONTEXT) if "sliding_window" in fields else None
         kind = "full_attention" if window is None else "sliding_attention"
         fields.refuse("layer_types", ([kind] * num_layers,), "all of Mistral's layers see the same window")
         return read_decoder_config(fields, generation, windows=(window,) * num_layers)

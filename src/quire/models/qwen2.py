@@ -12,7 +12,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.config import DecoderConfig, read_decoder_config, read_windows
+from quire.models.config import DecoderConfig, read_decoder_config, read_num_layers, read_windows
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.weights import Weights
@@ -40,7 +40,7 @@ class Qwen2(Model):
         return read_decoder_config(
             fields,
             generation,
-            windows=read_windows(fields, fields.integer("num_hidden_layers")),
+            windows=read_windows(fields, read_num_layers(fields)),
             qkv_bias=True,
         )
 

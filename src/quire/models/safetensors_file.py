@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from quire.errors import CorruptSafetensorsError, TensorDtypeError
+from quire.errors import CheckpointError, CorruptSafetensorsError, TensorDtypeError
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound of the safetensors library itself."""
@@ -49,7 +49,23 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
     Raises:
         CorruptSafetensorsError: saying where the header, an offset or the length is wrong.
+        CheckpointError: the file cannot be read.
     """
+    try:
+        size, length, raw = _read_raw_header(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    entries = {
+        name: _read_entry(file, name, value, 8 + length, size)
+        for name, value in _parse_header(file, raw).items()
+        if name != "__metadata__"
+    }
+    _check_layout(file, list(entries.values()), 8 + length, size)
+    return entries
+
+
+def _read_raw_header(file: Path) -> tuple[int, int, bytes]:
+    """The file's size, the header's length, and the header."""
     size = file.stat().st_size
     if size < 8:
         raise _corrupt(file, f"it has {size} bytes, fewer than the 8 that state the header's length")
@@ -61,14 +77,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                 f"its first 8 bytes state a header of {length} bytes, but the file has {size} bytes "
                 f"and a header at most {MAX_HEADER_BYTES}",
             )
-        header = _parse_header(file, stream.read(length))
-    entries = {
-        name: _read_entry(file, name, value, 8 + length, size)
-        for name, value in header.items()
-        if name != "__metadata__"
-    }
-    _check_layout(file, list(entries.values()), 8 + length, size)
-    return entries
+        return size, length, stream.read(length)
 
 
 def map_tensor(entry: TensorEntry) -> torch.Tensor:
@@ -78,6 +87,7 @@ def map_tensor(entry: TensorEntry) -> torch.Tensor:
 
     Raises:
         TensorDtypeError: the tensor is not fp32, fp16 or bf16.
+        CheckpointError: the file can no longer be read, or has become shorter.
     """
     dtype = FLOAT_DTYPES.get(entry.dtype)
     if dtype is None:
@@ -88,8 +98,12 @@ def map_tensor(entry: TensorEntry) -> torch.Tensor:
     if entry.num_bytes == 0:
         return torch.empty(entry.shape, dtype=dtype)
     skip = entry.start % mmap.ALLOCATIONGRANULARITY
-    with entry.file.open("rb") as stream:
-        view = mmap.mmap(stream.fileno(), skip + entry.num_bytes, access=mmap.ACCESS_COPY, offset=entry.start - skip)
+    length, offset = skip + entry.num_bytes, entry.start - skip
+    try:
+        with entry.file.open("rb") as stream:
+            view = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=offset)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{entry.file} cannot be read: {error}") from error
     if skip % ITEM_BYTES[entry.dtype]:  # a header of odd length: copy, since kernels may rely on alignment
         data = bytearray(view[skip:])
         return torch.frombuffer(data, dtype=dtype).view(entry.shape)
