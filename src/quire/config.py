@@ -97,8 +97,9 @@ class EngineConfig:
     check_invariants: bool = option(False, "check the scheduler's book-keeping after every step (slow; debugging)")
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            _check_field(field, _hints(type(self))[field.name], getattr(self, field.name))
+            _check_field(field, hints[field.name], getattr(self, field.name))
         if not self.model:
             raise ConfigError("model is empty; give a folder, org/name, or 'demo'")
         if self.kv_cache_memory is not None:
@@ -162,10 +163,6 @@ def unknown_option(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown option {name!r}; {hint}"
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
 
 
 def _check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:

@@ -77,7 +77,6 @@ class PrefixCache:
         self.nodes: dict[int, Node] = {}  # by block
         self.roots: dict[str, Node] = {}  # by scope
         self.num_idle = 0  # cached blocks without holders: all of them can be evicted
-        self.num_evicted = 0
         self._tick = 0
         # A heap of (last_used, serial, node); an entry that no longer holds is skipped when it comes up.
         self._leaves: list[tuple[int, int, Node]] = []
@@ -165,7 +164,6 @@ class PrefixCache:
             if node is None:
                 break
             evicted += self._detach(node)
-        self.num_evicted += evicted
         return evicted
 
     def clear(self) -> int:

@@ -160,11 +160,6 @@ class Request:
         self.last_step = -1
 
     @property
-    def num_output(self) -> int:
-        """Output tokens known so far."""
-        return len(self.tokens) - self.num_prompt
-
-    @property
     def num_remaining(self) -> int:
         """Tokens that could be computed next: one for a decoding request, none when it must wait for a commit."""
         total = len(self.tokens) + self.num_pending

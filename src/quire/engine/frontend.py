@@ -54,7 +54,6 @@ class _Live:
     """A user's request in flight."""
 
     output: RequestOutput
-    params: SamplingParams
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
 
@@ -179,7 +178,7 @@ class Frontend:
         output = RequestOutput(request_id, prepared.text, prepared.token_ids, [], seed=prepared.params.seed or 0)
         if prepared.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]  # nothing predicts the first token
-        live = _Live(output, prepared.params)
+        live = _Live(output)
         now = time.monotonic()
         for index, number in enumerate(numbers):
             completion = CompletionOutput(index)

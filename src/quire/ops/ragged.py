@@ -35,10 +35,6 @@ class RaggedBatch:
     block_size: int
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def num_spans(self) -> int:
-        return len(self.context_lens)
-
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, made at the first call with this key: for what all layers of a step share."""
         if key not in self._made:
