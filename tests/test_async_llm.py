@@ -110,7 +110,7 @@ async def test_a_failure_of_the_engines_thread_is_told_to_everybody(llm, monkeyp
 async def test_a_timeout_of_the_wrong_type_leaves_nothing_behind(llm):
     with pytest.raises(TypeError):
         await collect(llm, "x", LONG, timeout="5")
-    assert llm._frontend.idle and not llm._waiters
+    assert llm._frontend.idle and not llm._streams._changed
 
 
 async def test_closing_while_a_prompt_is_tokenized_ends_its_caller(llm, monkeypatch):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.engine import chat_template
+from quire.engine import chat_template, template_sandbox
 from quire.engine.chat_template import ChatTemplate, load_templates
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 
@@ -134,6 +134,62 @@ def test_real_templates_render_as_in_transformers(name: str, messages: list[Any]
     assert ChatTemplate(TEMPLATES[name], SPECIALS).render(messages, **options) == expected
 
 
+CONTINUED = [
+    chat("Hello", "Hi"),
+    chat("Hello", "  Hi the ", system="Be brief."),
+    chat("x", "<think>\nhm"),
+    chat("x", ""),
+    chat("same", "same", "go", "same"),
+    chat("x", "CONTINUE_FINAL_MESSAGE_TAG is here"),
+    chat("x", "世界🙂\n\n"),
+    chat("a user's own message is continued too"),
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("messages", CONTINUED)
+def test_a_final_message_is_continued_as_in_transformers(name: str, messages: list[Any]) -> None:
+    [expected], _ = render_jinja_template(
+        [messages], chat_template=TEMPLATES[name], continue_final_message=True, **SPECIALS
+    )
+    before = json.dumps(messages)
+    rendered = ChatTemplate(TEMPLATES[name], SPECIALS).render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert rendered == expected
+    assert json.dumps(messages) == before
+    assert rendered.rstrip().endswith(messages[-1]["content"].strip())
+
+
+def test_text_parts_are_continued_behind_the_last_one() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [*chat("x"), {"role": "assistant", "content": parts}]
+    rendered = ChatTemplate(CHATML).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered.endswith("<|im_start|>assistant\none\ntwo")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content }}",  # leaves the last message out
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages %}{{ m.content.replace('Hi', 'Ho') }}{% endfor %}",
+    ],
+)
+def test_a_final_message_that_the_template_changes_cannot_be_continued(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="changes the last message or leaves it out"):
+        ChatTemplate(source).render(chat("a", "Hi"), add_generation_prompt=False, continue_final_message=True)
+
+
+def test_continuing_refuses_a_generation_prompt_and_tool_calls() -> None:
+    template = ChatTemplate(CHATML)
+    with pytest.raises(ChatTemplateError, match="set one of them to false"):
+        template.render(chat("a", "b"), continue_final_message=True)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    with pytest.raises(ChatTemplateError, match="calls tools"):
+        template.render([*chat("a"), call], add_generation_prompt=False, continue_final_message=True)
+
+
 def test_tools_and_variables_render_as_in_transformers() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "a < b & 'é'", "parameters": {}}}]
     [expected], _ = render_jinja_template(
@@ -142,6 +198,16 @@ def test_tools_and_variables_render_as_in_transformers() -> None:
     rendered = ChatTemplate(CHATML).render(CHATS[1], tools=tools, variables={"enable_thinking": False})
     assert rendered == expected
     assert "a < b & 'é'" in rendered
+
+
+def test_a_template_that_takes_too_much_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(_: object) -> str:
+        raise MemoryError
+
+    template = ChatTemplate("{{ messages[0].content }}")
+    monkeypatch.setattr(chat_template, "join_pieces", out_of_memory)
+    with pytest.raises(ChatTemplateError, match="more memory"):
+        template.render(chat("x"))
 
 
 def test_a_refusal_of_the_template_is_an_error_with_its_words() -> None:
@@ -165,6 +231,12 @@ def test_an_undefined_variable_may_be_tested() -> None:
 
 def test_missing_special_tokens_and_message_fields_print_nothing() -> None:
     assert ChatTemplate("{{ bos_token }}{{ messages[0].name }}|").render(chat("x")) == "|"
+
+
+def test_string_methods_work_inside_loops_and_blocks() -> None:
+    source = "{% block b scoped %}{{ m.content.replace('a', 'b').ljust(3) }}{% endblock %}"
+    source = "{% for m in messages %}" + source + "{% endfor %}|"
+    assert ChatTemplate(source).render(chat("aa")) == "bb |"
 
 
 def test_the_date_is_today_s() -> None:
@@ -254,7 +326,7 @@ def test_what_is_bounded_works_as_ever_within_the_bounds() -> None:
 
 
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDERED", 1000)
+    monkeypatch.setattr(template_sandbox, "MAX_RENDERED", 1000)
     template = ChatTemplate("{% for i in range(200) %}{{ messages[0].content }}{% endfor %}")
     assert len(template.render(chat("x" * 5))) == 1000
     with pytest.raises(ChatTemplateError, match="prints more than 1000 characters"):

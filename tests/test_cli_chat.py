@@ -19,6 +19,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cli.chat import Chat, _history
 from quire.cli.main import main
+from quire.cli.talk import LocalTalker
 
 FIELDS: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 
@@ -31,7 +32,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def chat(llm: LLM) -> Chat:
-    return Chat(llm, dict(FIELDS))
+    return Chat(LocalTalker(llm), dict(FIELDS))
 
 
 def test_an_answer_is_that_of_the_python_interface_and_is_remembered(
@@ -51,9 +52,10 @@ def test_an_answer_is_that_of_the_python_interface_and_is_remembered(
 def test_the_second_turn_finds_the_first_in_the_prefix_cache(chat: Chat) -> None:
     chat.take("def unlike_any_other_test(x, y, z):")
     assert chat.last is not None
-    first = len(chat.last.prompt_token_ids)
+    first = chat.last.prompt_tokens
+    assert first is not None
     chat.take("go on")
-    assert chat.last.cached_tokens >= first
+    assert chat.last.cached_tokens is not None and chat.last.cached_tokens >= first
 
 
 def test_set_changes_a_parameter_and_none_takes_it_back(chat: Chat) -> None:
@@ -136,7 +138,7 @@ def test_exit_ends_the_chat_and_an_empty_line_does_not(chat: Chat) -> None:
 def test_an_answer_that_fills_the_context_says_so_and_the_next_one_gives_advice(
     llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = Chat(llm, {"ignore_eos": True, "seed": 1})
+    chat = Chat(LocalTalker(llm), {"ignore_eos": True, "seed": 1})
     chat.take("fill it")
     assert "(the context of 128 tokens is full: /reset starts anew" in capsys.readouterr().err
     before = list(chat.messages)

@@ -55,7 +55,7 @@ BAD: list[tuple[str, Any]] = [
     ("stop", 5), ("stop", [""]), ("stop", ["a"] * 65), ("stop", "x" * 1025), ("stop", [b"x"]),
     ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("stop_token_ids", 3), ("stop_token_ids", ["a"]),
     ("include_stop_str_in_output", 1),
-    ("min_tokens", -1), ("min_tokens", True), ("max_tokens", 0), ("max_tokens", math.nan),
+    ("min_tokens", -1), ("min_tokens", True), ("max_tokens", -1), ("max_tokens", math.nan),
     ("ignore_eos", None), ("skip_special_tokens", "yes"),
     ("logit_bias", {1: math.nan}), ("logit_bias", {1: 101}), ("logit_bias", {-1: 1.0}), ("logit_bias", [1]),
     ("logit_bias", dict.fromkeys(range(5000), 1.0)),
@@ -70,6 +70,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(name: str, value: Any) 
     with pytest.raises(SamplingParamsError, match=name) as caught:
         SamplingParams(**{name: value})
     assert isinstance(caught.value, RequestError)
+    assert caught.value.param == name
     assert len(str(caught.value)) < 300
 
 
@@ -81,6 +82,12 @@ def test_the_message_says_value_range_and_hint() -> None:
 def test_min_tokens_beyond_max_tokens_are_refused() -> None:
     with pytest.raises(SamplingParamsError, match="min_tokens is 5 but max_tokens is 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_zero_max_tokens_only_score_the_prompt_and_leave_no_room_for_min_tokens() -> None:
+    assert SamplingParams(max_tokens=0).max_tokens == 0
+    with pytest.raises(SamplingParamsError, match="min_tokens is 1 but max_tokens is 0"):
+        SamplingParams(max_tokens=0, min_tokens=1)
 
 
 def test_an_unknown_field_is_refused() -> None:

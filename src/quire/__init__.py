@@ -6,7 +6,6 @@ What a user imports. `LLM` and `AsyncLLM` bring torch, so they are loaded when t
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from quire.llm import LLM, AsyncLLM
 
-__version__ = version("quire")
+    __version__: str
 
 _LAZY = {
     "LLM": "quire.llm",
@@ -44,6 +43,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # takes a while to import, and every process of a server starts here
+
+        return version("quire")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

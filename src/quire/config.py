@@ -99,7 +99,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            _check_field(field, hints[field.name], getattr(self, field.name))
+            check_field(field, hints[field.name], getattr(self, field.name))
         if not self.model:
             raise ConfigError("model is empty; give a folder, org/name, or 'demo'")
         if self.kv_cache_memory is not None:
@@ -165,7 +165,7 @@ def unknown_option(name: str, known: list[str]) -> str:
     return f"unknown option {name!r}; {hint}"
 
 
-def _check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
+def check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
     """Type and range of one option."""
     if get_origin(hint) in (Union, types.UnionType):
         if value is None:

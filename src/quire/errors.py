@@ -79,13 +79,18 @@ class RequestError(QuireError, ValueError):
     """A request is refused before anything runs.
 
     `index` is the place of the bad prompt in the list given to `generate`; None where there was no list.
+    `param` is the field that is to blame; None where it is not one alone.
     """
 
     index: int | None = None
 
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
     def at(self, index: int) -> RequestError:
         """The same error, saying which prompt of a list it is about."""
-        error = type(self)(f"prompt {index}: {self}")
+        error = type(self)(f"prompt {index}: {self}", param=self.param)
         error.index = index
         return error
 
@@ -110,8 +115,24 @@ class RequestTooLargeError(RequestError):
     """The request could never fit into the KV pool, even alone."""
 
 
+class TokenizerTimeoutError(RequestError):
+    """Rendering or tokenizing the request took longer than it may."""
+
+
+class TokenizerFailedError(QuireError, RuntimeError):
+    """A tokenizer worker died of a request, failed on it in a way that it should not, or cannot start."""
+
+
 class EngineClosedError(QuireError, RuntimeError):
     """The engine was closed and takes no more requests."""
+
+
+class ServerError(QuireError):
+    """A server cannot start, or cannot go on."""
+
+
+class RemoteError(QuireError):
+    """A server that was named by its URL cannot be reached, refuses, or does not keep to the protocol."""
 
 
 class BenchmarkError(QuireError):

@@ -23,6 +23,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine, EngineStats, OnLoad
 from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.outputs import RequestOutput
+from quire.engine.streams import Streams
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
 from quire.models.model import Model
@@ -284,7 +285,7 @@ class AsyncLLM(_Base):
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiters: dict[str, asyncio.Event] = {}  # set when there is something to hand out
+        self._streams = Streams()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
@@ -324,19 +325,17 @@ class AsyncLLM(_Base):
             prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
         self._check_running()  # it may have been closed meanwhile
         output = self._frontend.submit(prepared, request_id)
-        changed = self._waiters[output.request_id] = asyncio.Event()
-        try:
-            while changed.is_set() or not output.finished:
+        async with contextlib.aclosing(self._streams.follow(output, self._check_running, self._abort_output)) as stream:
+            while True:
                 async with asyncio.timeout_at(deadline):
-                    await changed.wait()
-                changed.clear()
-                if not output.finished:
-                    self._check_running()
-                yield output.hand_out()
-        finally:
-            del self._waiters[output.request_id]
-            if not output.finished and not self._closed:
-                self._frontend.abort(output.request_id)
+                    grown = await anext(stream, None)
+                if grown is None:
+                    return
+                yield grown
+
+    def _abort_output(self, request_id: str) -> None:
+        if not self._closed:
+            self._frontend.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator hands out the last output. One that is not there is ignored."""
@@ -350,7 +349,7 @@ class AsyncLLM(_Base):
         self._commands.put(None)
         self._thread.join()
         self._engine.close()
-        self._tell_loop(self._wake_all)
+        self._tell_loop(self._streams.wake_all)
 
     def _check_running(self) -> None:
         self._check_open()
@@ -367,7 +366,7 @@ class AsyncLLM(_Base):
         except BaseException as error:
             logger.exception("the engine's thread failed")
             self._failure = error
-            self._tell_loop(self._wake_all)
+            self._tell_loop(self._streams.wake_all)
 
     def _take_commands(self) -> bool:
         """Run what was asked for, waiting for something to do while idle; False once the engine is closed."""
@@ -386,14 +385,7 @@ class AsyncLLM(_Base):
                 self._loop.call_soon_threadsafe(call, *args)
 
     def _absorb(self, updates: list[RequestUpdate]) -> None:
-        for output in self._frontend.absorb(updates):
-            changed = self._waiters.get(output.request_id)
-            if changed is not None:
-                changed.set()
-
-    def _wake_all(self) -> None:
-        for changed in self._waiters.values():
-            changed.set()
+        self._streams.wake(self._frontend.absorb(updates))
 
     def _add(self, request: Request) -> None:
         def add() -> None:

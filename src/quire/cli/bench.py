@@ -1,8 +1,10 @@
-"""Measure how fast a model runs on this machine.
+"""Measure how fast a model runs on this machine (offline), or how fast a server answers (serve).
 
 `offline` runs workload cells, each a batch of greedy requests with random prompts and the prefix cache off, and
 prints tokens per second and the share of the machine's ceiling that they are: the least time that memory and
-matrix units would take for the same work, measured first. Figures are only worth something on a quiet machine."""
+matrix units would take for the same work, measured first. Figures are only worth something on a quiet machine.
+
+`serve` sends load to a running server, and has options of its own: see 'quire bench serve --help'."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ FRAME_SECONDS = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire bench`."""
-    parser.usage = "quire bench offline MODEL [options]"
+    parser.usage = "quire bench offline MODEL [options]\n       quire bench serve --url URL [options]"
     parser.add_argument(
         "words", nargs="*", metavar="offline MODEL", help="what to measure; folder, org/name to download, or 'demo'"
     )
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     cells = parse_cells(args.cells) if args.cells else list(CELLS)
     with ExitStack() as stack:
-        lines = stack.enter_context(_json_file(args.json))
+        lines = stack.enter_context(json_file(args.json))
         if args.random:
             given.engine["model"] = str(stack.enter_context(_random_checkpoint(args.random, args.workdir)))
         began = time.perf_counter()
@@ -84,7 +86,10 @@ def _given(args: argparse.Namespace) -> Given:
     """
     words = list(args.words)
     if not words or words[0] != "offline":
-        raise ConfigError(f"quire bench {words[0] if words else ''}: say what to measure: 'quire bench offline MODEL'")
+        raise ConfigError(
+            f"quire bench {words[0] if words else ''}: say what to measure: 'quire bench offline MODEL', "
+            "or 'quire bench serve --url URL'"
+        )
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat} is out of range; allowed: 1 or more")
     if args.workdir and not args.random:
@@ -105,8 +110,8 @@ def _given(args: argparse.Namespace) -> Given:
 
 
 @contextmanager
-def _json_file(path: str | None) -> Iterator[IO[str] | None]:
-    """Where JSON lines go; None where none were asked for."""
+def json_file(path: str | None) -> Iterator[IO[str] | None]:
+    """Where JSON goes; None where none was asked for. Opened before a run, so that no run is in vain."""
     if path is None or path == "-":
         yield None if path is None else sys.stdout
         return

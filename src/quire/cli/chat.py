@@ -1,27 +1,31 @@
-"""Talk with a model. The answer streams; Ctrl-C stops it, and Ctrl-D leaves.
+"""Talk with a model, here or on a server. The answer streams; Ctrl-C stops it, and Ctrl-D leaves.
 
 /help shows the commands."""
 
 from __future__ import annotations
 
 import argparse
-import signal
+import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from quire.cli.options import add_engine_options, add_sampling_options, given_options, parse_value, sampling_params
+from quire.cli.options import (
+    Given,
+    add_engine_options,
+    add_sampling_options,
+    given_options,
+    parse_value,
+    sampling_params,
+)
 from quire.config import unknown_option
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, PromptTooLongError, QuireError
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import RequestOutput
-    from quire.llm import LLM
+    from quire.cli.talk import Answer, Talker
 
 HELP = """\
 /set NAME VALUE  change a sampling parameter, as in /set temperature 0.7;
@@ -36,14 +40,21 @@ HELP = """\
 
 HISTORY = Path("~/.local/state/quire/chat_history")
 HISTORY_LINES = 1000
+WAIT_SECONDS, MAX_WAIT_SECONDS = 120.0, 86_400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire chat`."""
-    parser.usage = "quire chat MODEL [options]"
+    parser.usage = "quire chat MODEL [options]\n       quire chat --url URL [--api-key KEY] [--model NAME] [options]"
     parser.add_argument("name", nargs="?", metavar="MODEL", help="folder, org/name to download, or 'demo'")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--quiet", action="store_true", help="no notes and no memory plan")
+    group = parser.add_argument_group("a model on a server")
+    group.add_argument("--url", metavar="URL", help="talk to the server there, as in http://127.0.0.1:8000")
+    group.add_argument("--api-key", metavar="KEY", help="the server's key, or @FILE that holds it")
+    group.add_argument(
+        "--wait", metavar="SECONDS", type=float, help=f"wait for a server that is loading (default: {WAIT_SECONDS:g})"
+    )
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -53,19 +64,12 @@ def run(args: argparse.Namespace) -> int:
     if args.name and hasattr(args, "model"):
         raise ConfigError(f"the model is named twice, {args.name!r} and --model {args.model!r}; give one of them")
     given = given_options(args, args.name, sampling=True)
-    _check_fields(given.sampling)
 
     from quire.cli.inputs import need_stdin
-    from quire.cli.start import start
-    from quire.cli.terminal import note
 
     need_stdin()
-    if not args.quiet and not given.sampling.keys().isdisjoint(("logprobs", "prompt_logprobs")):
-        note("log-probabilities are not shown in a chat; 'quire generate --output FILE.jsonl' writes them")
-
-    with start(given, args.quiet) as llm:
-        llm.render_chat([{"role": "user", "content": "?"}])  # without a template: say so now
-        chat = Chat(llm, given.sampling, args.system)
+    with _talker(args, given) as talker:
+        chat = Chat(talker, given.sampling, args.system)
         if sys.stdin.isatty():
             print("Ctrl-D leaves, Ctrl-C stops an answer, /help shows the commands.", file=sys.stderr)
         with _history():
@@ -73,6 +77,64 @@ def run(args: argparse.Namespace) -> int:
                 if not chat.take(line):
                     break
     return 0
+
+
+@contextmanager
+def _talker(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
+    """What answers: a server's model, or one that is loaded here."""
+    if args.url is None:
+        for flag, value in (("--api-key", args.api_key), ("--wait", args.wait)):
+            if value is not None:
+                raise ConfigError(f"{flag} is about a server; name it with --url, or leave {flag} out")
+        with _local(args, given) as local:
+            yield local
+    else:
+        with _remote(args, given) as remote:
+            yield remote
+
+
+@contextmanager
+def _local(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
+    _check_fields(given.sampling)
+
+    from quire.cli.start import start
+    from quire.cli.talk import LocalTalker
+    from quire.cli.terminal import note
+
+    if not args.quiet and not given.sampling.keys().isdisjoint(("logprobs", "prompt_logprobs")):
+        note("log-probabilities are not shown in a chat; 'quire generate --output FILE.jsonl' writes them")
+    with start(given, args.quiet) as llm:
+        llm.render_chat([{"role": "user", "content": "?"}])  # without a template: say so now
+        yield LocalTalker(llm)
+
+
+@contextmanager
+def _remote(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
+    if args.name:
+        raise ConfigError(f"{args.name!r} names a model to load here, but --url a server; use --model {args.name}")
+    for name in [*(["preset"] if given.preset else []), *given.engine]:
+        if name != "model":
+            raise ConfigError(f"{name} is an option of the engine, which with --url is the server's; set it there")
+    wait = WAIT_SECONDS if args.wait is None else args.wait
+    if not (math.isfinite(wait) and 0 <= wait <= MAX_WAIT_SECONDS):
+        raise ConfigError(f"--wait is {wait}; it must be from 0 to {MAX_WAIT_SECONDS:g} seconds")
+
+    from quire.cli.remote import RemoteTalker
+    from quire.cli.terminal import note
+    from quire.server.config import ServerConfig, read_keys
+
+    _check_fields(given.sampling, RemoteTalker.refused)
+    keys = ServerConfig(api_key=read_keys((args.api_key,) if args.api_key is not None else ())).api_key
+    if len(keys) > 1:
+        raise ConfigError(f"--api-key {args.api_key} holds {len(keys)} keys; a chat sends one")
+    talker = RemoteTalker(args.url, keys[0] if keys else None, given.engine.get("model"), wait)
+    try:
+        if not args.quiet:
+            context = "" if talker.context is None else f", context {talker.context:,} tokens"
+            note(f"{talker.model} at {talker.url}{context}")
+        yield talker
+    finally:
+        talker.close()
 
 
 def _lines() -> Iterator[str]:
@@ -139,14 +201,15 @@ class Chat:
     Attributes:
         messages: what was said, the system message first if there is one.
         fields: sampling parameters that were set.
+        last: the last answer.
     """
 
-    def __init__(self, llm: LLM, fields: dict[str, Any], system: str | None = None) -> None:
-        self.llm = llm
+    def __init__(self, talker: Talker, fields: dict[str, Any], system: str | None = None) -> None:
+        self.talker = talker
         self.fields = dict(fields)
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self.last: RequestOutput | None = None
+        self.last: Answer | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/set": self._set,
             "/system": self._set_system,
@@ -200,7 +263,7 @@ class Chat:
         fields = {key: kept for key, kept in self.fields.items() if key != name}
         if value.strip().lower() != "none":
             fields[name] = parse_value(name, hints[name], value.strip())
-        _check_fields(fields)
+        _check_fields(fields, self.talker.refused)
         self.fields = fields
         _tell(f"{name} is {fields.get(name, 'the default')}")
 
@@ -208,75 +271,63 @@ class Chat:
         """Stream the answer to `text`. What was said is kept only if there is an answer, or a part of one."""
         messages = [*self.messages, {"role": "user", "content": text}]
         try:
-            output = self._stream(self.llm.render_chat(messages))
+            answer = self.talker.answer(messages, self.fields, _show)
         except PromptTooLongError as error:
             raise PromptTooLongError(
                 f"{error}; or /reset to start anew ({len(messages)} messages are in the conversation)"
             ) from error
-        [choice] = output.outputs
-        self.last = output
-        if choice.text or choice.finish_reason == "stop":
-            self.messages = [*messages, {"role": "assistant", "content": choice.text}]
-        self._say_why(output)
+        print(flush=True)
+        self.last = answer
+        if answer.text or answer.reason == "stop":
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self._say_why(answer)
 
-    def _stream(self, prompt: list[int]) -> RequestOutput:
-        """Run one request, printing its text as it comes; Ctrl-C aborts it between two steps."""
-        from quire.cli.terminal import visible
-
-        request = self.llm.add_request(prompt, sampling_params(self.fields))
-        with _interrupt() as interrupted:
-            while True:
-                for output in self.llm.abort(request) if interrupted() else self.llm.step():
-                    sys.stdout.write(visible(output.outputs[0].delta))
-                    sys.stdout.flush()
-                    if output.finished:
-                        print(flush=True)
-                        return output
-
-    def _say_why(self, output: RequestOutput) -> None:
+    def _say_why(self, answer: Answer) -> None:
         """Say why an answer ended, where that is not plain."""
-        [choice] = output.outputs
-        used = len(output.prompt_token_ids) + len(choice.token_ids)
-        if choice.finish_reason == "error":
-            _tell(f"error: {choice.error}")
-        elif choice.finish_reason == "abort":
+        used, context = answer.context_used, self.talker.context
+        if answer.reason == "error":
+            _tell(f"error: {answer.error}")
+        elif answer.reason == "abort":
             _tell("(stopped)")
-        elif choice.finish_reason == "length" and used >= self.llm.max_model_len:
-            _tell(
-                f"(the context of {self.llm.max_model_len} tokens is full: /reset starts anew; "
-                "a larger --max-model-len would hold more, up to what the model was made for)"
-            )
-        elif choice.finish_reason == "length":
-            _tell(f"(stopped after max_tokens={self.fields.get('max_tokens')}; /set max_tokens changes it)")
+        elif answer.reason == "length" and used is not None and context is not None and used >= context:
+            _tell(f"(the context of {context} tokens is full: /reset starts anew; {self.talker.more_context})")
+        elif answer.reason == "length" and "max_tokens" in self.fields:
+            _tell(f"(stopped after max_tokens={self.fields['max_tokens']}; /set max_tokens changes it)")
+        elif answer.reason == "length":
+            _tell("(stopped at the server's limit: /set max_tokens asks for more, /reset starts anew)")
 
     def _stats(self, _: str) -> None:
-        from quire.cli.report import rate
         from quire.cli.terminal import print_table
 
-        rows: list[tuple[str, str]] = []
-        if self.last is not None:
-            metrics, [choice] = self.last.metrics, self.last.outputs
-            first = metrics.time_to_first_token
-            rows += [
-                ("last answer", f"{len(choice.token_ids)} tokens in {metrics.total_seconds:.2f} s"),
-                ("time to first token", "-" if first is None else f"{first * 1000:,.0f} ms"),
-                ("prompt tokens", f"{len(self.last.prompt_token_ids):,}, of them cached {self.last.cached_tokens:,}"),
-                ("context used", f"{self._context_used(self.last):,} of {self.llm.max_model_len:,} tokens"),
-            ]
-        stats = self.llm.stats
-        rows += [
-            ("session: prefill", rate(stats.prefill_tokens, stats.prefill_seconds)),
-            ("session: decode", rate(stats.decode_tokens, stats.decode_seconds)),
-            ("session: cached tokens", f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens"),
-            ("session: KV blocks used", f"{stats.peak_blocks:,} of {stats.num_blocks:,} at most"),
-        ]
-        print_table("Statistics", rows)
-
-    def _context_used(self, output: RequestOutput) -> int:
-        return len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+        print_table(
+            "Statistics", [*(_answer_rows(self.last, self.talker.context) if self.last else []), *self.talker.session()]
+        )
 
 
-def _check_fields(fields: dict[str, Any]) -> None:
+def _show(delta: str) -> None:
+    """Print a piece of an answer."""
+    from quire.cli.terminal import visible
+
+    sys.stdout.write(visible(delta))
+    sys.stdout.flush()
+
+
+def _answer_rows(answer: Answer, context: int | None) -> list[tuple[str, str]]:
+    """Statistics of one answer; a dash stands for what a server did not tell."""
+
+    def shown(number: int | None) -> str:
+        return "-" if number is None else f"{number:,}"
+
+    first = answer.first_seconds
+    return [
+        ("last answer", f"{shown(answer.output_tokens)} tokens in {answer.seconds:.2f} s"),
+        ("time to first token", "-" if first is None else f"{first * 1000:,.0f} ms"),
+        ("prompt tokens", f"{shown(answer.prompt_tokens)}, of them cached {shown(answer.cached_tokens)}"),
+        ("context used", f"{shown(answer.context_used)} of {shown(context)} tokens"),
+    ]
+
+
+def _check_fields(fields: dict[str, Any], refused: Sequence[str] = ()) -> None:
     """Refuse what a conversation cannot use, and values that are not valid.
 
     Raises:
@@ -284,30 +335,12 @@ def _check_fields(fields: dict[str, Any]) -> None:
     """
     if sampling_params(fields).n != 1:
         raise ConfigError(f"n={fields['n']} is for 'quire generate'; a chat has one answer at a time")
+    for name in refused:
+        if name in fields:
+            raise ConfigError(f"{name} is not shown in a chat with a server, and not sent to it; leave it out")
 
 
 def _tell(text: str) -> None:
     """Say something that is not part of the conversation."""
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C sets a flag that the yielded function tells, since a step must not be left half-way.
-
-    A second Ctrl-C within a second and a half of the first, when a step hangs, ends the program.
-    """
-    pressed: list[float] = []
-
-    def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if pressed and now - pressed[-1] < 1.5:
-            raise KeyboardInterrupt
-        pressed.append(now)
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

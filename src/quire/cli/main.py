@@ -23,9 +23,13 @@ from quire.errors import ConfigError, QuireError, RequestError
 COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
     "chat": "talk with a model",
+    "serve": "answer requests over HTTP, with OpenAI's interface",
     "bench": "measure speed",
     "doctor": "look at this machine: what Quire uses, and what is missing",
 }
+
+SUBCOMMANDS = {("bench", "serve"): "bench_serve"}
+"""Commands of two words that have a module and options of their own."""
 
 FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
@@ -42,8 +46,10 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `quire` with these arguments (default: the process's); returns the exit code."""
-    if sys.stderr is None:  # closed by the caller: what is said there is lost, and must not go to standard output
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:  # closed by the caller: what is said there is lost, and must not go to another file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.set_inheritable(2, True)  # `dup2` leaves it as it is where the file got this number at once
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     if sys.stdout is None:
         return _fail(ConfigError("standard output is closed; send it to a file or to /dev/null"), USAGE)
     _never_fail_on_encoding()
@@ -108,7 +114,10 @@ def _dispatch(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}; {hint}")
-    command = cast(Command, importlib.import_module(f"quire.cli.{name}"))
+    module = SUBCOMMANDS.get((name, rest[0] if rest else ""))
+    if module:
+        name, rest = f"{name} {rest[0]}", rest[1:]
+    command = cast(Command, importlib.import_module(f"quire.cli.{module or name}"))
     parser = CommandParser(prog=f"quire {name}", description=command.__doc__ or "")
     command.add_arguments(parser)
     return command.run(parser.parse(rest))

@@ -1,4 +1,4 @@
-"""Flags and configuration files, made from the fields of `EngineConfig` and `SamplingParams`.
+"""Flags and configuration files, made from the fields of `EngineConfig`, `ServerConfig` and `SamplingParams`.
 
 An option exists once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
 `--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order:
@@ -23,6 +23,7 @@ import yaml
 from quire.config import PRESETS, EngineConfig, unknown_option
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, SamplingParamsError
+from quire.server.config import ServerConfig
 
 MAX_CONFIG_BYTES = 1 << 20
 """A configuration file larger than this was named by mistake."""
@@ -74,9 +75,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--preset", choices=sorted(PRESETS), help="set a few options for one purpose; others win over it"
     )
-    hints = get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        default = None if field.default is dataclasses.MISSING else field.default
+    add_fields(group, EngineConfig)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of `ServerConfig`."""
+    add_fields(parser.add_argument_group("server options"), ServerConfig)
+
+
+def add_fields(group: argparse._ArgumentGroup, config: type) -> None:
+    hints = get_type_hints(config)
+    for field in dataclasses.fields(config):
+        default = None if field.default in (dataclasses.MISSING, ()) else field.default
         _add_flag(group, field.name, hints[field.name], field.metadata["help"], default)
 
 
@@ -186,7 +196,8 @@ def _kind_name(kind: Any) -> str:
 
 def _takes_texts(hint: Any) -> bool:
     kind = _without_none(hint)[1]
-    return Sequence[str] in (kind if isinstance(kind, tuple) else (kind,))
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return Sequence[str] in kinds or tuple[str, ...] in kinds
 
 
 def _metavar(hint: Any) -> str:
@@ -262,11 +273,17 @@ def _reason(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What flags and the configuration file say, checked by name; values are checked by whoever takes them."""
+    """What flags and the configuration file say, checked by name; values are checked by whoever takes them.
+
+    Attributes:
+        origins: where each option came from: "flag", "file" or "preset".
+    """
 
     engine: dict[str, Any]
     sampling: dict[str, Any]
     preset: str | None
+    server: dict[str, Any] = dataclasses.field(default_factory=dict)
+    origins: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def preset_options(self) -> dict[str, Any]:
@@ -275,29 +292,36 @@ class Given:
         return {name: value for name, value in options.items() if name not in self.engine}
 
 
-def given_options(args: argparse.Namespace, model: str | None = None, sampling: bool = False) -> Given:
+def given_options(
+    args: argparse.Namespace, model: str | None = None, sampling: bool = False, server: bool = False
+) -> Given:
     """Merge flags over the configuration file.
 
-    `model` is the one named without a flag, if any; with `sampling` the file may set sampling parameters too.
+    `model` is the one named without a flag, if any; with `sampling` the file may set sampling parameters too, with
+    `server` the server's options.
 
     Raises:
         ConfigError: see `read_config`.
     """
-    flags = vars(args)
     engine_names = [field.name for field in dataclasses.fields(EngineConfig)]
+    server_names = [field.name for field in dataclasses.fields(ServerConfig)] if server else []
     sampling_names = list(SamplingParams.__struct_fields__) if sampling else []
-    known = [*engine_names, *sampling_names]
-    options = read_config(args.config, [*known, "preset"]) if args.config else {}
-    preset = args.preset or options.pop("preset", None)
+    known = [*engine_names, *server_names, *sampling_names]
+    from_file = read_config(args.config, [*known, "preset"]) if args.config else {}
+    preset = args.preset or from_file.pop("preset", None)
     if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
-    if model is not None:
-        options["model"] = model
-    options |= {name: flags[name] for name in known if name in flags}
+    flags = {} if model is None else {"model": model}
+    flags |= {name: value for name, value in vars(args).items() if name in known}
+    options = from_file | flags
+    origins = dict.fromkeys(PRESETS[preset] if preset else {}, "preset")
+    origins |= dict.fromkeys(from_file, "file") | dict.fromkeys(flags, "flag")
     return Given(
         engine={name: options[name] for name in engine_names if name in options},
         sampling={name: options[name] for name in sampling_names if name in options},
         preset=preset,
+        server={name: options[name] for name in server_names if name in options},
+        origins=origins,
     )
 
 

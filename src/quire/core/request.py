@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.core.prefix_cache import KEY_BYTES, Node
@@ -64,6 +65,8 @@ class RequestUpdate:
 
 class Request:
     """One sequence on its way through the engine. The `n` choices of a user's request are one of these each.
+
+    With `output_token_ids` and `num_scored` it resumes what another engine began: it goes on behind those tokens.
 
     Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
     steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
@@ -127,6 +130,8 @@ class Request:
         bad_words: list[list[int]] | None = None,
         scope: str = "",
         arrived: float = 0.0,
+        output_token_ids: Sequence[int] = (),
+        num_scored: int = 0,
     ) -> None:
         self.id = id
         self.params = params
@@ -139,15 +144,15 @@ class Request:
         self.status = Status.WAITING
         self.stats = RequestStats(arrived)
 
-        self.tokens = list(prompt_token_ids)
-        self.num_prompt = len(self.tokens)
+        self.tokens = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt = len(prompt_token_ids)
         self.keys = array("q", self.tokens)
         self.hashes: list[bytes] = []
         self.num_computed = 0
         self.num_pending = 0
         self.num_cached = 0
         self.high_water = 0
-        self.num_scored = 0
+        self.num_scored = num_scored
         self.known_to_runner = False
 
         self.table: list[int] = []

@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids: further token ids that end the request.
         min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many
             tokens.
-        max_tokens: at most this many tokens; None is what is left of the context.
+        max_tokens: at most this many tokens; None is what is left of the context, 0 only scores the prompt.
         ignore_eos: the model's end-of-sequence tokens do not end the request.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: all other ids are masked.
@@ -115,11 +115,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            force_setattr(self, name, check(name, value))
+            try:
+                force_setattr(self, name, check(name, value))
+            except SamplingParamsError as error:
+                error.param = name
+                raise
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
                 f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
-                "min_tokens must not be the larger one"
+                "min_tokens must not be the larger one",
+                param="min_tokens",
             )
 
     @property
@@ -166,13 +171,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             largest = max(ids or (0,))
             if largest >= vocab_size:
                 raise TokenOutOfRangeError(
-                    f"{name} has the token id {largest}, but the model's ids are 0 to {vocab_size - 1}"
+                    f"{name} has the token id {largest}, but the model's ids are 0 to {vocab_size - 1}", param=name
                 )
         for name, length in {"max_tokens": self.max_tokens, "min_tokens": self.min_tokens}.items():
             if max_model_len is not None and length is not None and length > max_model_len:
                 raise SamplingParamsError(
                     f"{name} is {length}, more than the context of {max_model_len} tokens; "
-                    "lower it or raise max_model_len"
+                    "lower it or raise max_model_len",
+                    param=name,
                 )
 
 
@@ -290,7 +296,7 @@ _CHECKS: dict[str, _Check] = {
     "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS),
     "include_stop_str_in_output": _boolean,
     "min_tokens": _integer(0, MAX_INT32),
-    "max_tokens": _integer(1, MAX_INT32, "None is what is left of the context"),
+    "max_tokens": _integer(0, MAX_INT32, "None is what is left of the context, 0 only scores the prompt"),
     "ignore_eos": _boolean,
     "logit_bias": _bias,
     "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult
 from quire.errors import EngineClosedError
 from quire.models.checkpoint import resolve
@@ -38,6 +39,18 @@ requests decoding: 1,147 and 1,207 tokens/s with 1 and 2 threads on an idle mach
 
 OnLoad = Callable[[str, float], None]
 """Told (phase, share done from 0 to 1) while an engine starts."""
+
+
+class StepObserver(Protocol):
+    """Told of every step, before it runs and after it has committed."""
+
+    def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
+        """A step is about to run; scheduling it began at `begin` and took `seconds`."""
+        ...
+
+    def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """It has run, and this is what it yielded."""
+        ...
 
 
 @dataclass(slots=True)
@@ -88,9 +101,11 @@ class Engine:
     Args:
         config: its options.
         on_load: told how far starting is.
+        observer: told of every step.
 
     Attributes:
         path: folder of the checkpoint.
+        kv_cache: the device's blocks.
         model_name: what the user called it.
         threads: how many a step uses.
         notes: what was decided at start without being asked for.
@@ -99,7 +114,9 @@ class Engine:
         ConfigError, CheckpointError: and what derives from them, when the engine cannot start.
     """
 
-    def __init__(self, config: EngineConfig, on_load: OnLoad | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, on_load: OnLoad | None = None, observer: StepObserver | None = None
+    ) -> None:
         report = on_load or (lambda phase, share: None)
         self.config = config
         report("finding the checkpoint", 0.0)
@@ -115,7 +132,13 @@ class Engine:
         self.max_model_len = self.memory_plan.max_model_len
         self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
-        self._executor: Executor = InlineExecutor(self._runner())
+        model, plan = self.model, self.memory_plan
+        self.kv_cache = KVCache(
+            plan.num_blocks, model.num_layers, model.num_kv_heads, model.head_dim, plan.block_size, model.dtype
+        )
+        runner = ModelRunner(model, self.kv_cache, plan.logit_rows, self.threads)
+        self.executor: Executor = InlineExecutor(runner)
+        self._observer = observer
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._depth = 0  # steps in flight beside the one that is waited for; the device needs none on a CPU
         self._closed = False
@@ -145,18 +168,12 @@ class Engine:
 
     def _kv_manager(self) -> KVManager:
         config = self.config
-        fingerprint = f"{self.path}|{self.model.dtype}|block={config.block_size}|layout=1"
-        hasher = BlockHasher(secrets.token_bytes(32), fingerprint)
+        checkpoint = fingerprint.checkpoint(self.path)
+        root = f"{checkpoint}|{self.model.dtype}|block={config.block_size}|layout=1"
+        hasher = BlockHasher(secrets.token_bytes(32), root)
         return KVManager(
             self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, self.model.retention
         )
-
-    def _runner(self) -> ModelRunner:
-        model, plan = self.model, self.memory_plan
-        kv = KVCache(
-            plan.num_blocks, model.num_layers, model.num_kv_heads, model.head_dim, plan.block_size, model.dtype
-        )
-        return ModelRunner(model, kv, plan.logit_rows, self.threads)
 
     @property
     def stats(self) -> EngineStats:
@@ -189,9 +206,12 @@ class Engine:
     def step(self) -> list[RequestUpdate]:
         """Run the next step; what the requests got from it. Nothing to run gives only late aborts."""
         self._check_open()
-        plan = self.scheduler.schedule(time.monotonic())
+        begin = time.monotonic()
+        plan = self.scheduler.schedule(begin)
         if plan:
-            self._in_flight.append((plan, self._executor.submit(plan)))
+            if self._observer:
+                self._observer.planned(plan, begin, time.monotonic() - begin)
+            self._in_flight.append((plan, self.executor.submit(plan)))
         elif not self._in_flight and not self.scheduler.idle:
             return self._end_stalled()
         updates = self.scheduler.take_updates()
@@ -204,7 +224,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._in_flight.clear()
-            del self.model, self.scheduler, self._executor
+            del self.model, self.scheduler, self.executor, self.kv_cache
 
     def _commit(self, plan: StepPlan, pending: PendingResult) -> list[RequestUpdate]:
         result = pending.wait()
@@ -212,6 +232,8 @@ class Engine:
         stats.count(plan, result)
         stats.peak_blocks = max(stats.peak_blocks, kv.num_usable - kv.num_available)
         updates = self.scheduler.commit(plan, result, time.monotonic())
+        if self._observer:
+            self._observer.committed(plan, result, updates)
         if self.config.check_invariants:
             invariants.check(self.scheduler)
         return updates

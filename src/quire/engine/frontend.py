@@ -6,8 +6,10 @@ into its `n` choices, turns tokens back into text step by step, finds stop strin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import logging
 import operator
 import secrets
 import time
@@ -32,6 +34,8 @@ from quire.errors import (
     TokenOutOfRangeError,
 )
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -47,6 +51,26 @@ class _Choice:
     output: CompletionOutput
     detokenizer: Detokenizer | None
     stopped_by: str | None = None  # the stop string that was found
+    aborted: bool = False
+    detokenize_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt that was validated and tokenized, and nothing runs yet.
+
+    Attributes:
+        max_tokens: how many the engine makes at most. It makes one even where `params.max_tokens` is 0, since the
+            last position of a prompt is computed to sample from it; that one is left out of the output.
+        clamped_from: the `max_tokens` that was asked for, where the context did not hold it.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    bad_words: list[list[int]]
+    clamped_from: int | None = None
 
 
 @dataclass(slots=True)
@@ -54,19 +78,10 @@ class _Live:
     """A user's request in flight."""
 
     output: RequestOutput
+    prepared: Prepared
+    scope: str
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A prompt that was validated and tokenized, and nothing runs yet."""
-
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
-    bad_words: list[list[int]]
 
 
 class Frontend:
@@ -78,6 +93,7 @@ class Frontend:
         add: queues a request in the engine.
         abort: ends one there, given its number and a reason; returns the terminal update where the engine is
             in this process, and nothing where it comes later.
+        first_number: requests are numbered from here on.
     """
 
     def __init__(
@@ -90,6 +106,7 @@ class Frontend:
         defaults: Mapping[str, Any],
         add: Callable[[Request], None],
         abort: Callable[[int, str], list[RequestUpdate]],
+        first_number: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -100,7 +117,7 @@ class Frontend:
         self._abort = abort
         self._live: dict[str, _Live] = {}
         self._by_request: dict[int, tuple[_Live, _Choice]] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_number)
 
     # -- in ------------------------------------------------------------------------------------------------
 
@@ -112,6 +129,22 @@ class Frontend:
         """
         [token_ids] = self._encode([prompt])
         return self._check(prompt, token_ids, params)
+
+    def check(
+        self, text: str | None, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
+    ) -> Prepared:
+        """Check a prompt that somebody else has tokenized. `max_tokens` is clamped to what the context has left.
+
+        Raises:
+            RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
+        """
+        room = self.max_model_len - len(token_ids)
+        asked = params.max_tokens
+        clamped = asked is not None and asked > max(room, 1)
+        if clamped:
+            params = replace(params, max_tokens=max(room, 1))
+        prepared = self._checked(text, token_ids, params, bad_words)
+        return dataclasses.replace(prepared, clamped_from=asked) if clamped else prepared
 
     def prepare_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]) -> list[Prepared]:
         """Check and tokenize prompts, all of them before any may run; an error's `index` says which is bad."""
@@ -135,7 +168,17 @@ class Frontend:
     def _check(self, prompt: Prompt, token_ids: list[int], params: SamplingParams | None) -> Prepared:
         if params is not None and not isinstance(params, SamplingParams):
             raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams or None")
-        params = self._with_defaults(params or SamplingParams())
+        params = params or SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        return self._checked(text, token_ids, params, self._bad_words(params))
+
+    def _checked(
+        self, text: str | None, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
+    ) -> Prepared:
+        needs_text = "bad_words" if params.bad_words else "stop" if params.stop else None
+        if self.tokenizer is None and needs_text:
+            raise SamplingParamsError(f"{needs_text} needs a tokenizer, and this checkpoint has none")
+        params = self._with_defaults(params)
         params.check_against(self.vocab_size, self.max_model_len)
         if not token_ids:
             raise EmptyPromptError("the prompt has no tokens; it needs at least one")
@@ -144,14 +187,14 @@ class Frontend:
             shown = worst if abs(worst) < 2**63 else "a huge number"
             raise TokenOutOfRangeError(f"the prompt has token id {shown}; allowed are 0 to {self.vocab_size - 1}")
         room = self.max_model_len - len(token_ids)
-        wanted = max(1, params.min_tokens, params.max_tokens or 0)
+        wanted = max(params.min_tokens, 1 if params.max_tokens is None else params.max_tokens)
         if wanted > room:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens and asks for {wanted} more, but the context holds "
                 f"{self.max_model_len}; shorten the prompt, lower max_tokens, or raise max_model_len"
             )
-        text = prompt if isinstance(prompt, str) else None
-        return Prepared(text, token_ids, params, params.max_tokens or room, self._bad_words(params))
+        max_tokens = room if params.max_tokens is None else max(1, params.max_tokens)
+        return Prepared(text, token_ids, params, max_tokens, bad_words)
 
     def _with_defaults(self, params: SamplingParams) -> SamplingParams:
         """Unset fields from the checkpoint, and a seed where there is none."""
@@ -160,15 +203,12 @@ class Frontend:
         return params if params.seed is not None else replace(params, seed=secrets.randbits(63))
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        needs_text = "bad_words" if params.bad_words else "stop" if params.stop else None
-        if self.tokenizer is None:
-            if needs_text:
-                raise SamplingParamsError(f"{needs_text} needs a tokenizer, and this checkpoint has none")
-            return []
-        return self.tokenizer.bad_word_ids(params.bad_words or ())
+        return self.tokenizer.bad_word_ids(params.bad_words or ()) if self.tokenizer else []
 
-    def submit(self, prepared: Prepared, request_id: str | None = None) -> RequestOutput:
+    def submit(self, prepared: Prepared, request_id: str | None = None, tenant: str = "") -> RequestOutput:
         """Queue a prepared prompt's choices; the output grows from now on.
+
+        Requests of different tenants never share cached prefixes.
 
         Raises:
             RequestError: the id is in use or no short string, or the request could never fit.
@@ -178,33 +218,37 @@ class Frontend:
         output = RequestOutput(request_id, prepared.text, prepared.token_ids, [], seed=prepared.params.seed or 0)
         if prepared.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]  # nothing predicts the first token
-        live = _Live(output)
+        live = _Live(output, prepared, f"{tenant}/{prepared.params.cache_salt or ''}" if tenant else "")
         now = time.monotonic()
         for index, number in enumerate(numbers):
             completion = CompletionOutput(index)
             if prepared.params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             choice = _Choice(number, completion, self._detokenizer(prepared))
-            self._add(self._request(prepared, number, index, now))  # the first refuses what all would
             live.choices.append(choice)
+            self._add(self._request(live, choice, now))  # the first refuses what all would
             output.outputs.append(choice.output)
             self._by_request[number] = (live, choice)
         self._live[request_id] = live
         return output
 
-    def _request(self, prepared: Prepared, number: int, index: int, now: float) -> Request:
-        params = prepared.params
+    def _request(self, live: _Live, choice: _Choice, now: float) -> Request:
+        """What the engine gets, with what the choice has so far."""
+        prepared, output = live.prepared, choice.output
+        params, index, scored = prepared.params, output.index, live.output.prompt_logprobs
         if index and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # the choices share them: one computes them
         return Request(
-            number,
+            choice.request,
             prepared.token_ids,
             params,
             max_tokens=prepared.max_tokens,
             choice=index,
+            output_token_ids=output.token_ids,
+            num_scored=len(scored) - 1 if scored and not index else 0,
             stop_token_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos),
             bad_words=prepared.bad_words,
-            scope=params.cache_salt or "",
+            scope=live.scope or params.cache_salt or "",
             arrived=now,
         )
 
@@ -223,8 +267,30 @@ class Frontend:
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; one that is not there is ignored. Returns its output, if it has ended by that."""
         live = self._live.get(request_id)
-        updates = [self._abort(choice.request, "abort") for choice in live.choices] if live else []
+        updates = []
+        for choice in live.choices if live else ():
+            choice.aborted = True
+            updates.append(self._abort(choice.request, "abort"))
         return self.absorb([update for some in updates for update in some])
+
+    def resume(self) -> tuple[list[Request], list[RequestOutput]]:
+        """After the engine's death: what a new one must go on with, and outputs that changed because they were
+        being ended: a choice behind a stop string, or one that was aborted, has all it needs.
+        """
+        requests, ended = [], []
+        for live, choice in self._by_request.values():
+            if choice.stopped_by is not None:
+                ended.append(RequestUpdate(choice.request, finish_reason="stop"))
+            elif choice.aborted:
+                ended.append(RequestUpdate(choice.request, finish_reason="abort"))
+            else:
+                requests.append(self._request(live, choice, time.monotonic()))
+        return requests, self.absorb(ended)
+
+    def end_all(self, error: str) -> list[RequestOutput]:
+        """End every open request with an error: there is no engine any more."""
+        updates = [RequestUpdate(number, finish_reason="error", error=error) for number in self._by_request]
+        return self.absorb(updates)
 
     # -- out -----------------------------------------------------------------------------------------------
 
@@ -247,36 +313,51 @@ class Frontend:
             live, choice = self._by_request[update.request]
             changed[live.output.request_id] = live
             live.output.begin_deltas()
-            queue += self._apply(live, choice, update)
+            try:
+                queue += self._apply(live, choice, update)
+            except Exception:
+                logger.exception("the output of request %s cannot be made", live.output.request_id)
+                queue += self._fail(choice)
         for request_id, live in changed.items():
             if live.output.finished:
                 live.output.metrics = _metrics(live.stats)
+                live.output.metrics.detokenize_seconds = sum(choice.detokenize_seconds for choice in live.choices)
                 del self._live[request_id]
         return [live.output for live in changed.values()]
+
+    def _fail(self, choice: _Choice) -> list[RequestUpdate]:
+        """End one choice, of which something cannot be made; all others go on."""
+        choice.output.finish_reason, choice.output.error = "error", "the output of this request could not be made"
+        del self._by_request[choice.request]
+        return self._abort(choice.request, "abort")
 
     def _apply(self, live: _Live, choice: _Choice, update: RequestUpdate) -> list[RequestUpdate]:
         """Take in one update; returns the updates that ending the choice gave."""
         output = choice.output
         if update.prompt_logprobs and live.output.prompt_logprobs is not None:
             live.output.prompt_logprobs += [self._logprobs(entry) for entry in update.prompt_logprobs]
-        if output.index == 0:
+        if output.index == 0 and not output.token_ids:  # later, on a new engine, its own tokens might be cached too
             live.output.cached_tokens = update.cached_tokens
         stopped_before = choice.stopped_by is not None
         if not stopped_before:
-            self._append(choice, update)
+            self._append(choice, update, live.prepared.params.max_tokens == 0)
         if update.finish_reason is not None:
             self._finish(live, choice, update)
         elif choice.stopped_by is not None and not stopped_before:
             return self._abort(choice.request, "stop")
         return []
 
-    def _append(self, choice: _Choice, update: RequestUpdate) -> None:
-        """Tokens, their text, and log-probabilities, up to the end of a stop string."""
+    def _append(self, choice: _Choice, update: RequestUpdate, nothing: bool) -> None:
+        """Tokens, their text, and log-probabilities, up to the end of a stop string; or nothing of them."""
+        if nothing:
+            return
         output, kept = choice.output, len(update.tokens)
         if choice.detokenizer is not None:
+            begin = time.perf_counter()
             new = choice.detokenizer.push(update.tokens)
             if update.finish_reason is not None:
                 new += choice.detokenizer.finish()
+            choice.detokenize_seconds += time.perf_counter() - begin
             output.delta += new
             output.text += new
             if choice.detokenizer.stopped is not None:
@@ -298,6 +379,8 @@ class Frontend:
                 update.stop_reason,
                 update.error,
             )
+        if update.finish_reason == "stop" and live.prepared.params.max_tokens == 0:
+            output.finish_reason, output.stop_reason = "length", None  # the token that was left out was a stop token
         del self._by_request[choice.request]
         if update.stats is not None:
             live.stats[output.index] = update.stats

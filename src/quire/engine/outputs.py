@@ -57,6 +57,7 @@ class RequestMetrics:
         queue_seconds: from arrival to the first step.
         time_to_first_token: from arrival to the first sampled token; None if there was none.
         prefill_seconds, decode_seconds: in steps that computed the prompt, and the output.
+        detokenize_seconds: spent on turning tokens into text.
         total_seconds: from arrival to the end.
         steps: steps that held a span of the request.
         preemptions: how often it lost its blocks and was computed again.
@@ -66,6 +67,7 @@ class RequestMetrics:
     time_to_first_token: float | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    detokenize_seconds: float = 0.0
     total_seconds: float = 0.0
     steps: int = 0
     preemptions: int = 0

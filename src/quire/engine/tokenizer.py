@@ -28,13 +28,13 @@ from typing import Any
 import tokenizers
 
 from quire.engine.chat_template import (
-    SPECIAL_NAMES,
     ChatTemplate,
     Message,
     check_messages,
     load_templates,
     plain_json,
 )
+from quire.engine.template_sandbox import SPECIAL_NAMES
 from quire.errors import ChatTemplateError, RequestError, TokenizerError
 from quire.models.fields import has_file
 
@@ -123,7 +123,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of many texts, in parallel and without holding the interpreter's lock."""
         for index, text in enumerate(texts):
-            _check_text(text, index if len(texts) > 1 else None)
+            check_text(text, index if len(texts) > 1 else None)
         encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [self._checked(text, encoding) for text, encoding in zip(texts, encoded, strict=True)]
 
@@ -211,6 +211,11 @@ class Tokenizer:
 
     # --- chats --------------------------------------------------------------------------------------------
 
+    def warm_up(self) -> None:
+        """Makes what the first chat would otherwise wait for."""
+        if self._templates:
+            self._controls()
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
@@ -220,6 +225,7 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
@@ -239,10 +245,11 @@ class Tokenizer:
         text = template.render(
             safe["messages"],
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=safe["tools"],
             variables=safe["variables"],
         )
-        _check_text(text, None)
+        check_text(text)
         if not replaced:
             ids: list[int] = self._controls().encode_batch_fast([text], add_special_tokens=False)[0].ids
             return RenderedChat(text, ids)
@@ -351,11 +358,15 @@ def _parse(text: str, name: str) -> Any:
         raise TokenizerError(f"{name} is not valid JSON: {error}") from error
 
 
-def _check_text(text: str, index: int | None) -> None:
+def check_text(text: str, index: int | None = None) -> int:
+    """The text's length in bytes of UTF-8.
+
+    Raises `RequestError` for anything but valid Unicode; `index` is the text's place in a list of several.
+    """
     if not isinstance(text, str):
         raise RequestError(f"the text is a {type(text).__name__}; it must be a string")
     try:
-        text.encode("utf-8")
+        return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         where = "" if index is None else f"text {index}: "
         raise RequestError(

@@ -31,4 +31,5 @@ class Attention:
         """q: [tokens, heads, d]; k, v: [tokens, kv_heads, d], any strides. Returns [tokens, heads * d]."""
         store_kv(k, v, kv, batch, self.layer)
         out = paged_attention(q, kv, batch, self.layer, self.scale, self.window)
+        kv.pulse[0] += 1
         return out.flatten(1)

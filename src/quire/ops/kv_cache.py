@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from quire.errors import ConfigError
@@ -18,6 +20,8 @@ class KVCache:
     `data` is [num_blocks, layers, kv_heads, 2, block_size, head_dim]: a block is one contiguous range of
     bytes, and within it a head's keys (plane 0) and values (plane 1) are contiguous. Block 0 is null:
     padding may write there, and nothing reads from it.
+
+    `pulse[0]` grows with every layer that a step has computed; whoever wants to see that puts his own sequence there.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class KVCache:
         self.num_blocks, self.layers, self.kv_heads = num_blocks, layers, kv_heads
         self.head_dim, self.block_size, self.dtype = head_dim, block_size, dtype
         # Not zeroed: what no one has written is never read, and pages are only taken once they are used.
+        self.pulse: array[int] | memoryview[int] = array("q", [0])
         self.data = torch.empty(num_blocks, layers, kv_heads, 2, block_size, head_dim, dtype=dtype)
 
     @property

@@ -1,0 +1,274 @@
+"""A small HTTP/1.1 client for measuring: one connection a request in flight, kept for the next one.
+
+It exists because the load generator shares the machine with the server that it measures: a general client spends
+several times as much on every streamed chunk. Answers go to a sink as they arrive, each piece with the time at which
+it was read. HTTP and HTTPS, chunked and plain bodies; no redirects, no compression, no proxies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httptools
+
+from quire.errors import ConfigError, RemoteError
+
+MAX_HEAD_BYTES = 256 << 10
+"""An answer's status line and header may be this long."""
+
+
+class HttpError(RemoteError):
+    """No answer, or half of one. `kind` is "connect", "closed" (by the server) or "garbage" (not HTTP)."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Sink(Protocol):
+    """Takes an answer as it arrives. Times are of `time.perf_counter`, in seconds."""
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        """The status and the header, names in small letters."""
+
+    def body(self, data: bytes, at: float) -> None:
+        """A piece of the body. An HttpError raised here ends the exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a server is: of a URL, all but the path."""
+
+    host: str
+    port: int
+    tls: bool
+
+    @property
+    def name(self) -> str:
+        """HOST:PORT, as the Host header has it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_url(url: str) -> tuple[Origin, str]:
+    """A base URL's origin, and its path without a slash at the end.
+
+    Raises:
+        ConfigError: not an http or https URL with a host, or one with more than a path.
+    """
+    example = "give one such as http://127.0.0.1:8000"
+    if re.search(r"[^!-~]", url):
+        raise ConfigError(f"--url {url!r} holds a space or a character that is not ASCII; {example}")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url {url!r} is not a URL: {error}; {example}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(f"--url {url!r} is not an http or https URL; {example}")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(f"--url must hold no user, query or fragment; {example} (a key goes into --api-key)")
+    tls = parts.scheme == "https"
+    return Origin(host, port if port is not None else (443 if tls else 80), tls), parts.path.rstrip("/")
+
+
+class HttpClient:
+    """Exchanges requests for answers with one server.
+
+    Args:
+        origin: the server.
+        headers: sent with every request; they must be printable ASCII.
+        connect_timeout: seconds that opening a connection may take.
+    """
+
+    def __init__(self, origin: Origin, headers: Mapping[str, str], connect_timeout: float = 10.0) -> None:
+        self.origin = origin
+        fixed = {"host": origin.name, "user-agent": "quire-bench"} | dict(headers)
+        self._fixed = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
+        self._connect_timeout = connect_timeout
+        self._tls = ssl.create_default_context() if origin.tls else None
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+
+    @property
+    def connections(self) -> int:
+        """How many are open, idle ones included."""
+        return len(self._open)
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """A request as it goes over the wire; made ahead so that sending it takes no time."""
+        content = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
+        return f"{method} {path} HTTP/1.1\r\n{self._fixed}{content}\r\n".encode("ascii") + body
+
+    async def exchange(self, request: bytes, sink: Sink) -> None:
+        """Send a request and hand the answer to `sink`, until its end.
+
+        A kept connection that the server closed before a single byte of the answer is replaced once. When the caller
+        gives up (cancels), the connection is closed.
+
+        Raises:
+            HttpError: see there; the sink may have been given a part of the answer.
+        """
+        while True:
+            connection = self._idle.pop() if self._idle else None
+            kept = connection is not None
+            if connection is None:
+                connection = await self._connect()
+            try:
+                await connection.exchange(request, sink)
+                return
+            except HttpError as error:
+                if not (kept and error.kind == "closed" and not connection.answered):
+                    raise
+            finally:
+                self._put_back(connection)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        open_now = list(self._open)
+        for connection in open_now:
+            connection.abort()
+        await asyncio.gather(*(connection.closed for connection in open_now))
+
+    async def _connect(self) -> _Connection:
+        loop, origin = asyncio.get_running_loop(), self.origin
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._open.add, self._gone), origin.host, origin.port, ssl=self._tls
+                )
+        except TimeoutError as error:
+            raise HttpError("connect", f"no connection to {origin.name} in {self._connect_timeout:g} s") from error
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise HttpError("connect", f"cannot connect to {origin.name}: {reason}") from error
+        return connection
+
+    def _put_back(self, connection: _Connection) -> None:
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def _gone(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        with suppress(ValueError):
+            self._idle.remove(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with one exchange at a time.
+
+    Attributes:
+        answered: whether a byte of the current exchange's answer has come.
+        reusable: whether another exchange may follow.
+        closed: done when the connection is.
+    """
+
+    def __init__(self, on_made: Callable[[_Connection], None], on_gone: Callable[[_Connection], None]) -> None:
+        self._on_made, self._on_gone = on_made, on_gone
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.answered = False
+        self.reusable = False
+        self._done: asyncio.Future[None] | None = None
+        self._complete = False
+
+    async def exchange(self, request: bytes, sink: Sink) -> None:
+        """See `HttpClient.exchange`."""
+        self.answered = self.reusable = self._complete = False
+        self._sink = sink
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._head_bytes: int | None = 0  # None: the head is complete
+        self._until_close = False
+        self._done = asyncio.get_running_loop().create_future()
+        if self._transport.is_closing():
+            raise HttpError("closed", "the server closed the connection before it answered")
+        self._transport.write(request)
+        await self._done
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._on_made(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._at = time.perf_counter()
+        if self._done is None or self._done.done():  # nobody asked: not to be used again
+            self.reusable = False
+            self.abort()
+            return
+        self.answered = True
+        try:
+            self._parser.feed_data(data)
+            self._check_head(len(data))
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            self._fail(cause if isinstance(cause, Exception) else error)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self._complete:
+                self._fail(HttpError("garbage", f"the answer is not HTTP: {error}"))
+        except HttpError as error:
+            self._fail(error)
+        if self._complete and not self._done.done():
+            self.reusable = self._keep and not self._transport.is_closing()
+            self._done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reusable = False
+        self._on_gone(self)
+        if self._done is not None and not self._done.done():
+            if self._until_close and error is None:
+                self._done.set_result(None)
+            else:
+                when = "in mid-answer" if self.answered else "before it answered"
+                self._done.set_exception(HttpError("closed", f"the server closed the connection {when}"))
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _check_head(self, received: int) -> None:
+        if self._head_bytes is not None:
+            self._head_bytes += received
+            if self._head_bytes > MAX_HEAD_BYTES:
+                raise HttpError("garbage", f"the answer's header is longer than {MAX_HEAD_BYTES} bytes")
+
+    def _fail(self, error: Exception) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+        self.abort()
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._complete:  # such as 100 Continue; the answer is still to come
+            return
+        self._head_bytes = None
+        self._until_close = "content-length" not in self._headers and "transfer-encoding" not in self._headers
+        self._sink.head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._sink.body(data, self._at)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            self._headers = {}
+        elif not self._complete:
+            self._complete = True
+            self._keep = self._parser.should_keep_alive()  # the parser knows it no longer once this returns

@@ -1,0 +1,336 @@
+"""Asks a server of OpenAI's interface for completions, as streams, and keeps what came and when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.bench.serve.config import LoadConfig
+from quire.bench.serve.http_client import HttpClient, HttpError, parse_url
+from quire.bench.serve.records import Record
+from quire.errors import BenchmarkError
+
+MAX_EVENT_BYTES = 4 << 20
+"""An event of a stream may be this long."""
+MAX_ERROR_BYTES = 64 << 10
+"""This much is read of an answer that is no stream."""
+MAX_MESSAGE = 300
+"""Characters kept of a server's error message."""
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    object: str | None = None
+    message: Any = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class EventStream:
+    """Splits bytes, as they come, into the data of server-sent events. Comments and other fields are left out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The data of each event that these bytes complete.
+
+        Raises:
+            HttpError: an event is too long.
+        """
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise HttpError("garbage", f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+
+class Answer:
+    """A streamed answer in the making: fills a record, and keeps the text and ids for a conversation's next turn."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.done = False
+        self._status = 0
+        self._kind = ""
+        self._events: EventStream | None = None
+        self._plain = bytearray()
+        self._usage_so_far = 0
+        self._running_usage: bool | None = None  # whether chunks tell how many tokens there are so far; None: unknown
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.texts)
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        """See `http_client.Sink`."""
+        self._status, self._kind = status, headers.get("content-type", "").partition(";")[0].strip().lower()
+        if status == 200 and self._kind == "text/event-stream":
+            self._events = EventStream()
+
+    def body(self, data: bytes, at: float) -> None:
+        """See `http_client.Sink`."""
+        if self._events is None:
+            self._plain += data[: MAX_ERROR_BYTES - len(self._plain)]
+            return
+        for payload in self._events.feed(data):
+            if payload == b"[DONE]":
+                self.done, self.record.end = True, at
+            elif not self.done:
+                self._chunk(payload, at)
+
+    def _chunk(self, payload: bytes, at: float) -> None:
+        record = self.record
+        try:
+            chunk = _decode_chunk(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise HttpError("garbage", f"a chunk of the stream is not what it should be: {error}") from error
+        if chunk.error is not None or chunk.object == "error":
+            raise HttpError("error_in_stream", _error_text(chunk.error if chunk.error is not None else chunk.message))
+        made = None
+        if chunk.usage is not None:
+            made = self._take_usage(chunk.usage)
+        if chunk.choices:
+            tokens = self._take_choice(chunk.choices[0], made)
+            if tokens > 0:
+                record.times.append(at)
+                record.counts.append(tokens)
+
+    def _take_usage(self, usage: _Usage) -> int | None:
+        """Keep a chunk's usage; returns by how many output tokens it grew."""
+        record = self.record
+        record.prompt_tokens, record.output_usage = usage.prompt_tokens, usage.completion_tokens
+        if usage.prompt_tokens_details is not None:
+            record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if usage.completion_tokens is None:
+            return None
+        before, self._usage_so_far = self._usage_so_far, usage.completion_tokens
+        return usage.completion_tokens - before
+
+    def _take_choice(self, choice: _Choice, made: int | None) -> int:
+        """Keep a choice's text; returns how many tokens it carries, at best knowledge."""
+        delta = choice.delta
+        content = choice.text or (delta.content if delta else None) or ""
+        self.texts.append(content)
+        if choice.finish_reason is not None:
+            self.record.finish_reason = choice.finish_reason
+        if choice.token_ids:
+            self.token_ids += choice.token_ids
+            return len(choice.token_ids)
+        carries = bool(content or (delta and (delta.reasoning_content or delta.reasoning or delta.tool_calls)))
+        if self._running_usage is None and (carries or made):  # usage in the last chunk alone is the total
+            self._running_usage = made is not None and choice.finish_reason is None
+        return made if self._running_usage and made is not None else int(carries)
+
+    def finish(self) -> None:
+        """Judge an answer that has come to its end.
+
+        Raises:
+            HttpError: it was an error, no stream, or a stream that ended too soon.
+        """
+        if self._status != 200:
+            raise HttpError(f"http_{self._status}", _error_of_body(bytes(self._plain)))
+        if self._events is None:
+            kind = _shortened(self._kind or "of no content type")
+            raise HttpError("not_a_stream", f"the answer is {kind} in place of text/event-stream")
+        if not self.done:
+            if self.record.finish_reason is None:
+                raise HttpError("cut_short", "the stream ended without a finish reason and without [DONE]")
+            self.record.end = time.perf_counter()
+
+
+def _error_of_body(body: bytes) -> str:
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _shortened(body.decode("utf-8", errors="replace"))
+    return _error_text(content.get("error", content) if isinstance(content, dict) else content)
+
+
+def _error_text(error: Any) -> str:
+    """The text in an error object, of whatever shape."""
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error
+    return _shortened(error if isinstance(error, str) else msgspec.json.encode(error).decode())
+
+
+def _shortened(text: str) -> str:
+    """A server's words as one line that is safe to show."""
+    text = " ".join(text.split()) or "(no message)"
+    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+
+
+class _Whole:
+    """A sink for a small answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.content = bytearray()
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+
+    def body(self, data: bytes, at: float) -> None:
+        self.content += data[: MAX_EVENT_BYTES - len(self.content)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request, ready to go over the wire, and the record that it will fill."""
+
+    wire: bytes
+    record: Record
+
+
+class OpenAIClient:
+    """Sends requests of one shape to one server. Close it when done."""
+
+    def __init__(self, config: LoadConfig) -> None:
+        origin, path = parse_url(config.url)
+        self.base = path if path.endswith("/v1") else path + "/v1"
+        headers = {"accept": "text/event-stream"}
+        if config.api_key is not None:
+            headers["authorization"] = f"Bearer {config.api_key}"
+        self._http = HttpClient(origin, headers, config.connect_timeout)
+        self._path = self.base + ("/chat/completions" if config.endpoint == "chat" else "/completions")
+        self._timeout = config.timeout
+        self._fields: dict[str, Any] = {
+            "model": config.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": config.temperature,
+        }
+        if config.ignore_eos:
+            self._fields["ignore_eos"] = True
+        if config.asks_token_ids:
+            self._fields["return_token_ids"] = True
+        self._fields |= config.extra_fields
+        self.root = f"{'https' if origin.tls else 'http'}://{origin.name}{self.base}"
+
+    @property
+    def model(self) -> str | None:
+        """What is asked for; None until it is known."""
+        return self._fields["model"]  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+
+    async def find_model(self, wait: float) -> None:
+        """Ask the server which model it serves, for `wait` seconds while it starts; its first, unless one was named.
+
+        Raises:
+            BenchmarkError: it cannot be reached, does not want to tell, or tells of no model.
+        """
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                names = await self._models()
+                break
+            except HttpError as error:
+                starting = error.kind in ("connect", "closed", "http_503")
+                if not starting or time.monotonic() > deadline:
+                    raise BenchmarkError(f"{self.root}/models: {error.kind}: {error}{hint(error.kind)}") from error
+            await asyncio.sleep(0.2)
+        if self._fields["model"] is None:
+            if not names:
+                raise BenchmarkError(f"{self.root}/models names no model; name one with --model")
+            self._fields["model"] = names[0]
+
+    async def _models(self) -> list[str]:
+        sink = _Whole()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._http.exchange(self._http.request("GET", self.base + "/models"), sink)
+        except TimeoutError as error:
+            raise HttpError("timeout", f"no answer in {self._timeout:g} s") from error
+        if sink.status != 200:
+            raise HttpError(f"http_{sink.status}", _error_of_body(bytes(sink.content)))
+        try:
+            models = msgspec.json.decode(bytes(sink.content))["data"]
+            return [model["id"] for model in models if isinstance(model["id"], str)]
+        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
+            raise HttpError("garbage", "the answer is not a list of models") from error
+
+    def prepare(self, prompt: Mapping[str, Any], record: Record) -> Prepared:
+        """The request for a prompt (`{"prompt": ...}` or `{"messages": ...}`), ready to be sent."""
+        body = msgspec.json.encode(self._fields | {"max_tokens": record.asked_output} | dict(prompt))
+        return Prepared(self._http.request("POST", self._path, body), record)
+
+    async def send(self, request: Prepared) -> Answer:
+        """Send a request and read its answer to the end. Failures are written into the record, never raised."""
+        record, answer = request.record, Answer(request.record)
+        record.sent = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._http.exchange(request.wire, answer)
+            answer.finish()
+        except (HttpError, TimeoutError) as error:
+            if not answer.done:  # what goes wrong after the stream's last event no longer matters
+                self._failed(record, error)
+        return answer
+
+    def _failed(self, record: Record, error: HttpError | TimeoutError) -> None:
+        record.end = time.perf_counter()
+        if isinstance(error, HttpError):
+            record.error, record.message = error.kind, str(error)
+        else:
+            record.error, record.message = "timeout", f"not finished in {self._timeout:g} s (--timeout)"
+
+
+def hint(kind: str) -> str:
+    """What to do about a failure of this kind, to be put behind its message."""
+    hints = {
+        "connect": "is the server running at this --url? --wait SECONDS gives it time to start",
+        "http_401": "give the server's key with --api-key",
+        "http_403": "give the server's key with --api-key",
+        "http_404": "is --url the server's base URL, and --model a name that it knows?",
+        "http_503": "the server is loading or overloaded; --wait SECONDS gives it time to start",
+        "http_400": "--no-ignore-eos, --vocab-size or shorter lengths may suit this server better",
+        "not_a_stream": "is --url a server of OpenAI's interface?",
+        "garbage": "is --url a server of OpenAI's interface?",
+    }
+    return f"; {hints[kind]}" if kind in hints else ""

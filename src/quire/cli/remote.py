@@ -1,0 +1,341 @@
+"""A model behind a URL: any server that speaks OpenAI's interface, Quire's own among them.
+
+What a server sends is not trusted: it is bounded, read by type, and shown without control characters.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import httpx2
+import msgspec
+
+from quire.cli.report import rate
+from quire.cli.talk import Answer, Messages, Show
+from quire.cli.terminal import loading, note, visible
+from quire.errors import ConfigError, PromptTooLongError, RemoteError, RequestError
+
+MAX_BODY_BYTES = 1 << 20
+"""An answer that is no stream and longer than this is none that we asked for."""
+
+MAX_MESSAGE = 500
+"""Characters of a server's error message that are shown."""
+
+CONNECT_SECONDS, REPLY_SECONDS = 10.0, 30.0
+SILENCE_SECONDS = 300.0
+"""A stream that says nothing for this long is given up. Quire's own says something every 15 s."""
+
+POLL_SECONDS = 0.5
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Health(msgspec.Struct):
+    status: str = ""
+    phase: str | None = None
+    percent: float | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error | str
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | str | None = None
+
+
+class RemoteTalker:
+    """A model on a server.
+
+    Args:
+        url: where the server is, with or without `/v1`.
+        api_key: sent with every request.
+        model: its name there; None takes the first that the server names.
+        wait: seconds to wait for a server that is still loading.
+
+    Raises:
+        ConfigError: the URL is none.
+        RemoteError: the server cannot be reached, refuses, is not ready in time, or has no such model.
+    """
+
+    more_context = "the server's --max-model-len sets its size"
+    refused: tuple[str, ...] = ("logprobs", "prompt_logprobs")  # a chat does not show them
+
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None, wait: float = 120.0) -> None:
+        self.url = _base(url)
+        self._wait = wait
+        self._told: set[str] = set()  # fields that the server ignores, as far as it was said
+        self._answers = self._tokens = 0
+        self._seconds = 0.0
+        try:
+            self._client = httpx2.Client(
+                base_url=self.url,
+                headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+                timeout=httpx2.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS),
+                verify=_trust(self.url),
+                trust_env=False,  # no proxy but one that was asked for
+            )
+        except (httpx2.InvalidURL, UnicodeError) as error:
+            raise ConfigError(f"--url {url!r} is not the URL of a server: {error}") from error
+        try:
+            self.model, self.context = self._find(model)
+        except BaseException:
+            self._client.close()
+            raise
+
+    def close(self) -> None:
+        self._client.close()
+
+    # -- the start -----------------------------------------------------------------------------------------
+
+    def _find(self, name: str | None) -> tuple[str, int | None]:
+        """The model's name and context, from a server that is ready."""
+        status, body = self._wait_until_ready()
+        if status != 200:
+            self._refuse(status, body)
+        models = _read(body, _Models)
+        if models is None or not models.data:
+            raise RemoteError(f"{self.url}/v1/models lists no models; is this an OpenAI-compatible server?")
+        for model in models.data:
+            if name in (None, model.id):
+                return model.id, model.max_model_len
+        known = ", ".join(visible(model.id) for model in models.data[:20])
+        raise RemoteError(f"the server has no model {name!r}; it has: {known}")
+
+    def _wait_until_ready(self) -> tuple[int, bytes]:
+        """What `/v1/models` answers, as soon as it is not 503. How far the server is, is told meanwhile."""
+        deadline = time.monotonic() + self._wait
+        status, body = self._get("/v1/models")
+        if status != 503:
+            return status, body
+        with loading("the server") as on_load:
+            if on_load is None:
+                note(f"waiting for the server: {_message(body)}")
+            while status == 503 and time.monotonic() < deadline:
+                health = self._health()
+                if on_load is not None:
+                    on_load(visible(health.phase or health.status), (health.percent or 0.0) / 100)
+                time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+                status, body = self._get("/v1/models")
+        if status == 503:
+            raise RemoteError(
+                f"the server is not ready after {self._wait:g} s: {_message(body)}; --wait SECONDS waits longer"
+            )
+        return status, body
+
+    def _health(self) -> _Health:
+        return _read(self._get("/health")[1], _Health) or _Health()
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        with self._telling(), self._client.stream("GET", path) as response:
+            return response.status_code, _bounded(response)
+
+    # -- answers -------------------------------------------------------------------------------------------
+
+    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show) -> Answer:
+        request = _encoded(
+            {
+                **fields,
+                "model": self.model,
+                "messages": messages,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        answer = Answer(text="", reason="error", error="the connection ended before the answer did")
+        began = time.monotonic()
+        try:
+            if not self._stream(request, answer, began, show):
+                self._wait_until_ready()
+                if not self._stream(request, answer, began, show):
+                    raise RemoteError("the server is not ready again; try once more")
+        except KeyboardInterrupt:  # leaving the stream has closed the connection, which the server notices
+            answer.reason, answer.error = "abort", None
+        except RemoteError as error:
+            if not answer.text:
+                raise
+            answer.error = str(error)
+        answer.seconds = time.monotonic() - began
+        self._count(answer)
+        return answer
+
+    def _stream(self, request: bytes, answer: Answer, began: float, show: Show) -> bool:
+        """Run a request into `answer`; False if the server is not ready."""
+        options: dict[str, Any] = {
+            "content": request,
+            "headers": {"content-type": "application/json", "accept": "text/event-stream"},
+            "timeout": httpx2.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
+        }
+        with self._telling(), self._client.stream("POST", "/v1/chat/completions", **options) as response:
+            if response.status_code == 503 and self._health().status in ("loading", "restarting"):
+                return False
+            if response.status_code != 200:
+                self._refuse(response.status_code, _bounded(response))
+            self._tell_ignored(response.headers.get("x-quire-ignored", ""))
+            for event in httpx2.EventSource(response):
+                if event.data == "[DONE]":
+                    break
+                chunk = _read(event.data.encode(), _Chunk)
+                if chunk is None:
+                    raise RemoteError("the server sent something that is no part of an answer")
+                _take(chunk, answer, began, show)
+        return True
+
+    def _tell_ignored(self, header: str) -> None:
+        names = {name.strip() for name in header[:MAX_MESSAGE].split(",")} - self._told - {""}
+        if names:
+            self._told |= names
+            note(f"the server does not know, and ignores: {visible(', '.join(sorted(names)))}")
+
+    def _count(self, answer: Answer) -> None:
+        self._answers += 1
+        if answer.output_tokens is not None:
+            self._tokens += answer.output_tokens
+            self._seconds += answer.seconds
+
+    def session(self) -> list[tuple[str, str]]:
+        return [
+            ("session: server", f"{visible(self.model)} at {self.url}"),
+            ("session: answers", f"{self._answers:,}"),
+            ("session: output", rate(self._tokens, self._seconds)),
+        ]
+
+    # -- what can go wrong ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Failures of the connection in words."""
+        try:
+            yield
+        except httpx2.ConnectError as error:
+            reason = visible(str(error)) or "no connection"
+            raise RemoteError(f"no server answers at {self.url} ({reason}); is 'quire serve' running there?") from error
+        except httpx2.TimeoutException as error:
+            raise RemoteError(f"the server at {self.url} did not answer in time") from error
+        except (httpx2.HTTPError, httpx2.StreamError) as error:
+            reason = visible(str(error))[:MAX_MESSAGE] or type(error).__name__
+            raise RemoteError(f"the connection to {self.url} failed: {reason}") from error
+
+    def _refuse(self, status: int, body: bytes) -> NoReturn:
+        """Raise what a status other than 200 means."""
+        parsed = _read(body, _ErrorBody)
+        if parsed is not None and isinstance(parsed.error, _Error) and parsed.error.code == "context_length_exceeded":
+            raise PromptTooLongError(_message(body))
+        hints = {
+            401: "; give the server's key with --api-key KEY or --api-key @FILE",
+            403: "; is it the right --api-key?",
+        }
+        hint = hints.get(status, "")
+        if status == 404 and parsed is None:
+            hint = "; is this the URL of an OpenAI-compatible server?"
+        raise RemoteError(f"{self.url} refuses with status {status}: {_message(body)}{hint}")
+
+
+def _take(chunk: _Chunk, answer: Answer, began: float, show: Show) -> None:
+    """Add one event of a stream to an answer."""
+    if chunk.error is not None:
+        answer.reason, answer.error = "error", _shown(chunk.error)
+        return
+    for choice in chunk.choices[:1]:
+        if choice.delta is not None and choice.delta.content:
+            if answer.first_seconds is None:
+                answer.first_seconds = time.monotonic() - began
+            answer.text += choice.delta.content
+            show(choice.delta.content)
+        if choice.finish_reason is not None:
+            answer.reason, answer.error = choice.finish_reason, None
+    if chunk.usage is not None:
+        details = chunk.usage.prompt_tokens_details
+        answer.prompt_tokens, answer.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        answer.cached_tokens = None if details is None else details.cached_tokens
+
+
+def _base(url: str) -> str:
+    """The server's address without `/v1`. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment or parts.username is not None or not url.isprintable() or " " in url:
+        raise ConfigError(f"--url {url!r} is not the URL of a server, such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _trust(url: str) -> ssl.SSLContext | bool:
+    """Whose certificates count. Without TLS nobody's, since reading them takes longer than all else at the start."""
+    return True if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _encoded(request: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(request)
+    except UnicodeEncodeError as error:
+        raise RequestError("the text holds half of a surrogate pair; text must be valid Unicode") from error
+
+
+def _bounded(response: httpx2.Response) -> bytes:
+    """The body. Raises RemoteError when it is too long."""
+    body = b""
+    for part in response.iter_bytes():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise RemoteError(f"the server's answer is longer than {MAX_BODY_BYTES} bytes")
+    return body
+
+
+def _read(body: bytes, kind: type[Any]) -> Any:
+    """The body as this type; None if it is not."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _message(body: bytes) -> str:
+    """What a server says is wrong, in words that can be shown."""
+    parsed = _read(body, _ErrorBody)
+    return "it says nothing more" if parsed is None else _shown(parsed.error)
+
+
+def _shown(error: _Error | str) -> str:
+    text = error if isinstance(error, str) else error.message
+    return visible(text)[:MAX_MESSAGE] or "it says nothing more"

@@ -1,0 +1,84 @@
+"""Serve a model over HTTP, with OpenAI's interface.
+
+The first argument is the model unless --model names it. The port is open at once; requests are answered as soon as
+the model is loaded. Ctrl-C or SIGTERM lets running requests end; Ctrl-C again ends them at once."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from quire.cli.options import Given, add_engine_options, add_server_options, given_options
+from quire.config import EngineConfig
+from quire.errors import ConfigError, QuireError
+from quire.models.hub import HUB_NAME, resolve
+from quire.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from quire.server.supervisor import ServeOptions
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments and flags of `quire serve`."""
+    parser.usage = "quire serve MODEL [options]"
+    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name to download, or 'demo'")
+    parser.add_argument(
+        "--disable-log-requests",
+        dest="log_requests",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="the same as --no-log-requests",
+    )
+    parser.add_argument("--inject-fault", metavar="KIND:TOKEN", help=argparse.SUPPRESS)
+    add_server_options(parser)
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it; the exit code."""
+    began = time.monotonic()
+    given, options = read_options(args)
+
+    import asyncio
+
+    from quire import log
+    from quire.cli.serve_screen import make_screen
+    from quire.server.processes import listen
+    from quire.server.supervisor import Supervisor
+
+    with listen(options.server.host, options.server.port) as listener:
+        log.configure(options.server.log_format, options.server.debug)
+        screen = make_screen(options, listener, given.preset_options)
+        try:
+            return asyncio.run(Supervisor(options, listener, screen, began).run())
+        except QuireError:
+            if options.server.debug:
+                logger.exception("the server ends with an error")
+            raise
+        finally:
+            log.flush()  # what comes after this is the last line
+
+
+def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
+    """What was asked for, checked.
+
+    Raises:
+        ConfigError: an option is not valid.
+        CheckpointNotFoundError: the model is no folder, and no name on the hub either.
+    """
+    if len(args.words) > 1 or (args.words and hasattr(args, "model")):
+        named = [*args.words, *([args.model] if hasattr(args, "model") else [])]
+        raise ConfigError(f"{len(named)} models were named ({', '.join(named)}); a server serves one")
+    given = given_options(args, args.words[0] if args.words else None, server=True)
+    server = ServerConfig.from_options(given.server)
+    engine = EngineConfig.from_options(given.engine, given.preset)
+    if not HUB_NAME.fullmatch(engine.model):  # that may be a download: when the model is loaded
+        resolve(engine.model, engine.revision)
+
+    from quire.server.supervisor import ServeOptions
+
+    return given, ServeOptions(server=server, engine=engine, origins=given.origins, fault=args.inject_fault)

@@ -1,0 +1,152 @@
+"""What `quire serve` shows of its start: the URL, a bar, one screen of facts; or the same as JSON lines."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire import __version__, log
+from quire.cli.terminal import console, loading, note, print_table
+from quire.server.processes import is_loopback, url_of
+
+if TYPE_CHECKING:
+    from quire.engine.wire import EngineInfo
+    from quire.server.supervisor import Screen, ServeOptions
+
+logger = logging.getLogger(__name__)
+
+OPEN_TO_ALL = "there is no --api-key, and other machines reach this port: anyone who does may use the server"
+
+
+def make_screen(options: ServeOptions, listener: socket.socket, preset_options: Mapping[str, Any]) -> Screen:
+    """The screen that the log's format asks for; it also says what a preset has set."""
+    kind = JsonScreen if options.server.log_format == "json" else TextScreen
+    return kind(options, listener, preset_options)
+
+
+@contextmanager
+def _unless_nobody_reads() -> Iterator[None]:
+    """A server goes on when its terminal or the reader of its standard error has gone: rich would end it."""
+    with suppress(OSError, SystemExit):
+        yield
+
+
+class TextScreen:
+    """For people, on standard error: a bar on a terminal, a line a phase elsewhere."""
+
+    def __init__(self, options: ServeOptions, listener: socket.socket, preset_options: Mapping[str, Any]) -> None:
+        self._options, self._listener, self._preset_options = options, listener, preset_options
+        self._bar = ExitStack()
+        self._on_load: Callable[[str, float], None] | None = None
+        self._phase: str | None = None
+
+    @_unless_nobody_reads()
+    def listening(self) -> None:
+        """See `quire.server.supervisor.Screen`."""
+        note(f"listening on {url_of(self._listener)}, loading {self._options.engine.model} (Ctrl-C to stop)")
+        if self._preset_options:
+            note("the preset sets " + ", ".join(f"{name}={value}" for name, value in self._preset_options.items()))
+
+    @_unless_nobody_reads()
+    def loading(self, phase: str, percent: int) -> None:
+        """See `quire.server.supervisor.Screen`."""
+        if self._phase is None:
+            self._on_load = self._bar.enter_context(loading(self._options.engine.model))
+        if self._on_load:
+            self._on_load(phase or "starting", percent / 100)
+        elif phase and phase != self._phase:
+            note(f"loading: {phase} ({percent} %)")
+        self._phase = phase
+
+    @_unless_nobody_reads()
+    def ready(self, info: EngineInfo, seconds: float) -> None:
+        """See `quire.server.supervisor.Screen`."""
+        log.flush()
+        for text in info.notes:
+            note(text)
+        rows = start_rows(self._options, self._listener, info, seconds)
+        print_table(f"Quire {__version__} serves {self._options.model_names[0]}", rows)
+        if is_open_to_all(self._options, self._listener):
+            console(stderr=True).print(f"warning: {OPEN_TO_ALL}", style="bold yellow", soft_wrap=True)
+
+    @_unless_nobody_reads()
+    def close(self) -> None:
+        """See `quire.server.supervisor.Screen`."""
+        self._bar.close()
+
+
+class JsonScreen:
+    """For machines: a JSON object an event."""
+
+    def __init__(self, options: ServeOptions, listener: socket.socket, preset_options: Mapping[str, Any]) -> None:
+        self._options, self._listener, self._preset_options = options, listener, preset_options
+        self._phase = ""
+
+    def listening(self) -> None:
+        """See `quire.server.supervisor.Screen`."""
+        url = url_of(self._listener)
+        log.event(logger, "listening", f"listening on {url}", url=url, preset=dict(self._preset_options))
+        if is_open_to_all(self._options, self._listener):
+            log.event(logger, "open_to_all", OPEN_TO_ALL, level=logging.WARNING)
+
+    def loading(self, phase: str, percent: int) -> None:
+        """See `quire.server.supervisor.Screen`."""
+        if phase and phase != self._phase:
+            self._phase = phase
+            log.event(logger, "loading", f"loading: {phase} ({percent} %)", phase=phase, percent=percent)
+
+    def ready(self, info: EngineInfo, seconds: float) -> None:
+        """See `quire.server.supervisor.Screen`."""
+        options, url = self._options, url_of(self._listener)
+        log.event(
+            logger,
+            "started",
+            f"serving {options.model_names[0]} on {url}",
+            version=__version__,
+            url=url,
+            model_names=options.model_names,
+            api_keys=len(options.server.api_key),
+            seconds=seconds,
+            engine=msgspec.to_builtins(info),
+        )
+
+    def close(self) -> None:
+        """See `quire.server.supervisor.Screen`."""
+
+
+def is_open_to_all(options: ServeOptions, listener: socket.socket) -> bool:
+    """Whether who reaches the port needs nothing else."""
+    return not options.server.api_key and not is_loopback(listener)
+
+
+def start_rows(
+    options: ServeOptions, listener: socket.socket, info: EngineInfo, seconds: float
+) -> list[tuple[str, str]]:
+    """The facts of a server that has started."""
+    server = options.server
+    return [
+        ("model", options.engine.model),
+        ("architecture", f"{info.architecture}, {_count(info.parameters)} parameters in {info.dtype}"),
+        ("kernels", info.kernels),
+        ("threads", str(info.threads)),
+        *info.memory_plan,
+        ("prefix cache", options.engine.prefix_cache),
+        ("HTTP processes", f"{server.api_workers}, tokenizers of each: {server.tokenizer_workers}"),
+        ("model's name", ", ".join(options.model_names)),
+        ("API keys", str(len(server.api_key)) if server.api_key else "none: requests need no key"),
+        ("URL", f"{url_of(listener)}/v1"),
+        ("ready after", f"{seconds:.1f} s"),
+    ]
+
+
+def _count(number: int) -> str:
+    """A number of parameters, with the unit that people use."""
+    for size, unit in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,}"

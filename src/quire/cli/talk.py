@@ -1,0 +1,134 @@
+"""What a chat talks to: one small interface, and the model in this process behind it. `remote.py` has the other."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.cli.options import sampling_params
+from quire.cli.report import rate
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+Messages = Sequence[Mapping[str, Any]]
+Show = Callable[[str], None]
+"""Is given the text of an answer, piece by piece."""
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """One answer, or the part of it that came.
+
+    Attributes:
+        reason: why it ended: "stop", "length", "abort" (Ctrl-C) or "error".
+        error: what went wrong, with the reason "error".
+        prompt_tokens, cached_tokens, output_tokens: None where a server did not tell.
+        first_seconds: from the question to the first text; None if there was none.
+        seconds: from the question to the end.
+    """
+
+    text: str
+    reason: str
+    error: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    first_seconds: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def context_used(self) -> int | None:
+        """Tokens of prompt and answer."""
+        if self.prompt_tokens is None or self.output_tokens is None:
+            return None
+        return self.prompt_tokens + self.output_tokens
+
+
+class Talker(Protocol):
+    """Something that answers.
+
+    Attributes:
+        context: longest conversation in tokens; None where a server did not tell.
+        more_context: what would make it longer, for people.
+        refused: sampling parameters that it cannot use.
+    """
+
+    context: int | None
+    more_context: str
+    refused: tuple[str, ...]
+
+    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show) -> Answer:
+        """Answer, showing the text as it comes. Ctrl-C ends the answer, and its reason is then "abort".
+
+        Raises:
+            QuireError: nothing came, for this reason. A PromptTooLongError if the conversation does not fit.
+        """
+
+    def session(self) -> list[tuple[str, str]]:
+        """Rows of statistics since the start."""
+
+
+class LocalTalker:
+    """A model in this process."""
+
+    refused: tuple[str, ...] = ()
+    more_context = "a larger --max-model-len would hold more, up to what the model was made for"
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.context: int | None = llm.max_model_len
+
+    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show) -> Answer:
+        request = self.llm.add_request(self.llm.render_chat(messages), sampling_params(fields))
+        with _interrupt() as interrupted:
+            while True:
+                for output in self.llm.abort(request) if interrupted() else self.llm.step():
+                    [choice] = output.outputs
+                    show(choice.delta)
+                    if output.finished:
+                        return Answer(
+                            text=choice.text,
+                            reason=choice.finish_reason or "error",
+                            error=choice.error,
+                            prompt_tokens=len(output.prompt_token_ids),
+                            cached_tokens=output.cached_tokens,
+                            output_tokens=len(choice.token_ids),
+                            first_seconds=output.metrics.time_to_first_token,
+                            seconds=output.metrics.total_seconds,
+                        )
+
+    def session(self) -> list[tuple[str, str]]:
+        stats = self.llm.stats
+        return [
+            ("session: prefill", rate(stats.prefill_tokens, stats.prefill_seconds)),
+            ("session: decode", rate(stats.decode_tokens, stats.decode_seconds)),
+            ("session: cached tokens", f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens"),
+            ("session: KV blocks used", f"{stats.peak_blocks:,} of {stats.num_blocks:,} at most"),
+        ]
+
+
+@contextmanager
+def _interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C sets a flag that the yielded function tells, since a step must not be left half-way.
+
+    A second Ctrl-C within a second and a half of the first, when a step hangs, ends the program.
+    """
+    pressed: list[float] = []
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if pressed and now - pressed[-1] < 1.5:
+            raise KeyboardInterrupt
+        pressed.append(now)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,85 @@
+"""How child processes of a server start: bound to their parent's life, deaf to the terminal's signals."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1
+
+
+# -- the parent's side ---------------------------------------------------------------------------------------
+
+
+def python(module: str) -> list[str]:
+    """The command line that runs a module of Quire as this interpreter would.
+
+    `-P` keeps the folder that the user happens to be in from being searched for modules.
+    """
+    return [sys.executable, "-P", *["-O"] * sys.flags.optimize, "-m", module]
+
+
+async def spawn(
+    command: Sequence[str],
+    start: msgspec.Struct,
+    *,
+    fds: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Process:
+    """Start a child, in a session of its own, and tell it `start` on its standard input.
+
+    Args:
+        fds: what it inherits.
+        environment: variables beside those of this process, for libraries that offer no other switch; nothing of
+            ours is told that way.
+
+    Raises:
+        OSError: the system does not start it.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=PIPE,
+        stdout=2,  # what a library prints must not get among a command's output
+        start_new_session=True,
+        pass_fds=fds,
+        env={**os.environ, **(environment or {})},
+    )
+    if process.stdin is not None:
+        process.stdin.write(b"%d\n%b" % (os.getpid(), msgspec.json.encode(start)))
+        process.stdin.close()  # when all of it is written
+    return process
+
+
+# -- the child's side ----------------------------------------------------------------------------------------
+
+
+def begin(message: type[T]) -> T:
+    """Read the start message from standard input, after arranging that this process outlives no parent.
+
+    Signals that end a server are the supervisor's to handle: it tells its children over the wire.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    parent, _, start = sys.stdin.buffer.read().rpartition(b"\n")
+    if parent and int(parent) != os.getppid():  # it died while this process came up
+        os._exit(1)
+    return msgspec.json.decode(start, type=message)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies from now on (Linux; elsewhere nothing happens)."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return

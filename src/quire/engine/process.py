@@ -1,0 +1,405 @@
+"""The engine as a process of its own: `python -m quire.engine.process`, started by a server's supervisor.
+
+Its loop takes in what HTTP processes ask for, runs a step, and sends each of them what its requests got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import zmq
+
+from quire import log
+from quire.config import EngineConfig
+from quire.core.request import Request, RequestUpdate
+from quire.core.step import StepPlan, StepResult
+from quire.engine import child, wire
+from quire.engine.board import NUM_IN_STEP, PULSE, Board
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import QuireError, RequestError
+from quire.models.hub import resolve
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 1000
+"""An idle engine looks up this often, so that its pulse goes on."""
+
+STATISTICS_INTERVAL = 10.0
+"""Seconds between two lines of statistics while there is work."""
+
+
+class EngineStart(msgspec.Struct, kw_only=True):
+    """What the supervisor tells an engine on its standard input.
+
+    Attributes:
+        directory: the server's private folder.
+        boot: which engine of this server it is.
+        config: fields of `EngineConfig`.
+        fault: see `faults.py`; for drills.
+    """
+
+    directory: str
+    boot: int
+    config: dict[str, Any]
+    log_format: Literal["text", "json"] = "text"
+    debug: bool = False
+    fault: str | None = None
+
+
+class EngineProcess:
+    """The engine, its sockets and its board. It is the engine's observer: the board and the recorder see each step.
+
+    A request that was in the step in which an earlier engine died is a suspect. Suspects come first, each of them
+    alone in the engine, where its next token clears it: it is on probation. Everybody else waits outside until all
+    are cleared, so the one on probation when an engine dies again is to blame, and nobody is in its place.
+
+    One message or request that cannot be handled ends nothing but itself. What fails in the loop itself ends the
+    engine, since nobody knows what it left behind; the supervisor starts another one.
+    """
+
+    def __init__(self, start: EngineStart, board: Board, control: zmq.Socket[bytes]) -> None:
+        self._start, self._board, self._control = start, board, control
+        self._began = time.monotonic()
+        self._board.set_phase("importing torch", 0.0)
+        from quire.engine.recorder import Recorder
+
+        self._recorder = Recorder()
+        self._numbers: dict[int, int] = {}  # the wire's number to the engine's
+        self._requests: dict[int, Request] = {}  # by the engine's number
+        self._adds: dict[int, wire.Add] = {}  # the same
+        self._outside: dict[int, wire.Add] = {}  # by the wire's number: suspects, and who waits for them
+        self._on_probation: int | None = None  # the wire's number
+        self._gone: set[int] = set()  # HTTP processes that died: what they said may arrive after that
+        self._next_id = 0
+        self._stopping = False
+        self.engine = self._load()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: what is queued is bounded by the requests' own outputs
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(wire.engine_address(Path(start.directory), start.boot))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(control, zmq.POLLIN)
+        self._last_statistics = (time.monotonic(), self._recorder.stats(self.engine))
+
+    def _load(self) -> Engine:
+        config = EngineConfig(**self._start.config)
+        self._board.set_phase("finding the checkpoint", 0.0)
+        path = resolve(config.model, config.revision)
+        Tokenizer.load_if_present(path)  # others will need it: a broken one is told here, before they try
+        self._control.send(wire.encode(wire.Located(str(path))))
+        from quire.engine.engine import Engine
+
+        engine = Engine(replace(config, model=str(path)), self._board.set_phase, self)
+        engine.kv_cache.pulse = self._board.fields  # PULSE is field 0
+        if self._start.fault is not None:
+            from quire.engine.faults import FaultyExecutor
+
+            engine.executor = FaultyExecutor(engine.executor, self._start.fault)
+        return engine
+
+    def info(self) -> wire.EngineInfo:
+        """What others must know of this engine."""
+        from quire.engine import fingerprint
+
+        engine, plan, model = self.engine, self.engine.memory_plan, self.engine.model
+        return wire.EngineInfo(
+            boot=self._start.boot,
+            path=str(engine.path),
+            architecture=type(model).__name__,
+            dtype=str(model.dtype).removeprefix("torch."),
+            kernels=fingerprint.kernels(model.dtype),
+            fingerprint=fingerprint.system(engine.path, model.dtype),
+            threads=engine.threads,
+            vocab_size=model.vocab_size,
+            max_model_len=engine.max_model_len,
+            eos_token_ids=list(model.eos_token_ids),
+            sampling_defaults=engine.sampling_defaults,
+            num_blocks=plan.num_blocks - 1,
+            block_size=plan.block_size,
+            kv_bytes_per_token=plan.kv_bytes_per_token,
+            full_length_requests=(plan.num_blocks - 1) // -(-plan.max_model_len // plan.block_size),
+            parameters=model.num_parameters,
+            weight_bytes=model.weight_bytes,
+            notes=list(engine.notes),
+            memory_plan=plan.table(),
+            config=self._start.config
+            | {
+                "threads": engine.threads,
+                "max_model_len": engine.max_model_len,
+                "num_kv_blocks": plan.num_blocks,
+                "dtype": str(model.dtype).removeprefix("torch."),
+            },
+            startup_seconds=time.monotonic() - self._began,
+        )
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            Exception: a bug. The board names who may have to do with it: those of the step at hand, or else all.
+        """
+        self._control.send(wire.encode(wire.EngineReady(self.info())))
+        self._board.set_phase("ready", 1.0)
+        try:
+            while not self._stopping:
+                self._receive()
+                self._let_in()
+                if not self.engine.idle:
+                    self._send(self.engine.step())
+                self._tell_statistics()
+        except Exception:
+            if not self._board.fields[NUM_IN_STEP]:
+                self._begin([add.number for add in self._adds.values()])
+            raise
+
+    def _receive(self) -> None:
+        """Take in every message that is there; wait for one while there is nothing else to do."""
+        busy = not self.engine.idle or bool(self._outside)
+        ready = dict(self._poller.poll(0 if busy else IDLE_POLL_MS))
+        if not busy:
+            self._board.fields[PULSE] += 1
+        if self._control in ready:
+            with _contained("the supervisor"):
+                self._handle_control(wire.decode_from_supervisor(self._control.recv()))
+        while self._socket in ready:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._board.fields[PULSE] += 1
+            with _contained(frames[0]):
+                client, payload = frames
+                self._handle(client, wire.decode_to_engine(payload))
+
+    def _handle_control(self, message: wire.FromSupervisor) -> None:
+        if isinstance(message, wire.Stop):
+            self._stopping = True
+        elif isinstance(message, wire.ClientGone):
+            self._gone.add(message.worker)
+            for number in [*self._numbers, *self._outside]:
+                if number >> wire.WORKER_SHIFT == message.worker:
+                    self._abort(number, "abort")
+
+    def _handle(self, client: bytes, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Add():
+                self._take_in(message)
+            case wire.Abort():
+                self._abort(message.number, message.reason)
+            case wire.Told():
+                self._recorder.told(message.number, message.detokenize_seconds)
+            case wire.AbortNamed():
+                found = self._abort_named(message.name, message.owner)
+                self._reply(client, message.ticket, msgspec.json.encode(found))
+            case wire.Inspect():
+                document = self._recorder.document(self.engine, message.what, message.since)
+                self._reply(client, message.ticket, document)
+            case wire.ResetPrefixCache():
+                self._reply(client, message.ticket, msgspec.json.encode(self.engine.scheduler.kv.cache.clear()))
+
+    def _reply(self, client: bytes, ticket: int, value: bytes) -> None:
+        self._socket.send_multipart((client, wire.encode(wire.Reply(ticket, value))))
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def _take_in(self, add: wire.Add) -> None:
+        if add.number >> wire.WORKER_SHIFT in self._gone or add.number in self._numbers or add.number in self._outside:
+            return  # nobody reads it, or it came twice
+        if add.suspect or self._on_probation is not None:
+            self._outside[add.number] = add
+        else:
+            self._add(add)
+
+    def _let_in(self) -> None:
+        """The next suspect, alone; when there is none any more, all that wait outside."""
+        if not self._outside or self._on_probation is not None:
+            return
+        suspect = next((add for add in self._outside.values() if add.suspect), None)
+        if suspect is not None:
+            self._set_aside()
+            self._on_probation = suspect.number
+            self._add(self._outside.pop(suspect.number))
+            return
+        waiting, self._outside = sorted(self._outside.values(), key=lambda add: add.arrived), {}
+        for add in waiting:
+            self._add(add)
+
+    def _set_aside(self) -> None:
+        """Take every request out of the engine; it goes on later behind the tokens that it has."""
+        for number, add in self._adds.items():
+            request = self._requests[number]
+            self._outside[add.number] = msgspec.structs.replace(
+                add,
+                output_token_ids=request.tokens[request.num_prompt :],
+                num_scored=request.num_scored,
+                suspect=False,
+            )
+            self.engine.abort(number)
+            del self._recorder.records[number]
+        self.engine.take_updates()  # to nobody: these have not ended
+        for table in (self._adds, self._requests, self._numbers):
+            table.clear()
+
+    def _add(self, add: wire.Add) -> None:
+        """Put a request into the engine; one that it does not take ends."""
+        from quire.engine.recorder import Record
+
+        number = self._next_id
+        self._next_id += 1
+        self._begin([add.number])
+        try:
+            request = _request(number, add)
+            self.engine.add(request)
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logger.exception("request %s cannot be taken in", add.name)
+                error = RequestError("the engine could not take in this request; its log says why")
+            self._recorder.reasons["failed"] += 1
+            self._end(RequestUpdate(add.number, finish_reason="error", error=str(error)))
+        else:
+            self._numbers[add.number], self._requests[number], self._adds[number] = number, request, add
+            self._recorder.records[number] = Record(add.name, add.number, add.choice, add.tokenize_seconds)
+        self._board.end()
+
+    def _begin(self, numbers: list[int]) -> None:
+        """The board says for whom the next thing is done."""
+        on_probation = self._on_probation
+        self._board.begin(numbers, on_probation if on_probation is not None and on_probation in numbers else -1)
+
+    def _abort(self, number: int, reason: str) -> None:
+        if number in self._numbers:
+            self.engine.abort(self._numbers[number], reason)
+            self._send(self.engine.take_updates())
+        elif self._outside.pop(number, None):
+            self._recorder.reasons["aborted"] += reason == "abort"
+            self._end(RequestUpdate(number, finish_reason=reason))
+
+    def _abort_named(self, name: str, owner: str) -> bool:
+        adds = [*self._adds.values(), *self._outside.values()]
+        numbers = [add.number for add in adds if add.name == name and add.owner == owner]
+        for number in numbers:
+            self._abort(number, "abort")
+        return bool(numbers)
+
+    # -- what came of it -----------------------------------------------------------------------------------
+
+    def _send(self, updates: list[RequestUpdate]) -> None:
+        """Tell each HTTP process what its requests got, under the numbers that it knows."""
+        by_worker: dict[int, list[RequestUpdate]] = defaultdict(list)
+        for update in updates:
+            add = self._adds[update.request]
+            if update.finish_reason is not None:
+                self._recorder.ended(self._requests.pop(update.request), update)
+                del self._adds[update.request], self._numbers[add.number]
+            if update.tokens or update.finish_reason is not None:
+                self._clear(add.number)
+            update.request = add.number
+            by_worker[add.number >> wire.WORKER_SHIFT].append(update)
+        for worker, some in by_worker.items():
+            self._send_to(worker, some)
+
+    def _end(self, update: RequestUpdate) -> None:
+        """Tell of the end of a request that is not in the engine."""
+        self._clear(update.request)
+        self._send_to(update.request >> wire.WORKER_SHIFT, [update])
+
+    def _clear(self, number: int) -> None:
+        """This request, if it was on probation, has passed it or is over."""
+        if number == self._on_probation:
+            self._on_probation = None
+
+    def _send_to(self, worker: int, updates: list[RequestUpdate]) -> None:
+        self._socket.send_multipart((f"http-{worker}".encode(), wire.encode(wire.Updates(updates))))
+
+    def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
+        """See `StepObserver`: the board says what is about to run."""
+        self._begin([self._adds[span.request].number for span in plan.spans])
+        self._recorder.planned(plan, begin, seconds)
+
+    def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """See `StepObserver`: it has run."""
+        self._board.end()
+        self._recorder.committed(plan, result, self._requests)
+
+    def _tell_statistics(self) -> None:
+        now = time.monotonic()
+        before, old = self._last_statistics
+        if now - before >= STATISTICS_INTERVAL:
+            new = self._recorder.stats(self.engine)
+            if new["steps"] > old["steps"]:
+                log.event(logger, "statistics", log.statistics_line(old, new, now - before), **new)
+            self._last_statistics = (now, new)
+
+
+@contextlib.contextmanager
+def _contained(sender: object) -> Iterator[None]:
+    """A message that cannot be handled is logged, and that is all that comes of it."""
+    try:
+        yield
+    except Exception:
+        logger.exception("a message of %r cannot be handled", sender)
+
+
+def _request(number: int, add: wire.Add) -> Request:
+    return Request(
+        number,
+        add.prompt_token_ids,
+        add.params,
+        max_tokens=add.max_tokens,
+        choice=add.choice,
+        stop_token_ids=frozenset(add.stop_token_ids),
+        bad_words=add.bad_words,
+        scope=add.scope,
+        arrived=add.arrived,
+        output_token_ids=add.output_token_ids,
+        num_scored=add.num_scored,
+    )
+
+
+def main() -> int:
+    """Load, serve, and leave; 1 if the engine could not start, or failed."""
+    start = child.begin(EngineStart)
+    log.configure(start.log_format, start.debug)
+    logging.getLogger("quire.engine.engine").setLevel(logging.WARNING)  # its notes are in the start screen
+    directory = Path(start.directory)
+    control: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    control.setsockopt(zmq.IDENTITY, f"engine-{start.boot}".encode())
+    control.connect(wire.control_address(directory))
+    try:
+        process = EngineProcess(start, Board(wire.board_path(directory, start.boot)), control)
+    except Exception as error:
+        if start.debug or not isinstance(error, QuireError):
+            logger.exception("the engine cannot start")
+        known = isinstance(error, QuireError)
+        message = str(error) if known else f"the engine cannot start: {type(error).__name__}: {error}"
+        control.send(wire.encode(wire.EngineFailed(message)))
+        zmq.Context.instance().destroy(linger=2000)  # until the message is on its way
+        return 1
+    try:
+        process.run()
+    except Exception:
+        logger.exception("the engine failed")
+        return 1
+    zmq.Context.instance().destroy(linger=0)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    log.flush()
+    os._exit(code)  # taking torch apart politely takes most of a second, and everything is written

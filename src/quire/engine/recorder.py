@@ -1,0 +1,289 @@
+"""What an engine remembers of its last steps and requests, so that people can look at it: the live view's data.
+
+It costs little while nobody looks: of a step, a few numbers for each of its first spans are kept, never the tokens.
+Documents are JSON, made when they are asked for; times are seconds on this machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.core.kv_manager import KVManager
+from quire.core.prefix_cache import KEY_BYTES, Node
+from quire.core.request import Request, RequestUpdate, Status
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, StepResult
+from quire.engine.engine import Engine
+
+KEPT_STEPS = 256
+KEPT_FINISHED = 64
+MAX_SPANS = 64
+MAX_REQUESTS = 256
+MAX_CELLS = 8192
+MAX_TREE_NODES = 400
+MAX_VISITED = 20_000
+FREE, IDLE = 1, 2
+LETTERS = np.frombuffer(b"-fc123456789", dtype=np.uint8)
+LOOK_INTERVAL = 0.4
+"""Seconds that a picture of the pool and the tree is handed out again, however many look: making one costs a few
+milliseconds between two steps."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One choice of a request, as the live view tells of it.
+
+    Attributes:
+        name: the id that the client sees. number: the wire's.
+        match_seconds: of the `schedule` call that admitted it, in which its prompt was matched.
+        chunks: (begin, seconds of the step, tokens) of its prompt, the last ones.
+    """
+
+    name: str
+    number: int
+    choice: int
+    tokenize_seconds: float
+    detokenize_seconds: float | None = None
+    match_seconds: float | None = None
+    chunks: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that ran. `spans`: of whom, first position, tokens computed and sampled; the first `MAX_SPANS`."""
+
+    number: int
+    begin: float
+    seconds: float
+    schedule_seconds: float
+    tokens: int
+    spans: list[tuple[Record, int, int, int]]
+
+
+class Recorder:
+    """Takes in requests and steps, and makes documents of them."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, Record] = {}  # by the engine's number, open requests
+        self.reasons = {"finished": 0, "aborted": 0, "failed": 0}
+        self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
+        self._planned: deque[tuple[float, float]] = deque()
+        self._finished: deque[tuple[Record, dict[str, Any]]] = deque(maxlen=KEPT_FINISHED)
+        self._begin = time.monotonic()
+        self._looked: tuple[float, dict[str, Any]] = (-1e9, {})
+
+    # -- taking in -----------------------------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
+        """See `StepObserver`."""
+        self._planned.append((begin, seconds))
+        for info in plan.started:
+            self.records[info.request].match_seconds = seconds
+
+    def committed(self, plan: StepPlan, result: StepResult, prompts: dict[int, Request]) -> None:
+        """A step ran; `prompts` are the open requests by the engine's number, those that ended with it included."""
+        begin, seconds = self._planned.popleft()
+        spans: list[tuple[Record, int, int, int]] = []
+        for span in plan.spans:
+            record = self.records.get(span.request)
+            if record is None:
+                continue  # it ended while the step ran
+            if len(spans) < MAX_SPANS:
+                spans.append((record, span.start, len(span.tokens), span.num_sampled))
+            if span.start < prompts[span.request].num_prompt:
+                record.chunks.append((begin + seconds, result.seconds, len(span.tokens)))
+        self._steps.append(_Step(plan.number, begin, result.seconds, seconds, plan.num_tokens, spans))
+
+    def ended(self, request: Request, update: RequestUpdate) -> None:
+        """A request is over."""
+        record = self.records.pop(request.id)
+        reason = update.finish_reason or ""
+        self.reasons[{"abort": "aborted", "error": "failed"}.get(reason, "finished")] += 1
+        self._finished.append((record, _told(record, request, reason)))
+
+    def told(self, number: int, detokenize_seconds: float) -> None:
+        """The HTTP side has sent the last of a request's text."""
+        for record, document in reversed(self._finished):
+            if record.number == number:
+                record.detokenize_seconds = document["detokenize_seconds"] = detokenize_seconds
+                return
+
+    # -- telling -------------------------------------------------------------------------------------------
+
+    def stats(self, engine: Engine) -> dict[str, Any]:
+        """Counters, and what the pool holds."""
+        kv = engine.scheduler.kv
+        cached = len(kv.cache.nodes)
+        return (
+            asdict(engine.stats)
+            | self.reasons
+            | {
+                "pid": os.getpid(),
+                "free_blocks": kv.pool.num_free,
+                "cached_blocks": cached,
+                "held_blocks": kv.num_usable - kv.num_available,
+            }
+        )
+
+    def document(self, engine: Engine, what: str, since: int = 0) -> bytes:
+        """One of the documents "live", "requests", "steps" and "stats"."""
+        now = time.monotonic()
+        if what == "stats":
+            return msgspec.json.encode(self.stats(engine))
+        if what == "requests":
+            return msgspec.json.encode({"now": now, "requests": self._requests(engine.scheduler, now)})
+        if what == "steps":
+            return msgspec.json.encode({"now": now, "steps": list(self._step_documents(since))})
+        return msgspec.json.encode(
+            {
+                "now": now,
+                "uptime": now - self._begin,
+                "max_num_seqs": engine.config.max_num_seqs,
+                "max_num_batched_tokens": engine.config.max_num_batched_tokens,
+                "stats": self.stats(engine),
+                "requests": self._requests(engine.scheduler, now),
+                "steps": list(self._step_documents(since)),
+                "finished": [document for _, document in self._finished],
+            }
+            | self._pool_and_tree(engine.scheduler.kv, now)
+        )
+
+    def _requests(self, scheduler: Scheduler, now: float) -> list[dict[str, Any]]:
+        """Running ones first, then those that wait, each in the order of the queue."""
+        shown = scheduler.running[:MAX_REQUESTS]
+        waiting = (request for request in scheduler.requests.values() if request.status is not Status.RUNNING)
+        return [self._request(request, now) for request in (*shown, *islice(waiting, MAX_REQUESTS - len(shown)))]
+
+    def _request(self, request: Request, now: float) -> dict[str, Any]:
+        record = self.records[request.id]
+        return {
+            "id": record.name,
+            "choice": record.choice,
+            "status": request.status.value,
+            "prompt": request.num_prompt,
+            "cached": request.num_cached,
+            "computed": request.num_computed,
+            "output": len(request.tokens) - request.num_prompt,
+            "max_tokens": request.max_tokens,
+            "blocks": len(request.table),
+            "age": now - request.stats.arrived,
+            "priority": request.order[0],
+            "preemptions": request.stats.preemptions,
+        }
+
+    def _step_documents(self, since: int) -> Iterator[dict[str, Any]]:
+        for step in self._steps:
+            if step.number >= since:
+                yield {
+                    "number": step.number,
+                    "begin": step.begin,
+                    "seconds": step.seconds,
+                    "schedule_seconds": step.schedule_seconds,
+                    "tokens": step.tokens,
+                    "spans": [(record.name, record.choice, *rest) for record, *rest in step.spans],
+                }
+
+    def _pool_and_tree(self, kv: KVManager, now: float) -> dict[str, Any]:
+        made, document = self._looked
+        if now - made > LOOK_INTERVAL:
+            document = {"kv": _pool(kv), "tree": _tree(kv)}
+            self._looked = (now, document)
+        return document
+
+
+def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
+    """Where a request's time went."""
+    stats = request.stats
+    end = stats.finished if stats.finished is not None else stats.arrived
+    return {
+        "id": record.name,
+        "choice": record.choice,
+        "reason": reason,
+        "prompt": request.num_prompt,
+        "cached": request.num_cached,
+        "output": len(request.tokens) - request.num_prompt,
+        "arrived": stats.arrived,
+        "tokenize_seconds": record.tokenize_seconds,
+        "queue_seconds": (stats.admitted if stats.admitted is not None else end) - stats.arrived,
+        "match_seconds": record.match_seconds,
+        "prefill_seconds": stats.prefill_seconds,
+        "decode_seconds": stats.decode_seconds,
+        "detokenize_seconds": None,
+        "ttft_seconds": None if stats.first_token is None else stats.first_token - stats.arrived,
+        "total_seconds": end - stats.arrived,
+        "preemptions": stats.preemptions,
+        "chunks": list(record.chunks),
+    }
+
+
+def _pool(kv: KVManager) -> dict[str, Any]:
+    """The pool as a grid of cells: f is free, c cached and unused, a digit the number of holders (9: or more)."""
+    counts = np.asarray(kv.pool.ref_counts, dtype=np.int64)
+    states = np.where(counts > 0, np.minimum(counts, 9) + 2, FREE)
+    cached = np.fromiter(kv.cache.nodes, dtype=np.int64, count=len(kv.cache.nodes))
+    states[cached[counts[cached] == 0]] = IDLE
+    states = states[1:]  # block 0 is null
+    per_cell = -(-len(states) // MAX_CELLS)
+    padded = np.pad(states, (0, -len(states) % per_cell), constant_values=FREE)
+    busiest = padded.reshape(-1, per_cell).max(axis=1)
+    return {
+        "num_blocks": kv.num_usable,
+        "block_size": kv.block_size,
+        "free": kv.pool.num_free,
+        "cached": kv.cache.num_idle,
+        "held": kv.num_usable - kv.num_available,
+        "blocks_per_cell": per_cell,
+        "cells": LETTERS[busiest].tobytes().decode(),
+    }
+
+
+def _tree(kv: KVManager) -> list[dict[str, Any]]:
+    """The prefix tree, chains merged into one node each, the largest first, parents before children."""
+    nodes: list[dict[str, Any]] = []
+    todo: deque[tuple[Node, int | None]] = deque(
+        (child, None) for root in kv.cache.roots.values() for child in root.children.values()
+    )
+    visited = 0
+    while todo and visited < MAX_VISITED and len(nodes) < 4 * MAX_TREE_NODES:
+        node, parent = todo.popleft()
+        first, last, blocks, tokens = node, node, 0, 0
+        while True:
+            blocks += 1
+            tokens += len(last.key) // KEY_BYTES
+            visited += 1
+            if len(last.children) != 1 or visited >= MAX_VISITED:
+                break
+            [last] = last.children.values()
+        nodes.append(
+            {
+                "id": first.block,
+                "parent": parent,
+                "tokens": tokens,
+                "blocks": blocks,
+                "references": kv.pool.ref_counts[first.block],
+            }
+        )
+        todo.extend((child, first.block) for child in last.children.values())
+    return _largest(nodes)
+
+
+def _largest(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most `MAX_TREE_NODES` of them, the largest, and none without its parent."""
+    if len(nodes) <= MAX_TREE_NODES:
+        return nodes
+    kept: set[int | None] = {None}
+    for node in sorted(nodes, key=lambda node: -int(node["blocks"])):
+        if len(kept) > MAX_TREE_NODES:
+            break
+        if node["parent"] in kept:
+            kept.add(node["id"])
+    return [node for node in nodes if node["id"] in kept]

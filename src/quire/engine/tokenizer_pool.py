@@ -1,0 +1,464 @@
+"""Tokenizer workers: template rendering and tokenizing, in processes that a deadline can kill.
+
+One pool serves one HTTP process. Jobs wait, in the order of arrival, until a worker is free; each worker does one at a
+time. Large jobs and small ones take turns, and with two workers or more one is always kept free of large ones, so
+that a prompt of 100,000 tokens does not delay the short ones. With one worker they wait for it, though not for all
+of a long list of prompts. How many jobs may wait is the callers' to bound.
+
+A job fails alone. One that takes longer than the deadline loses its worker, which is killed and replaced. A worker
+that dies otherwise costs its job nothing the first time: it is done again, once. A caller that gives up frees its
+worker within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire import errors
+from quire.engine import child
+from quire.engine.tokenizer import RenderedChat, check_text
+from quire.engine.tokenizer_worker import (
+    LENGTH,
+    Answer,
+    BadWords,
+    Decode,
+    Encode,
+    Failed,
+    Job,
+    Render,
+    TokenTexts,
+    WorkerStart,
+)
+from quire.errors import EngineClosedError, QuireError, RequestError, TokenizerFailedError, TokenizerTimeoutError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LARGE_BYTES = 64 << 10
+"""A call with more than this is large. Long lists of texts are cut into jobs of about this size."""
+
+MAX_JOB_BYTES = 8 << 20
+"""Most bytes of one text, or of one chat. The tokenizer takes some 150 bytes of memory for each."""
+
+MEMORY_BYTES = 2 << 30
+"""How much a worker may grow: enough for `MAX_JOB_BYTES`."""
+
+START_SECONDS = 60.0
+"""A worker that has not loaded the tokenizer by then never will."""
+
+ABANDONED_SECONDS = 1.0
+"""How long a worker may go on with a job that nobody waits for: about what replacing it takes."""
+
+LONGEST_PAUSE = 5.0
+"""Seconds between attempts to start a worker, where they keep failing."""
+
+_KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QuireError)}
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A job: its message, and the future of its result, which is cancelled when the caller gives up."""
+
+    body: bytes
+    large: bool
+    result: asyncio.Future[bytes]
+    retried: bool = False
+
+
+class TokenizerPool:
+    """The tokenizer workers of one process.
+
+    Args:
+        folder: the checkpoint. One without a tokenizer is fine: every job is then refused with a `RequestError`.
+        workers: how many processes.
+        deadline: seconds that one job may take, from when a worker has it.
+        memory_bytes: how much a worker may grow.
+        log: is told, in one line, when a worker dies or cannot start.
+
+    All methods that tokenize raise what `Tokenizer`'s raise, and:
+        TokenizerTimeoutError: the deadline has passed.
+        TokenizerFailedError: two workers died of this job, or none can be started.
+        EngineClosedError: the pool was closed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        deadline: float,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        log: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self.deadline = deadline
+        self._folder, self._num_workers, self._memory, self._log = folder, workers, memory_bytes, log
+        self._waiting: tuple[deque[_Queued], deque[_Queued]] = (deque(), deque())  # small and large ones
+        self._slots: list[asyncio.Task[None]] = []
+        self._workers: set[_Worker] = set()
+        self._bell = asyncio.Event()  # rings when a free worker may have something to do
+        self._num_busy = self._num_large = 0  # jobs at work, and large ones among them
+        self._took_large = False  # the last time
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers that are up."""
+        return sorted(worker.pid for worker in self._workers)
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that no worker has yet."""
+        return sum(map(len, self._waiting))
+
+    @property
+    def num_busy(self) -> int:
+        """Jobs that a worker is at."""
+        return self._num_busy
+
+    async def start(self) -> None:
+        """Start the workers, and wait for the first of them.
+
+        Raises:
+            TokenizerError, ChatTemplateError: the checkpoint's files are not valid.
+            TokenizerFailedError: the worker cannot be started.
+        """
+        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._slots = [asyncio.create_task(self._keep(first)) for _ in range(self._num_workers)]
+        try:
+            await first
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Kill the workers; jobs that wait fail. A second call does nothing."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.cancel()
+        await asyncio.gather(*slots, return_exceptions=True)
+        self._fail_all(_closed())
+
+    # -- jobs ----------------------------------------------------------------------------------------------
+
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text; `add_special_tokens` adds what the post-processor adds."""
+        sizes = [check_text(text, index if len(texts) > 1 else None) for index, text in enumerate(texts)]
+        large = sum(sizes) > LARGE_BYTES
+        parts = _parts(texts, sizes)
+        jobs = [self._ask(Encode(part, add_special_tokens), list[list[int]], large) for part in parts]
+        return list(itertools.chain.from_iterable(await _all(jobs)))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """A chat in the checkpoint's own template; see `Tokenizer.apply_chat_template`."""
+        job = Render(list(messages), add_generation_prompt, continue_final_message, dict(variables or {}))
+        return await self._ask(job, RenderedChat)
+
+    async def bad_words(self, words: list[str]) -> list[list[int]]:
+        """Token sequences of bad words; see `Tokenizer.bad_word_ids`."""
+        return await self._ask(BadWords(list(words)), list[list[int]]) if words else []
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens included."""
+        return await self._ask(Decode(ids), str)
+
+    async def token_texts(self, ids: list[int]) -> list[str]:
+        """The text of each id as it stands behind another one."""
+        return await self._ask(TokenTexts(ids), list[str])
+
+    async def _ask(self, job: Job, kind: type[T], large: bool = False) -> T:
+        if not self._slots:
+            raise _closed()
+        body = _encoded(job)
+        queued = _Queued(body, large or len(body) > LARGE_BYTES, asyncio.get_running_loop().create_future())
+        self._waiting[queued.large].append(queued)
+        self._bell.set()
+        try:
+            answer = _decode_answer(await queued.result)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ValueError):  # a worker has it
+                self._waiting[queued.large].remove(queued)
+            raise
+        if isinstance(answer, Failed):
+            raise _error(answer)
+        return msgspec.msgpack.decode(answer.value, type=kind)
+
+    # -- workers -------------------------------------------------------------------------------------------
+
+    async def _keep(self, first: asyncio.Future[None]) -> None:
+        """Keep one worker at work, and replace it when it dies; `first` is told when a worker is up, or why not."""
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                worker = await _Worker.start(self._folder, self._memory, self._bell)
+            except QuireError as error:
+                pause = min(LONGEST_PAUSE, 2 * pause or 0.1)
+                self._cannot_start(error, first)
+                continue
+            pause = 0.0
+            self._workers.add(worker)
+            if not first.done():
+                first.set_result(None)
+            try:
+                while job := await self._next(worker):
+                    await self._do(job, worker)
+            finally:
+                self._workers.remove(worker)
+                await worker.kill()
+            self._log(f"tokenizer worker {worker.pid} {worker.end}; starting another")
+
+    def _cannot_start(self, error: QuireError, first: asyncio.Future[None]) -> None:
+        if not first.done():
+            first.set_exception(error)
+            return
+        self._log(f"a tokenizer worker cannot be started: {error}")
+        if not self._workers:  # whoever waits would wait for ever
+            self._fail_all(TokenizerFailedError("no tokenizer worker can be started; the server's log tells more"))
+
+    def _fail_all(self, error: QuireError) -> None:
+        for jobs in self._waiting:
+            while jobs:
+                job = jobs.popleft()
+                if not job.result.done():
+                    job.result.set_exception(error)
+
+    async def _next(self, worker: _Worker) -> _Queued | None:
+        """The next job for this worker; None when it has died."""
+        while not worker.dead:
+            if job := self._pop():
+                return job
+            self._bell.clear()
+            await self._bell.wait()
+        return None
+
+    def _pop(self) -> _Queued | None:
+        """The job that a free worker takes: the oldest of its kind, and large and small ones by turns."""
+        for large in (not self._took_large, self._took_large):
+            if large and self._num_large >= max(1, self._num_workers - 1):
+                continue
+            while jobs := self._waiting[large]:
+                job = jobs.popleft()
+                if not job.result.done():
+                    self._took_large = large
+                    return job
+        return None
+
+    async def _do(self, job: _Queued, worker: _Worker) -> None:
+        """Have a worker do a job. Afterwards the job has its result, or waits once more; the worker may be dead."""
+        self._num_busy += 1
+        self._num_large += job.large
+        try:
+            answer = await self._answer(job, worker)
+            if not job.result.done():
+                job.result.set_result(answer)
+        except TimeoutError:
+            worker.end = "was killed: its job took too long" if not job.result.done() else "was killed: nobody waited"
+            worker.dead = True
+            if not job.result.done():
+                job.result.set_exception(self._too_late())
+        except (OSError, EOFError):
+            worker.dead = True
+            self._retry(job)
+        except asyncio.CancelledError:
+            if not job.result.done():
+                job.result.set_exception(_closed())
+            raise
+        finally:
+            self._num_busy -= 1
+            self._num_large -= job.large
+            self._bell.set()
+
+    async def _answer(self, job: _Queued, worker: _Worker) -> bytes:
+        """Raises TimeoutError when the time is over: the deadline, or less when the caller has given up."""
+        asking = asyncio.create_task(worker.ask(job.body))
+        try:
+            await asyncio.wait({asking, job.result}, timeout=self.deadline, return_when=asyncio.FIRST_COMPLETED)
+            if job.result.done() and not asking.done():
+                await asyncio.wait({asking}, timeout=min(ABANDONED_SECONDS, self.deadline))
+            if not asking.done():
+                raise TimeoutError
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    def _retry(self, job: _Queued) -> None:
+        """The worker died: the job goes to the head of the queue, unless it was there before."""
+        if job.result.done():
+            return
+        if job.retried:
+            job.result.set_exception(
+                TokenizerFailedError("two tokenizer workers died of this request; it may need too much memory")
+            )
+            return
+        job.retried = True
+        self._waiting[job.large].appendleft(job)
+
+    def _too_late(self) -> TokenizerTimeoutError:
+        return TokenizerTimeoutError(
+            f"rendering and tokenizing this request took longer than {self.deadline:g} s, which is all it may take "
+            "(tokenizer_deadline); send less text"
+        )
+
+
+class _Worker:
+    """One process, seen from its pool.
+
+    Attributes:
+        dead: it takes no more jobs.
+        end: how it ended, for the log.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        bell: asyncio.Event,
+    ) -> None:
+        self.pid = process.pid
+        self.dead = False
+        self.end = ""
+        self._process = process
+        self._reader, self._writer = streams
+        self._watch = asyncio.create_task(self._notice_death(bell))
+
+    @classmethod
+    async def start(cls, folder: Path, memory_bytes: int, bell: asyncio.Event) -> _Worker:
+        """A process that has loaded the tokenizer.
+
+        Raises:
+            QuireError: what it says is wrong with the checkpoint; a TokenizerFailedError where it says nothing.
+        """
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                streams = await asyncio.open_unix_connection(sock=ours)
+                try:
+                    process = await child.spawn(
+                        child.python("quire.engine.tokenizer_worker"),
+                        WorkerStart(theirs.fileno(), str(folder), memory_bytes),
+                        fds=[theirs.fileno()],
+                        # The library's own switch: it would start a thread for each core, in each worker.
+                        environment={"TOKENIZERS_PARALLELISM": "false"},
+                    )
+                except BaseException:
+                    streams[1].close()
+                    raise
+        except OSError as error:
+            raise TokenizerFailedError(f"no process for a tokenizer worker: {error.strerror or error}") from error
+        worker = cls(process, streams, bell)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                loaded = _decode_answer(await worker.receive())
+        except (OSError, EOFError) as error:
+            await worker.kill()
+            what = f"needed more than {START_SECONDS:g} s" if isinstance(error, TimeoutError) else worker.end
+            raise TokenizerFailedError(f"a tokenizer worker that loads the tokenizer {what}") from None
+        except BaseException:
+            await worker.kill()
+            raise
+        if isinstance(loaded, Failed):
+            await worker.kill()
+            raise _error(loaded)
+        return worker
+
+    async def ask(self, body: bytes) -> bytes:
+        """Do a job. Raises OSError or EOFError when the worker is gone."""
+        self._writer.write(LENGTH.pack(len(body)))
+        self._writer.write(body)
+        await self._writer.drain()
+        return await self.receive()
+
+    async def receive(self) -> bytes:
+        """The next message from the worker."""
+        size: int = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
+        return await self._reader.readexactly(size)
+
+    async def kill(self) -> None:
+        """End the process, if it has not ended by itself, and wait until it is gone."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # `Process.kill` may take the exit code from its watcher
+        await self._watch
+        self._writer.close()
+
+    async def _notice_death(self, bell: asyncio.Event) -> None:
+        code = await self._process.wait()
+        if not self.end:
+            self.end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        self.dead = True
+        bell.set()
+
+
+def _parts(texts: Sequence[str], sizes: Iterable[int]) -> list[list[str]]:
+    """The texts in runs of `LARGE_BYTES` or a little more. Raises `RequestError` for a text that is too long."""
+    parts: list[list[str]] = []
+    room = 0
+    for text, size in zip(texts, sizes, strict=True):
+        _check_size(size)
+        if room <= 0 or size > room:
+            parts.append([])
+            room = LARGE_BYTES
+        parts[-1].append(text)
+        room -= size
+    return parts
+
+
+def _encoded(job: Job) -> bytes:
+    """The job's message. Raises `RequestError` for what no message can hold."""
+    try:
+        body = msgspec.msgpack.encode(job)
+    except UnicodeEncodeError:
+        raise RequestError("the request holds half of a surrogate pair; text must be valid Unicode") from None
+    except OverflowError:
+        raise RequestError("the request holds a whole number of more than 64 bits; write it as a string") from None
+    except RecursionError:
+        raise RequestError("the request nests too deep; flatten it") from None
+    except TypeError as error:
+        raise RequestError(f"the request holds what JSON does not have: {error}") from None
+    _check_size(len(body))
+    return body
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_JOB_BYTES:
+        raise RequestError(f"the text has {size} bytes; at most {MAX_JOB_BYTES} are tokenized at once: send less text")
+
+
+async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; when one fails, the others are given up."""
+    if len(jobs) == 1:
+        return [await jobs[0]]
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _error(answer: Failed) -> QuireError:
+    return _KINDS.get(answer.kind, TokenizerFailedError)(answer.message)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the tokenizer workers were closed")

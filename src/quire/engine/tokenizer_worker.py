@@ -1,0 +1,223 @@
+"""A tokenizer worker: a process that renders chat templates and tokenizes, for `tokenizer_pool.py`.
+
+What users send, and what a checkpoint's template does with it, may take any time and memory. So it is done here,
+where it can be killed and where memory is bounded. A worker does one job at a time, over a socket, and leaves when
+the other end is closed.
+
+Every message is a length in four bytes and msgpack. The first one tells that the tokenizer is loaded (`Done`), or
+why it is not (`Failed`); after that there is one for each `Job`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.engine import child
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ChatTemplateError, QuireError, RequestError, TokenizerFailedError, TokenOutOfRangeError
+
+LENGTH = struct.Struct(">I")
+MAX_ID = (1 << 32) - 1
+
+
+class WorkerStart(msgspec.Struct):
+    """What a worker is told on its standard input.
+
+    Attributes:
+        socket: number of the inherited socket.
+        folder: the checkpoint.
+        memory_bytes: how much its memory may grow after the tokenizer is loaded.
+    """
+
+    socket: int
+    folder: str
+    memory_bytes: int
+
+
+class Encode(msgspec.Struct, tag="encode"):
+    """Answered by the token ids of each text."""
+
+    texts: list[str]
+    add_special_tokens: bool
+
+
+class Render(msgspec.Struct, tag="render"):
+    """Answered by a `RenderedChat`."""
+
+    messages: list[Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Any]
+
+
+class BadWords(msgspec.Struct, tag="bad_words"):
+    """Answered by token sequences."""
+
+    words: list[str]
+
+
+class Decode(msgspec.Struct, tag="decode"):
+    """Answered by the text of these ids, special tokens included."""
+
+    ids: list[int]
+
+
+class TokenTexts(msgspec.Struct, tag="token_texts"):
+    """Answered by the text of each id."""
+
+    ids: list[int]
+
+
+Job = Encode | Render | BadWords | Decode | TokenTexts
+
+
+class Done(msgspec.Struct, tag="done"):
+    """A job's result, in msgpack."""
+
+    value: msgspec.Raw
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The job is refused. `kind` is a class of `quire.errors`."""
+
+    kind: str
+    message: str
+
+
+Answer = Done | Failed
+
+_decode_job = msgspec.msgpack.Decoder(Job).decode
+_encode = msgspec.msgpack.encode
+
+
+def main() -> None:
+    """The process: load, then work until the socket is closed."""
+    start = child.begin(WorkerStart)
+    with socket.socket(fileno=start.socket) as connection, contextlib.suppress(ConnectionError):
+        try:
+            tokenizer = _load(Path(start.folder))
+        except Exception as error:
+            _send(connection, _refusal(error))
+            return
+        _limit_memory(start.memory_bytes)
+        _send(connection, _done(None))
+        while (body := _receive(connection)) is not None:
+            _send(connection, _answer(tokenizer, body))
+
+
+def _load(folder: Path) -> Tokenizer | None:
+    """The checkpoint's tokenizer, ready; None where it has none: then every job is refused."""
+    tokenizer = Tokenizer.load_if_present(folder)
+    if tokenizer is not None:
+        tokenizer.warm_up()
+    return tokenizer
+
+
+def _limit_memory(growth: int) -> None:
+    """Bound what this process may have on top of what it has now. Asking for more then fails here alone, and the
+    library that asked may abort; users' texts are not to be left behind in a core file.
+
+    It is the private writable memory that counts (RLIMIT_DATA), since threads and libraries reserve addresses that
+    they never use. Where the kernel does not tell, there is no bound.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        used = 1024 * int(status.split("VmData:")[1].split()[0])
+        _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + growth, highest))
+
+
+def _answer(tokenizer: Tokenizer | None, body: bytes) -> Answer:
+    """The answer to one job, whatever happens."""
+    try:
+        job: Job = _decode_job(body)
+        if tokenizer is None:
+            raise _no_tokenizer(job)
+        return _done(_work(tokenizer, job))
+    except Exception as error:
+        return _refusal(error)
+
+
+def _work(tokenizer: Tokenizer, job: Job) -> Any:
+    match job:
+        case Encode():
+            return tokenizer.encode_batch(job.texts, job.add_special_tokens)
+        case Render():
+            return tokenizer.apply_chat_template(
+                job.messages,
+                add_generation_prompt=job.add_generation_prompt,
+                continue_final_message=job.continue_final_message,
+                variables=job.variables,
+            )
+        case BadWords():
+            return tokenizer.bad_word_ids(job.words)
+        case Decode():
+            return tokenizer.decode(_checked(job.ids), skip_special_tokens=False)
+        case TokenTexts():
+            texts = {token: tokenizer.token_text(token) for token in set(_checked(job.ids))}
+            return [texts[token] for token in job.ids]
+
+
+def _checked(ids: list[int]) -> list[int]:
+    """The ids, if the tokenizer's library can hold them."""
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token <= MAX_ID:
+            raise TokenOutOfRangeError(f"the token id {token} lies outside the vocabulary; ids are from 0 on")
+    return ids
+
+
+def _no_tokenizer(job: Job) -> QuireError:
+    if isinstance(job, Render):
+        return ChatTemplateError("this checkpoint has no tokenizer, so no chat template; give token ids")
+    return RequestError("this checkpoint has no tokenizer.json; give prompts as lists of token ids")
+
+
+def _done(value: Any) -> Done:
+    return Done(msgspec.Raw(_encode(value)))
+
+
+def _refusal(error: Exception) -> Failed:
+    """What the other end is told. Anything that Quire did not raise on purpose goes to the log, not to clients."""
+    if isinstance(error, MemoryError):
+        error = RequestError("tokenizing this request takes more memory than it may have; send less text")
+    elif not isinstance(error, QuireError):
+        traceback.print_exception(error, file=sys.stderr)
+        error = TokenizerFailedError("the tokenizer failed on this request; the server's log tells more")
+    return Failed(type(error).__name__, str(error))
+
+
+def _send(connection: socket.socket, answer: Answer) -> None:
+    body = _encode(answer)
+    connection.sendall(LENGTH.pack(len(body)))
+    connection.sendall(body)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """The next job; None when there are no more."""
+    head = _read(connection, LENGTH.size)
+    return None if head is None else _read(connection, LENGTH.unpack(head)[0])
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    left = memoryview(data)
+    while left:
+        count = connection.recv_into(left)
+        if not count:
+            return None
+        left = left[count:]
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main()

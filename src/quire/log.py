@@ -1,0 +1,303 @@
+"""What every process of Quire writes to its log: text for people, or one JSON object a line for machines.
+
+Writing never fails and never waits: lines go through a bounded queue to a thread, so that a terminal that was
+stopped, a pipe that nobody reads or one that broke costs log lines and not requests. This module is a leaf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+MAX_WAITING = 10_000
+"""Lines that may wait for a slow reader of the log; what comes beyond them is dropped, counted and reported."""
+
+FLUSH_SECONDS = 1.0
+"""How long a process that ends waits for its last lines to be written."""
+
+MAX_LABEL = 64
+"""Characters of a client's label that are shown."""
+
+_THIRD_PARTY = ("asyncio", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "fastapi", "multipart")
+
+
+def configure(format: Literal["text", "json"] = "text", debug: bool = False, stream: TextIO | None = None) -> None:
+    """Set up logging for this process; what an earlier call has set up is replaced.
+
+    Quire's own loggers tell from INFO on, or DEBUG with `debug`; everybody else's from WARNING on.
+
+    Args:
+        stream: where lines go; default: standard error as it is now.
+    """
+    handler = LineHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, LineHandler)]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("quire").setLevel(logging.DEBUG if debug else logging.INFO)
+    for name in _THIRD_PARTY:  # some bring handlers of their own: the root's is enough
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.WARNING)
+    logging.raiseExceptions = False  # a bad record is not worth a traceback
+    logging.captureWarnings(True)
+
+
+def flush() -> None:
+    """Wait until what was logged so far is written, at most `FLUSH_SECONDS`."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def event(
+    logger: logging.Logger, name: str, text: str, /, *, level: int = logging.INFO, exc_info: Any = None, **fields: Any
+) -> None:
+    """Log one event: `text` is what people read; `name` and `fields` are what the JSON line holds besides it."""
+    logger.log(level, "%s", text, extra={"event_name": name, "event_fields": fields}, exc_info=exc_info)
+
+
+def sanitize(text: str, limit: int | None = MAX_LABEL) -> str:
+    r"""`text` on one line, at most `limit` characters of it: what cannot be printed (line ends, terminal codes,
+    characters that turn the direction of writing, lone surrogates) is shown as `\n`, `\x1b` and the like."""
+    if limit is not None and len(text) > limit:
+        text = text[:limit] + "..."
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+# -- lines that more than one process writes ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSummary:
+    """What is said of a request when it has ended.
+
+    Attributes:
+        request_id: the id in the response.
+        label: the client's own id for it (`x-request-id`), or "".
+        output_tokens: of all its choices.
+        first_token_seconds: from its arrival; None if there was no token.
+        total_seconds: from its arrival to its end.
+        reason: why it ended: "stop", "length", "abort", "disconnect", "timeout", "error", "refused 429", ...
+        error: what went wrong, if anything did.
+    """
+
+    request_id: str
+    label: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    first_token_seconds: float | None = None
+    total_seconds: float = 0.0
+    reason: str
+    error: str | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first over the time after the first; None where there were fewer than two."""
+        if self.first_token_seconds is None or self.output_tokens < 2:
+            return None
+        seconds = self.total_seconds - self.first_token_seconds
+        return (self.output_tokens - 1) / seconds if seconds > 0 else None
+
+
+def request_line(summary: RequestSummary) -> str:
+    """The one line that a request gets, for people."""
+    first, rate = summary.first_token_seconds, summary.tokens_per_second
+    label = f" [{sanitize(summary.label)}]" if summary.label else ""
+    parts = [
+        f"{summary.prompt_tokens} prompt ({summary.cached_tokens} cached)",
+        f"{summary.output_tokens} out",
+        f"first token {_duration(first)}" if first is not None else "no token",
+        f"{_rate(rate)} tok/s" if rate is not None else None,
+        f"{_duration(summary.total_seconds)} in all",
+        sanitize(summary.reason) + (f": {sanitize(summary.error, 200)}" if summary.error else ""),
+    ]
+    return f"{summary.request_id}{label}  " + ", ".join(part for part in parts if part)
+
+
+def log_request(logger: logging.Logger, summary: RequestSummary) -> None:
+    """Write the one line that a request gets."""
+    rate = summary.tokens_per_second
+    event(logger, "request", request_line(summary), **dataclasses.asdict(summary), tokens_per_second=rate)
+
+
+def statistics_line(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> str:
+    """What an engine did between two readings of its counters, for people.
+
+    Tokens per second are of the clock on the wall: prompt tokens computed, and tokens sampled.
+
+    Args:
+        before, after: fields of `EngineStats`, and `held_blocks`. Counters that went back are a new engine's, and
+            count from zero.
+        seconds: the time between them.
+    """
+    fields = statistics_fields(before, after, seconds)
+    hits = fields["hit_rate"]
+    return (
+        f"running {fields['running']}, waiting {fields['waiting']}, KV {100 * fields['kv_use']:.0f} %, "
+        f"prefill {_rate(fields['prefill_tokens_per_second'])} tok/s, "
+        f"decode {_rate(fields['decode_tokens_per_second'])} tok/s, "
+        + (f"prefix hits {100 * hits:.0f} %" if hits is not None else "no new prompts")
+    )
+
+
+def statistics_fields(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """The numbers of `statistics_line`: shares from 0 to 1, rates a second, and what is there now."""
+
+    def grown(name: str) -> float:
+        now, then = after.get(name, 0), before.get(name, 0)
+        return float(now - then if now >= then else now)
+
+    span = max(seconds, 1e-9)
+    sampled, prompts = grown("output_tokens"), grown("prompt_tokens")
+    computed = grown("prefill_tokens") + grown("decode_tokens")
+    return {
+        "running": int(after.get("running", 0)),
+        "waiting": int(after.get("waiting", 0)),
+        "kv_use": kv_use(after),
+        "prefill_tokens_per_second": max(0.0, computed - sampled) / span,
+        "decode_tokens_per_second": sampled / span,
+        "hit_rate": min(1.0, grown("cached_tokens") / prompts) if prompts else None,
+    }
+
+
+def kv_use(stats: Mapping[str, Any]) -> float:
+    """The share of the KV blocks that requests hold; what is only kept in case it is asked for again is not held."""
+    total = stats.get("num_blocks", 0)
+    return min(1.0, max(0.0, stats.get("held_blocks", 0) / total)) if total > 0 else 0.0
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+# -- how lines are made, and written --------------------------------------------------------------------------
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:01.250 info   text`, and below it a traceback, indented, so that no text can pass for a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        head = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {sanitize(record.getMessage(), None)}"
+        return "\n".join([head, *(f"    {sanitize(line, None)}" for line in _traceback(record))])
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (ISO 8601, UTC), level, logger, event, text, the event's fields, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": getattr(record, "event_name", "log"),
+            "text": record.getMessage(),
+        }
+        for name, value in getattr(record, "event_fields", {}).items():
+            line.setdefault(name, value)
+        if lines := _traceback(record):
+            line["traceback"] = lines
+        return json.dumps(_finite(line), default=str)  # ASCII: line ends and surrogates are escaped
+
+
+def _finite(value: Any) -> Any:
+    """NaN and the infinities are not JSON: they become null."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _traceback(record: logging.LogRecord) -> list[str]:
+    if not record.exc_info or record.exc_info[0] is None:
+        return []
+    return "".join(traceback.format_exception(*record.exc_info)).splitlines()
+
+
+class LineHandler(logging.Handler):
+    """Writes lines to a stream, in a thread of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._descriptor = _descriptor(stream)
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record's line; one that cannot be formatted, or finds no room, is lost."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except Exception:  # full, or no valid record
+            self._dropped += 1
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Like the base class, without its lock: the queue has its own."""
+        if kept := bool(self.filter(record)):
+            self.emit(record)
+        return kept
+
+    def flush(self) -> None:
+        """Wait until the lines so far are written, at most `FLUSH_SECONDS`."""
+        deadline = time.monotonic() + FLUSH_SECONDS
+        with self._lines.all_tasks_done:
+            while self._lines.unfinished_tasks and (left := deadline - time.monotonic()) > 0:
+                self._lines.all_tasks_done.wait(left)
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        self.flush()
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        super().close()
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            if self._dropped and self._lines.empty():
+                dropped, self._dropped = self._dropped, 0
+                self._write(f"({dropped} log lines were lost: the log was not read in time, or they were not valid)")
+            self._lines.task_done()
+
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # broken, full or closed: nobody is left to be told
+            if self._descriptor is None:
+                self._stream.write(line + "\n")
+                return
+            left = memoryview(line.encode(errors="backslashreplace") + b"\n")
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """The stream's file, written past Python's buffer: a thread that is stuck in the buffer when the process ends
+    would hold its lock, which Python takes for fatal. None for a stream in memory."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,128 @@
+"""A call's books: what it got and when, for the metrics, the queue bound and the one line in the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine.outputs import RequestOutput
+from quire.log import RequestSummary
+from quire.server.admission import Ticket
+from quire.server.metrics import Metrics
+
+
+class Account:
+    """One call that runs. Made when its prompts go to the engine.
+
+    Attributes:
+        first_token_seconds: from its arrival; None before.
+        num_open: prompts that have not ended.
+        failure: what went wrong with a choice, for the client; None as long as nothing has.
+
+    Args:
+        arrived: on the monotonic clock. tokenize_seconds: what rendering and tokenizing took.
+        params: of every prompt, as they were asked for.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        ticket: Ticket,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        arrived: float,
+        tokenize_seconds: float,
+    ) -> None:
+        self.first_token_seconds: float | None = None
+        self.num_open = len(prompts)
+        self.failure: str | None = None
+        self._metrics, self._ticket = metrics, ticket
+        self._params = params
+        self._arrived = arrived
+        self._tokenize_seconds = tokenize_seconds
+        self._prompt_tokens = [len(prompt) for prompt in prompts]
+        self._outputs: list[RequestOutput | None] = [None] * len(prompts)
+        self._closed = [False] * len(prompts)
+        self._counts = [[0] * params.n for _ in prompts]  # tokens so far, by prompt and choice
+        self._times = [[0.0] * params.n for _ in prompts]  # of the last one
+
+    def take(self, index: int, output: RequestOutput, now: float) -> None:
+        """A prompt's output has grown, or ended."""
+        self._outputs[index] = output
+        counts, times = self._counts[index], self._times[index]
+        for choice in output.outputs:
+            if choice.finish_reason == "error":
+                self.failure = choice.error or "the engine failed on this request"
+            count = len(choice.token_ids)
+            before = counts[choice.index]
+            if count == before:
+                continue
+            if before == 0:
+                self._began(index, now)
+                self._metrics.token_gap(0.0, count - 1)
+            else:
+                self._metrics.token_gap(now - times[choice.index], count - before)
+            counts[choice.index], times[choice.index] = count, now
+        if output.finished:
+            self._ticket.begun(index)  # one that only scores its prompt has no token
+            self._close(index, output, now)
+
+    def _began(self, index: int, now: float) -> None:
+        """A choice of this prompt has its first token."""
+        self._ticket.begun(index)
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now - self._arrived
+            self._metrics.first_token(self.first_token_seconds)
+
+    def close(self) -> None:
+        """The call has ended; prompts that have not were aborted by that. A second call does nothing."""
+        now = time.monotonic()
+        for index, output in enumerate(self._outputs):
+            self._close(index, output, now)
+
+    def _close(self, index: int, output: RequestOutput | None, now: float) -> None:
+        if self._closed[index]:
+            return
+        self._closed[index] = True
+        self.num_open -= 1
+        counts, n = self._counts[index], self._params.n
+        reasons = [choice.finish_reason or "abort" for choice in output.outputs] if output else ["abort"] * n
+        times = output.metrics if output is not None and output.finished else None
+        self._metrics.finished(
+            reasons,
+            prompt_tokens=self._prompt_tokens[index],
+            cached_tokens=output.cached_tokens if output else 0,
+            output_tokens=sum(counts),
+            longest_output=max(counts),
+            e2e_seconds=now - self._arrived,
+            queue_seconds=times.queue_seconds if times else 0.0,
+            prefill_seconds=times.prefill_seconds if times else 0.0,
+            decode_seconds=times.decode_seconds if times else 0.0,
+            detokenize_seconds=times.detokenize_seconds if times else 0.0,
+            preemptions=times.preemptions if times else 0,
+            tokenize_seconds=self._tokenize_seconds,
+            n=n,
+            max_tokens=self._params.max_tokens,
+        )
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the choices ended; each reason once."""
+        reasons = [choice.finish_reason or "abort" for output in self._outputs if output for choice in output.outputs]
+        return ", ".join(dict.fromkeys(reasons)) or "abort"
+
+    def summary(self, request_id: str, label: str, reason: str, error: str | None) -> RequestSummary:
+        """The call's line in the log."""
+        return RequestSummary(
+            request_id=request_id,
+            label=label,
+            prompt_tokens=sum(self._prompt_tokens),
+            cached_tokens=sum(output.cached_tokens for output in self._outputs if output),
+            output_tokens=sum(sum(counts) for counts in self._counts),
+            first_token_seconds=self.first_token_seconds,
+            total_seconds=time.monotonic() - self._arrived,
+            reason=reason,
+            error=error,
+        )

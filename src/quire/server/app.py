@@ -1,0 +1,242 @@
+"""The app of one HTTP process: its routes, and what every request passes on its way to them.
+
+From the outside in: label, headers and the last net for errors (`EdgeMiddleware`), CORS where it is asked for, API
+keys (`AuthMiddleware`), the router, and for the API's own routes a gate that is shut while no request can be taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire import __version__
+from quire.errors import EngineClosedError, QuireError
+from quire.log import event
+from quire.server import routes_info
+from quire.server.auth import AuthMiddleware
+from quire.server.context import AppContext, request_label, stop_error
+from quire.server.errors import ApiError, api_error
+from quire.server.openapi import openapi_document
+from quire.server.replies import error_reply, send_error
+
+logger = logging.getLogger(__name__)
+
+MAX_LABEL_LENGTH = 128
+GONE = 499
+"""In the metrics: the client left before there was a status."""
+
+_NO_TELEMETRY = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
+_ALWAYS = [(b"x-content-type-options", b"nosniff")]
+_CONTENT_POLICY = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = [
+    (b"content-security-policy", _CONTENT_POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cache-control", b"no-cache"),
+]
+
+
+def create_app(context: AppContext, generation: APIRouter | None = None) -> FastAPI:
+    """The app, ready for a server.
+
+    Args:
+        generation: the routes that run requests; default: those of `routes_generate`.
+    """
+    if generation is None:
+        from quire.server.routes_generate import router_for
+
+        generation = router_for(context)
+    app = FastAPI(
+        title="Quire",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,  # type: ignore[arg-type]
+    )
+    gate = [Depends(_gate(context))]
+    app.include_router(routes_info.open_router(context))
+    app.include_router(routes_info.model_router(context), dependencies=gate)
+    app.include_router(generation, dependencies=gate)
+    app.include_router(routes_info.operator_router(context), dependencies=gate)
+    app.mount("/static", routes_info.static_files(), name="static")
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+    _add_error_handlers(app, context)
+    app.add_middleware(
+        AuthMiddleware,
+        tenants=context.tenants,
+        on_refused=context.metrics.rejected,
+        origins=context.server.cors_origin,
+    )
+    if context.server.cors_origin:
+        _add_cors(app, context.server.cors_origin)
+    app.add_middleware(EdgeMiddleware, context=context)
+    return app
+
+
+def _add_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
+    """Let pages of other hosts ask. They bring the key in a header, so no cookies are involved."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after"],
+    )
+
+
+def _gate(context: AppContext) -> Callable[[], Awaitable[None]]:
+    """A dependency that lets a request through only while it can be served."""
+
+    async def gate() -> None:
+        await context.wait_for_the_rest()
+        error = context.not_ready()
+        if error is not None:
+            context.metrics.rejected("draining" if context.client.draining else "not_ready")
+            raise error
+
+    return gate
+
+
+# -- errors ------------------------------------------------------------------------------------------------
+
+
+def _add_error_handlers(app: FastAPI, context: AppContext) -> None:
+    """Everything that a route raises leaves in OpenAI's shape."""
+
+    async def own(request: Request, error: Exception) -> Response:
+        if isinstance(error, ApiError):
+            return error_reply(error)
+        answer = api_error(error)
+        if isinstance(error, EngineClosedError):  # it died between the gate and the question
+            answer = context.not_ready() or answer
+        elif answer.status >= 500:
+            _log_unexpected(request_label(request.scope), error)
+        return error_reply(answer)
+
+    async def of_the_router(request: Request, error: Exception) -> Response:
+        return error_reply(_routing_error(request, error))
+
+    async def of_a_query(request: Request, error: Exception) -> Response:
+        return error_reply(_query_error(error))
+
+    app.add_exception_handler(ApiError, own)
+    app.add_exception_handler(QuireError, own)
+    app.add_exception_handler(HTTPException, of_the_router)
+    app.add_exception_handler(RequestValidationError, of_a_query)
+
+
+def _routing_error(request: Request, error: Exception) -> ApiError:
+    """No such path, or not with this method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = dict(getattr(error, "headers", None) or {})
+    path = _shown(request.scope["path"])
+    if status == 405:
+        allowed = f"; allowed: {headers['Allow']}" if "Allow" in headers else ""
+        message = f"{path} does not take {_shown(request.method)}{allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers=headers)
+    if status == 404:
+        message = f"there is nothing at {path}; /docs lists what this server offers"
+        return ApiError(404, message, code="unknown_url", headers=headers)
+    return ApiError(status, "the request could not be served", headers=headers)
+
+
+def _query_error(error: Exception) -> ApiError:
+    """A parameter in the URL that is not of its type. The value is not repeated: it may be anything."""
+    found = error.errors() if isinstance(error, RequestValidationError) else []
+    name = str(found[0]["loc"][-1]) if found else None
+    text = str(found[0].get("msg", "not valid")) if found else "a parameter is not valid"
+    return ApiError(400, f"{name}: {text}" if name else text, param=name)
+
+
+def _shown(text: str) -> str:
+    """A piece of the request, as it may stand in a message: short, printable, ASCII."""
+    cut = text if len(text) <= 80 else text[:77] + "..."
+    return cut.encode("ascii", "backslashreplace").decode() if cut.isprintable() else repr(cut)
+
+
+class EdgeMiddleware:
+    """The outermost layer: gives each request its label, each answer its headers, and catches what nobody expected.
+
+    The label is the client's `x-request-id` or one that is made; it is echoed, and stands in the scope as
+    "quire.label".
+    """
+
+    def __init__(self, app: ASGIApp, context: AppContext) -> None:
+        self.app = app
+        self.context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        scope["quire.client_label"] = _label(scope)
+        label = scope["quire.label"] = scope["quire.client_label"] or f"req-{secrets.token_hex(12)}"
+        headers = [(b"x-request-id", label.encode()), *_ALWAYS, *(_PAGE_HEADERS if _is_page(scope["path"]) else ())]
+        status = GONE
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        metrics = self.context.metrics
+        metrics.request_received()
+        try:
+            await self.app(scope, receive, send_on)
+        except ClientDisconnect:
+            metrics.disconnected()
+        except asyncio.CancelledError:
+            if not self.context.stopping.is_set():
+                raise
+            if status == GONE:
+                await send_error(stop_error(), send_on)
+        except Exception as error:
+            _log_unexpected(label, error)
+            if status == GONE:
+                await send_error(api_error(error), send_on)
+        finally:
+            metrics.request_done(_route_of(scope), status)
+
+
+def _log_unexpected(label: str, error: Exception) -> None:
+    """What the client is not told, under the label that it is told."""
+    text = f"request {label}: an unexpected {type(error).__name__}"
+    event(logger, "internal_error", text, level=logging.ERROR, exc_info=error, label=label)
+
+
+def _label(scope: Scope) -> str:
+    """The client's id for this request, made harmless; "" if there is none."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            visible = re.sub(r"[^\x21-\x7e]", "", value[: 8 * MAX_LABEL_LENGTH].decode("latin-1"))
+            if visible:
+                return visible[:MAX_LABEL_LENGTH]
+    return ""
+
+
+def _is_page(path: str) -> bool:
+    return path in ("/", "/docs") or path.startswith("/static/")
+
+
+def _route_of(scope: Scope) -> str:
+    """What the router matched, as a template: never the path itself, which is the client's."""
+    if scope["path"].startswith("/static/"):
+        return "/static"
+    return str(getattr(scope.get("route"), "path", "other")).replace(":path", "")

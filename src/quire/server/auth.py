@@ -1,0 +1,158 @@
+"""API keys: who may come in, and as whom.
+
+Every route needs a key but the few in `OPEN_PATHS` and the page's static files. The decision is made on the very
+path that the router matches (decoded once by the HTTP server, never normalized), so that no spelling of a path can
+reach a route without passing here: what is not spelled exactly like an open path needs a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.server.errors import ApiError
+from quire.server.replies import send_error
+
+OPEN_PATHS = frozenset({"/", "/health", "/live"})
+OPEN_PREFIX = "/static/"
+TENANT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who sends a request.
+
+    Attributes:
+        owner: what their requests are filed under in the engine, and their cached prefixes are kept apart by; ""
+            where there are not several tenants.
+        is_operator: may use the administrative routes and the live view.
+    """
+
+    owner: str = ""
+    is_operator: bool = True
+
+
+class Tenants:
+    """The keys of a server. Without any, everybody is the one tenant; with several, each key is its own.
+
+    The processes of one server agree about the tenants' names, since these follow from the keys. No key can be
+    guessed from a name by who does not know all the others.
+
+    Args:
+        keys: the API keys; the first is the operator's.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        secret = hashlib.blake2b("\0".join(keys).encode()).digest()
+        self._salt = secrets.token_bytes(32)
+        self._tenants: list[tuple[bytes, Tenant]] = []
+        for index, key in enumerate(keys):
+            name = _named(key, secret) if len(keys) > 1 else ""
+            self._tenants.append((self._digest(key.encode()), Tenant(name, is_operator=index == 0)))
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def find(self, authorization: Sequence[bytes]) -> Tenant | None:
+        """The tenant whose key the `Authorization` headers carry, or None. Takes equally long for every wrong key."""
+        if not self._tenants:
+            return Tenant()
+        if len(authorization) != 1:
+            return None
+        scheme, _, key = authorization[0].partition(b" ")
+        given = self._digest(key.strip(b" \t"))
+        found = None
+        for digest, tenant in self._tenants:  # all of them: where it is found must not show in the time
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        return found if scheme.lower() == b"bearer" else None
+
+    def _digest(self, key: bytes) -> bytes:
+        """Digests are of one length, and comparing them tells nothing about the keys' bytes."""
+        return hashlib.blake2b(key, key=self._salt).digest()
+
+
+def _named(key: str, secret: bytes) -> str:
+    return hashlib.blake2b(key.encode(), key=secret, digest_size=TENANT_BYTES, person=b"quire tenant").hexdigest()
+
+
+def is_open(path: str) -> bool:
+    """Whether this path, as the router sees it, is served without a key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+
+
+class AuthMiddleware:
+    """Answers 401 to who has no key, and puts the `Tenant` of who has one into the scope as "quire.tenant".
+
+    Where no key is needed, any page that a user of this machine opens could use the server behind his back: browsers
+    say so in `Sec-Fetch-Site` (W3C, Fetch Metadata), and those pages get 403 unless their origin is allowed.
+    """
+
+    def __init__(
+        self, app: ASGIApp, tenants: Tenants, on_refused: Callable[[str], None], origins: Sequence[str] = ()
+    ) -> None:
+        self.app = app
+        self.tenants = tenants
+        self.on_refused = on_refused
+        self.origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            tenant = self.tenants.find(_authorization(scope))
+            if tenant is None and not is_open(scope["path"]):
+                self.on_refused("unauthorized")
+                await send_error(unauthorized(), send)
+                return
+            if not len(self.tenants) and self._is_foreign(scope) and not is_open(scope["path"]):
+                self.on_refused("unauthorized")
+                await send_error(foreign_page(), send)
+                return
+            scope["quire.tenant"] = tenant
+        await self.app(scope, receive, send)
+
+    def _is_foreign(self, scope: Scope) -> bool:
+        """Whether a browser sends this for a page of another origin that is not allowed."""
+        headers = dict(scope["headers"])
+        if headers.get(b"sec-fetch-site", b"none") in (b"same-origin", b"none"):
+            return False
+        return not self.origins & {"*", headers.get(b"origin", b"").decode("latin-1")}
+
+
+def foreign_page() -> ApiError:
+    """The answer to a page of another origin."""
+    message = "pages of other origins may not use this server; --cors-origin ORIGIN allows one"
+    return ApiError(403, message, code="foreign_origin")
+
+
+def _authorization(scope: Mapping[str, Any]) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name == b"authorization"]
+
+
+def tenant_of(scope: Mapping[str, Any]) -> Tenant:
+    """Who sends this request. Only routes that need a key ask."""
+    tenant = scope["quire.tenant"]
+    if not isinstance(tenant, Tenant):
+        raise TypeError("a route that needs a tenant was reached without one")
+    return tenant
+
+
+def unauthorized() -> ApiError:
+    """The answer to a request without a valid key."""
+    message = (
+        "no valid API key: this server needs one of its keys in the header 'Authorization: Bearer KEY'; "
+        "in OpenAI's clients set api_key"
+    )
+    headers = {"www-authenticate": 'Bearer realm="quire"'}
+    return ApiError(401, message, code="invalid_api_key", headers=headers)
+
+
+def forbidden() -> ApiError:
+    """The answer to a tenant who asks for what only the operator may see or do."""
+    message = "this needs the operator's API key, which is the first of the server's --api-key"
+    return ApiError(403, message, code="operator_only")

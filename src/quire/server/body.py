@@ -1,0 +1,214 @@
+"""Request bodies: JSON from strangers.
+
+An object is first split into its fields, which stay bytes; each is decoded only when it is known and of a sensible
+size. So what nobody asked for is never built, and a body of millions of empty objects costs a scan, not a heap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from quire.server.errors import ApiError, invalid
+
+MAX_FIELD_BYTES = 1 << 18
+"""JSON of one field, where nothing else is said."""
+SMALL_BYTES = 1 << 16
+"""Objects up to this size are split without looking at how much of them is known."""
+MAX_IGNORED = 32
+MAX_IGNORED_LENGTH = 64
+
+T = TypeVar("T")
+_POSITION = re.compile(r"\(byte (\d+)\)")
+
+
+def decode(data: Any, kind: type[T] | Any = Any, *, where: str = "") -> Any:
+    """JSON into plain values, or into `kind`.
+
+    Args:
+        where: the field that `data` is; empty for a whole body.
+
+    Raises:
+        ApiError: a 400 that says what is wrong with it.
+    """
+    what = where or "the body"
+    param = where or None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise invalid(f"{what} nests too deeply", param, "invalid_json") from None
+    except UnicodeDecodeError:
+        raise invalid(f"{what} is not valid UTF-8", param, "invalid_json") from None
+    except msgspec.ValidationError as error:
+        if "out of range" in str(error):
+            raise invalid(f"{what} holds a number that is too large", param) from None
+        raise invalid(f"{what} is not of the type that it must be", param, "invalid_type") from None
+    except msgspec.DecodeError as error:
+        found = _POSITION.search(str(error))
+        at = f", at byte {found[1]} of it" if found else ""
+        message = f"{what} is not valid JSON{at} (no NaN or Infinity, no half surrogate pairs, no trailing commas)"
+        raise invalid(message, param, "invalid_json") from None
+
+
+def has_more_strings(data: bytes, most: int) -> bool:
+    """Whether JSON has certainly more than `most` strings, names of fields included; told without building them.
+
+    Every string has one quote at least that no backslash precedes, and if it is an ordinary one, two.
+    """
+    return data.count(b'"') - data.count(b'\\"') > 2 * most
+
+
+class Shape:
+    """The fields that a JSON object may have.
+
+    Args:
+        names: of the fields. The first `num_required` must be there where objects stand in a list.
+        where: what an error calls the object; empty for a whole body.
+    """
+
+    def __init__(self, names: Sequence[str], where: str = "", num_required: int = 0) -> None:
+        self.names = frozenset(names)
+        self._where = where
+        fields: list[Any] = [(f"f{i}", Raw) for i in range(num_required)]
+        fields += [(f"f{i}", Raw | UnsetType, UNSET) for i in range(num_required, len(names))]
+        self._known = msgspec.defstruct("Known", fields, rename={f"f{i}": name for i, name in enumerate(names)})
+        self._list_of_known: Any = list[self._known]  # type: ignore[name-defined]
+        self._needs = " and ".join(repr(name) for name in names[:num_required])
+        self._attributes = [f"f{i}" for i in range(len(names))]
+
+    def read(self, data: bytes | Raw) -> dict[str, Raw]:
+        """The fields of one object. Of equal names the last one counts. Raises `ApiError`."""
+        if memoryview(data).nbytes > SMALL_BYTES:
+            self._check_unknown(data, [self._decode(data, self._known, "a JSON object")])
+        fields: dict[str, Raw] = self._decode(data, dict[str, Raw], "a JSON object")
+        return fields
+
+    def read_list(self, data: Raw) -> list[dict[str, Raw]]:
+        """The fields of every object of a list. Raises `ApiError`."""
+        must = "a list of JSON objects" + (f", each with {self._needs}" if self._needs else "")
+        if memoryview(data).nbytes > SMALL_BYTES:
+            self._check_unknown(data, self._decode(data, self._list_of_known, must))
+        objects: list[dict[str, Raw]] = self._decode(data, list[dict[str, Raw]], must)
+        return objects
+
+    def _decode(self, data: bytes | Raw, kind: Any, must: str) -> Any:
+        try:
+            return decode(data, kind, where=self._where)
+        except ApiError as error:
+            if error.code != "invalid_type":
+                raise
+        raise invalid(f"{self._where or 'the body'} must be {must}", self._where or None, "invalid_type")
+
+    def _check_unknown(self, data: bytes | Raw, objects: list[Any]) -> None:
+        """Splitting builds an entry for every field, known or not: the unknown ones must be few."""
+        known = sum(
+            memoryview(value).nbytes
+            for item in objects
+            for value in map(item.__getattribute__, self._attributes)
+            if value is not UNSET
+        )
+        # What is left: names and punctuation of the known fields, and all of the unknown ones.
+        if memoryview(data).nbytes - known > SMALL_BYTES + len(objects) * 256:
+            what = self._where or "the body"
+            raise invalid(f"{what} has more than {SMALL_BYTES} bytes in fields that are not known", self._where or None)
+
+
+class Fields:
+    """The fields of a body, decoded when they are asked for. null is the same as not given.
+
+    Args:
+        raw: JSON by name. prefix: what stands before names in errors, like "stream_options.".
+    """
+
+    def __init__(self, raw: dict[str, Raw], prefix: str = "") -> None:
+        self._raw = {name: value for name, value in raw.items() if bytes(memoryview(value)[:4]) != b"null"}
+        self._prefix = prefix
+
+    def raw(self, name: str) -> Raw | None:
+        """A field's JSON, of any size; None if it was not given."""
+        return self._raw.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the field was given."""
+        return name in self._raw
+
+    def get(self, name: str, max_bytes: int = MAX_FIELD_BYTES) -> Any:
+        """A field's value, of whatever type; None if it was not given. Raises `ApiError`."""
+        raw = self._raw.get(name)
+        if raw is None:
+            return None
+        size = memoryview(raw).nbytes
+        if size > max_bytes:
+            param = self._prefix + name
+            raise invalid(f"{param} has {size} bytes of JSON; at most {max_bytes} are allowed", param)
+        return decode(raw, where=self._prefix + name)
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """A field that is true or false. Raises `ApiError`."""
+        value = self.get(name)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        raise wrong_type(self._prefix + name, value, "true or false")
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """A field that is a whole number within bounds. Raises `ApiError`."""
+        value = self.get(name)
+        if value is None:
+            return None
+        allowed = f"an integer from {low} to {high}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(self._prefix + name, value, allowed)
+        if not low <= value <= high:
+            raise wrong_value(self._prefix + name, value, allowed)
+        return value
+
+    def text(self, name: str, max_length: int) -> str | None:
+        """A field that is a string of bounded length. Raises `ApiError`."""
+        value = self.get(name)
+        if value is None:
+            return None
+        allowed = f"a string of at most {max_length} characters"
+        if not isinstance(value, str):
+            raise wrong_type(self._prefix + name, value, allowed)
+        if len(value) > max_length:
+            raise wrong_value(self._prefix + name, value, allowed)
+        return value
+
+    def unknown(self, names: Iterable[str], *, prefix: bool = True) -> list[str]:
+        """Names of fields that are given and not among `names`."""
+        return [(self._prefix if prefix else "") + name for name in self._raw if name not in names]
+
+
+def wrong_type(param: str, value: object, allowed: str) -> ApiError:
+    """A 400: a value of another type than the field has."""
+    return invalid(f"{param} is {shorten(value)}; it must be {allowed}", param, "invalid_type")
+
+
+def wrong_value(param: str, value: object, allowed: str) -> ApiError:
+    """A 400: a value outside of what the field may be."""
+    return invalid(f"{param} is {shorten(value)}; it must be {allowed}", param)
+
+
+def shorten(value: object) -> str:
+    """A value as the client wrote it, cut to a readable length."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a huge number"
+    shown = msgspec.json.encode(value).decode() if not isinstance(value, list | dict) or len(value) < 16 else None
+    if shown is None:
+        return "a long list" if isinstance(value, list) else "a large object"
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def ignored_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of fields as they may stand in a header: few, short, visible ASCII, without commas."""
+    shown: dict[str, None] = {}
+    for name in names:
+        cut = name[:MAX_IGNORED_LENGTH]
+        shown["".join(c if "!" <= c <= "~" and c != "," else "?" for c in cut) or "?"] = None
+        if len(shown) == MAX_IGNORED:
+            break
+    return tuple(shown)

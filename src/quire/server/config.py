@@ -1,0 +1,205 @@
+"""ServerConfig: every option of the server, and what an HTTP process is told when it starts.
+
+Like `EngineConfig`, whose fields these join as flags and YAML keys. Nothing but these two reaches a process: no
+environment variable, and nothing secret on a command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import msgspec
+
+from quire.config import check_field, option, unknown_option
+from quire.errors import ConfigError
+from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
+
+MAX_KEYS = 1024
+MAX_KEY_LENGTH = 512
+MAX_KEY_FILE_BYTES = 1 << 20
+MAX_NAMES = 64
+"""Most names of the model, and most origins."""
+
+_KEY = re.compile(r"[!-~]+")
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\s\x00-\x1f\x7f])?")
+_ORIGIN = re.compile(r"\*|https?://[^\s/?#]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Options of one server.
+
+    Attributes:
+        api_key: the keys themselves; a file of them has been read by `from_options`. The first is the operator's.
+
+    Raises:
+        ConfigError: an option has the wrong type, is out of range, or contradicts another one.
+    """
+
+    host: str = option("127.0.0.1", "address or name to listen on; 0.0.0.0 or :: is every address of this machine")
+    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
+    api_key: tuple[str, ...] = dataclasses.field(
+        default=(), repr=False, metadata={"help": "a key that clients must send, or @FILE with one a line"}
+    )
+    served_model_name: tuple[str, ...] = option((), "what requests call the model; default: its folder's or hub name")
+    api_workers: int = option(1, "HTTP processes on the port", low=1, high=64)
+    tokenizer_workers: int = option(1, "tokenizer processes of each HTTP process", low=1, high=64)
+    tokenizer_deadline: float = option(
+        10.0, "seconds that rendering or tokenizing one request may take", low=0.1, high=3600.0
+    )
+    max_queued_requests: int = option(1024, "requests that may wait for their first token", low=1, high=10**6)
+    max_queued_tokens: int = option(1_000_000, "tokens that they may hold, as estimated", low=1, high=10**12)
+    request_timeout: float | None = option(
+        None, "seconds after which a request is ended; default: never", low=0.001, high=10**7
+    )
+    max_body_bytes: int = option(16 << 20, "largest body of a request", low=1024, high=1 << 30)
+    drain_timeout: float = option(
+        30.0, "seconds that running requests may go on after SIGTERM or Ctrl-C", low=0.0, high=10**6
+    )
+    restart_limit: int = option(5, "how often processes that died are started again, within an hour", low=0, high=10**6)
+    stall_restart_s: float | None = option(
+        None, "start the engine again when it shows no sign of life for so many seconds; default: never", low=10.0
+    )
+    admin: bool = option(False, "offer /reset_prefix_cache, /debug/requests and /debug/steps")
+    cors_origin: tuple[str, ...] = option((), "web origin whose pages may use this server, or * for all")
+    log_format: Literal["text", "json"] = option("text", "lines for people, or a JSON object a line")
+    log_requests: bool = option(True, "log one line a request")
+    debug: bool = option(False, "log more, with tracebacks")
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            if hints[field.name] == tuple[str, ...]:
+                _check_texts(field.name, getattr(self, field.name))
+            else:
+                check_field(field, hints[field.name], getattr(self, field.name))
+        if not self.host or any(char.isspace() or char in "[]/@" for char in self.host):
+            raise ConfigError(f"host={self.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+        _check_keys(self.api_key)
+        _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
+        _check_each("cors_origin", self.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
+        """A configuration from named options, as flags or YAML keys give them; reads the files of keys.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or invalid.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in names:
+                raise ConfigError(unknown_option(name, names))
+        given = dict(options)
+        for name, hint in get_type_hints(cls).items():
+            if hint == tuple[str, ...] and name in given:
+                given[name] = _as_tuple(given[name])
+        if isinstance(given.get("api_key"), tuple):
+            given["api_key"] = read_keys(given["api_key"])
+        return cls(**given)
+
+    def model_names(self, model: str) -> tuple[str, ...]:
+        """What `model`, as the engine's option has it, is called in requests; never empty.
+
+        A folder's path tells clients nothing that they need: they get its last part.
+        """
+        if self.served_model_name:
+            return self.served_model_name
+        if model in EMBEDDED_MODELS or HUB_NAME.fullmatch(model):
+            return (model,)
+        return (Path(model).expanduser().absolute().resolve().name or model,)
+
+
+def _as_tuple(value: Any) -> Any:
+    """One text or a list of them, as YAML may have it; anything else as it is, for the check."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_texts(name: str, value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{name} must be a text or a list of texts; quote what YAML would read as a number")
+
+
+def _check_each(name: str, values: tuple[str, ...], allowed: re.Pattern[str], what: str) -> None:
+    """Refuse a value that does not look right, one that stands twice, and too many."""
+    for index, value in enumerate(values):
+        if not allowed.fullmatch(value):
+            raise ConfigError(f"{name}={value!r} is not valid; it must be {what}")
+        if value in values[:index]:
+            raise ConfigError(f"{name}={value!r} was given twice; remove one")
+    if len(values) > MAX_NAMES:
+        raise ConfigError(f"{name} was given {len(values)} times; at most {MAX_NAMES} are allowed")
+
+
+def _check_keys(keys: tuple[str, ...]) -> None:
+    """Refuse keys that no header could carry, or that stand twice. No message shows a key."""
+    for number, key in enumerate(keys, 1):
+        if not key:
+            raise ConfigError(f"api_key {number} is empty; remove it, or give a key")
+        if not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"api_key {number} has a space or a character that is not printable ASCII; a header could not carry it"
+            )
+        if len(key) > MAX_KEY_LENGTH:
+            raise ConfigError(f"api_key {number} has {len(key)} characters; at most {MAX_KEY_LENGTH} are allowed")
+    if len(set(keys)) < len(keys):
+        first = next(number for number, key in enumerate(keys, 1) if key in keys[: number - 1])
+        raise ConfigError(f"api_key {first} was given before; each key must be given once")
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"{len(keys)} API keys were given; at most {MAX_KEYS} are allowed")
+
+
+def read_keys(texts: Sequence[str]) -> tuple[str, ...]:
+    """The keys that these stand for: `@FILE` is every line of the file but empty ones and those that begin with #.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds no key.
+    """
+    keys: list[str] = []
+    for text in texts:
+        keys += _keys_of_file(text[1:]) if isinstance(text, str) and text.startswith("@") else [text]
+    return tuple(keys)
+
+
+def _keys_of_file(path: str) -> list[str]:
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            text = file.read(MAX_KEY_FILE_BYTES + 1)
+    except (OSError, RuntimeError, UnicodeDecodeError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise ConfigError(f"--api-key @{path} cannot be read: {reason}") from error
+    if len(text) > MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"--api-key @{path} is larger than {MAX_KEY_FILE_BYTES} bytes; is it a file of keys?")
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key @{path} holds no key; write one a line")
+    return keys
+
+
+class HttpStart(msgspec.Struct, kw_only=True):
+    """What the supervisor tells an HTTP process on its standard input, as JSON.
+
+    Attributes:
+        directory: the server's private folder.
+        worker: this process's index, unique in the life of the server.
+        fd: the listening socket, inherited.
+        server: the server's options.
+        model_names: what the model may be called in requests; answers carry the first.
+        engine_options: every field of `EngineConfig`, before the memory plan.
+        origins: where each option of both kinds came from: "flag", "file" or "preset"; absent: "default".
+    """
+
+    directory: str
+    worker: int
+    fd: int
+    server: ServerConfig
+    model_names: tuple[str, ...]
+    engine_options: dict[str, Any] = {}
+    origins: dict[str, str] = {}

@@ -1,0 +1,126 @@
+"""What the routes of one HTTP process share. It is made once and passed; nothing is looked up globally."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.server.auth import Tenants
+from quire.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from quire.engine.client import EngineClient
+    from quire.engine.tokenizer_pool import TokenizerPool
+    from quire.server.config import ServerConfig
+    from quire.server.metrics import Metrics
+
+RETRY_LOADING, RETRY_RESTARTING, RETRY_DRAINING = 2, 1, 5
+"""Seconds that `Retry-After` names while the engine loads, restarts, and when the server is leaving."""
+
+
+TOKENIZERS = "starting the tokenizers"
+REST_SECONDS = 10.0
+"""How long a request is held for an HTTP process whose engine is up already."""
+
+
+@dataclass(slots=True)
+class AppContext:
+    """The parts of one HTTP process.
+
+    Attributes:
+        server: the server's options.
+        client: the wire to the engine.
+        metrics: this process's share of `/metrics`.
+        model_names: what the model may be called in requests; answers carry the first.
+        tenants: who may come in.
+        engine_options: engine options as the user gave them, by name. The engine's own account, with what the
+            memory plan found, is in `client.info.config`.
+        origins: where each engine and server option came from: "flag", "file", "preset"; absent means "default".
+        pool: the tokenizer workers; None until the checkpoint's folder is known.
+        started: when this process began, in seconds of Unix time (`created` of the models).
+        stopping: set when a drain's time is over: requests that still run end now, with code "shutting_down".
+    """
+
+    server: ServerConfig
+    client: EngineClient
+    metrics: Metrics
+    model_names: tuple[str, ...]
+    tenants: Tenants
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    pool: TokenizerPool | None = None
+    started: float = field(default_factory=time.time)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_ready(self) -> bool:
+        """Requests can be taken: the engine runs, tokenizers are there, and nobody asked the server to leave."""
+        return self.client.state == "ready" and self.pool is not None and not self.client.draining
+
+    async def wait_for_the_rest(self) -> None:
+        """Wait a little where the engine is up and only this process is not: another one may have said 200 already."""
+        end = time.monotonic() + REST_SECONDS
+        while self.is_starting and self.loading_phase()[0] in ("ready", TOKENIZERS) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    @property
+    def is_starting(self) -> bool:
+        """This process has not been ready yet."""
+        return not self.client.draining and (self.client.state == "loading" or self.pool is None)
+
+    def not_ready(self) -> ApiError | None:
+        """Why no request can be taken right now, as a 503 with `Retry-After`; None if one can."""
+        if self.is_ready:
+            return None
+        client = self.client
+        if client.draining:
+            return stop_error()
+        if client.state == "failed":
+            return _unavailable("the engine has failed and is not started again; see the server's log", "engine_failed")
+        if client.state == "restarting":
+            return _unavailable("the engine is being restarted; try again", "engine_restarting", RETRY_RESTARTING)
+        phase, percent = self.loading_phase()
+        return _unavailable(f"the model is loading ({phase}, {percent} %); try again", "model_loading", RETRY_LOADING)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served; none is the served one.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name not in self.model_names:
+            message = f"there is no model of that name; this server serves: {', '.join(self.model_names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def loading_phase(self) -> tuple[str, int]:
+        """What loading is at, for people, and its percentage."""
+        if self.client.state == "ready":
+            return TOKENIZERS, 100
+        board = self.client.board
+        phase, percent = board.phase if board is not None else ("", 0)
+        return phase or "starting", percent
+
+
+def _unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
+    headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+    return ApiError(503, message, code=code, headers=headers)
+
+
+def stop_error() -> ApiError:
+    """What a request is told when the server leaves before it has ended, or has begun."""
+    headers = {"retry-after": str(RETRY_DRAINING), "connection": "close"}
+    message = "the server is shutting down; try again"
+    return ApiError(503, message, code="shutting_down", headers=headers)
+
+
+def client_label(scope: Mapping[str, Any]) -> str:
+    """The request's own `x-request-id`, made harmless; "" where it brought none."""
+    return str(scope.get("quire.client_label", ""))
+
+
+def request_label(scope: Mapping[str, Any]) -> str:
+    """The request's `x-request-id`, or the one that was made: a label for logs and people, never a key."""
+    return str(scope.get("quire.label", ""))

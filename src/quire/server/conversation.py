@@ -1,0 +1,201 @@
+"""The messages of a chat, and how its prompt is to end.
+
+What is about JSON, sizes and support is checked here; what a template makes of the messages, where it is rendered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Raw
+
+from quire.server.body import Fields, Shape, decode, has_more_strings, shorten, wrong_type, wrong_value
+from quire.server.errors import invalid
+from quire.server.fields import MESSAGE_UNSUPPORTED
+from quire.server.limits import (
+    MAX_NAME_LENGTH,
+    MAX_REASONING_LENGTH,
+    MAX_TEMPLATE_KWARGS,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    MAX_TEMPLATE_KWARGS_DEPTH,
+    Limits,
+)
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""What a message's role may be, and what templates get: OpenAI's "developer" is what others call "system"."""
+
+RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+"""Names that are no variables for a request to set. Those of special tokens are refused by the template itself."""
+
+STRINGS_PER_OBJECT = 8
+"""Names and values of a message, or of a text part, more than any client sends on the average."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_KNOWN = ("name", "reasoning_content")
+_MESSAGE = Shape(["role", "content", *_KNOWN, *MESSAGE_UNSUPPORTED], "messages", num_required=1)
+_PART = Shape(["type", "text"], "messages", num_required=1)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A chat as it goes to the template. `ignored` names fields of messages that nobody knows."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any]
+    ignored: list[str] = field(default_factory=list)
+
+
+def read_conversation(given: Fields, limits: Limits) -> Conversation:
+    """The fields `messages`, `add_generation_prompt`, `continue_final_message` and `chat_template_kwargs`.
+
+    Raises:
+        ApiError: one of them is missing, of the wrong type, not supported, too large, or at odds with another one.
+    """
+    goes_on = given.boolean("continue_final_message")
+    opens = given.boolean("add_generation_prompt", default=not goes_on)
+    if goes_on and opens:
+        message = (
+            "continue_final_message goes on with the last message and add_generation_prompt opens a new one; "
+            "set one of them to false"
+        )
+        raise invalid(message, "continue_final_message")
+    reader = _Reader(limits)
+    messages = reader.read(given.raw("messages"))
+    return Conversation(messages, opens, goes_on, _template_kwargs(given), [*reader.ignored])
+
+
+def message_bytes(messages: Sequence[Mapping[str, Any]]) -> int:
+    """UTF-8 bytes of all texts of messages."""
+    return sum(len(text.encode()) for message in messages for text in _texts(message))
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [*parts, *(message[name] for name in _KNOWN if name in message)]
+
+
+class _Reader:
+    """Reads the messages of one request; counts what they have together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.ignored: dict[str, None] = {}
+        self._limits = limits
+        self._text_left = limits.text
+        self._parts_left = limits.content_parts
+
+    def read(self, raw: Raw | None) -> list[dict[str, Any]]:
+        if raw is None:
+            raise invalid("messages is missing; it must be a list of messages", "messages", "missing_parameter")
+        data = bytes(raw)
+        most = self._limits.messages
+        if has_more_strings(data, STRINGS_PER_OBJECT * (most + self._limits.content_parts)):
+            raise invalid(
+                f"messages has more than {most} messages or {self._limits.content_parts} text parts", "messages"
+            )
+        given = _MESSAGE.read_list(raw)
+        if not given:
+            raise invalid("messages is an empty list; give at least one message", "messages", "empty_prompt")
+        if len(given) > most:
+            raise invalid(f"messages has {len(given)} messages; at most {most} are allowed", "messages")
+        return [self._message(f"messages[{index}]", fields) for index, fields in enumerate(given)]
+
+    def _message(self, where: str, raw: dict[str, Raw]) -> dict[str, Any]:
+        given = Fields(raw, f"{where}.")
+        for name, harmless in MESSAGE_UNSUPPORTED.items():
+            if given.has(name) and given.get(name) not in harmless:
+                raise invalid(
+                    f"{where}.{name} is not supported; leave it out", f"{where}.{name}", "unsupported_parameter"
+                )
+        role = given.text("role", MAX_NAME_LENGTH)
+        if role not in ROLES:
+            raise wrong_value(f"{where}.role", role, "one of " + ", ".join(ROLES))
+        message: dict[str, Any] = {"role": ROLES[role], "content": self._content(where, given.raw("content"))}
+        for name, most in zip(_KNOWN, (MAX_NAME_LENGTH, MAX_REASONING_LENGTH), strict=True):
+            text = given.text(name, most)
+            if text is not None:
+                message[name] = text
+                self._count(text)
+        self.ignored.update(
+            (f"messages[].{name}", None) for name in raw if given.has(name) and name not in _MESSAGE.names
+        )
+        return message
+
+    def _content(self, where: str, raw: Raw | None) -> str | list[dict[str, str]]:
+        param = f"{where}.content"
+        if raw is None:
+            raise invalid(
+                f"{param} is missing; it must be a string or a list of text parts", param, "missing_parameter"
+            )
+        if bytes(memoryview(raw)[:1]) == b'"':
+            text = decode(raw, where=param)
+            self._count(text)
+            return str(text)
+        if bytes(memoryview(raw)[:1]) != b"[":
+            raise invalid(f"{param} must be a string or a list of text parts", param, "invalid_type")
+        parts = _PART.read_list(raw)
+        self._parts_left -= len(parts)
+        if self._parts_left < 0:
+            raise invalid(f"messages has more than {self._limits.content_parts} text parts", param)
+        if not parts:
+            raise invalid(f"{param} is an empty list; give at least one text part", param)
+        return [self._part(f"{param}[{index}]", part) for index, part in enumerate(parts)]
+
+    def _part(self, where: str, raw: dict[str, Raw]) -> dict[str, str]:
+        given = Fields(raw, f"{where}.")
+        kind = given.text("type", MAX_NAME_LENGTH)
+        if kind != "text":
+            message = (
+                f'{where} is of type {shorten(kind)}; only text is supported, as {{"type": "text", "text": "..."}}'
+            )
+            raise invalid(message, where, "unsupported_content")
+        encoded = given.raw("text")
+        text = None if encoded is None else decode(encoded, where=f"{where}.text")
+        if not isinstance(text, str):
+            raise wrong_type(f"{where}.text", text, "a string")
+        self._count(text)
+        self._ignore("messages[].content[].", given, _PART)
+        return {"type": "text", "text": text}
+
+    def _ignore(self, prefix: str, given: Fields, shape: Shape) -> None:
+        """Unknown fields, each named once however many messages have it."""
+        self.ignored.update((prefix + name, None) for name in given.unknown(shape.names, prefix=False))
+
+    def _count(self, text: str) -> None:
+        self._text_left -= len(text)
+        if self._text_left < 0:
+            raise invalid(f"messages have more than {self._limits.text} characters", "messages")
+
+
+def _template_kwargs(given: Fields) -> dict[str, Any]:
+    """Variables of the template: few, with names and of bounded depth; their values are plain JSON."""
+    name = "chat_template_kwargs"
+    values = given.get(name, MAX_TEMPLATE_KWARGS_BYTES)
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise wrong_type(name, values, "an object")
+    if len(values) > MAX_TEMPLATE_KWARGS:
+        raise invalid(f"{name} has {len(values)} entries; at most {MAX_TEMPLATE_KWARGS} are allowed", name)
+    for key in values:
+        if key in RESERVED_KWARGS:
+            raise invalid(f"{name} must not set {key!r}; the request has a field for it, or it is not supported", name)
+        if not _VARIABLE.fullmatch(key):
+            message = f"{name} has the key {shorten(key)}; keys are variables' names: letters, digits and underscores"
+            raise invalid(message, name)
+    if _depth(values, MAX_TEMPLATE_KWARGS_DEPTH + 1) > MAX_TEMPLATE_KWARGS_DEPTH:
+        raise invalid(f"{name} nests deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels", name)
+    return values
+
+
+def _depth(value: Any, most: int) -> int:
+    """Levels of lists and objects, counted up to `most`."""
+    if most == 0 or not isinstance(value, dict | list):
+        return 0
+    items = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(item, most - 1) for item in items), default=0)

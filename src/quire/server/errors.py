@@ -1,0 +1,133 @@
+"""Errors as answers: OpenAI's shape, our words.
+
+What a client reads is written by us: a stable code and a text without paths, addresses or the messages of libraries.
+Those stay in the log, under the request's id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.errors import (
+    ChatTemplateError,
+    EmptyPromptError,
+    EngineClosedError,
+    PromptTooLongError,
+    QuireError,
+    RequestError,
+    RequestTooLargeError,
+    SamplingParamsError,
+    TokenizerTimeoutError,
+    TokenOutOfRangeError,
+    UnknownTemplateVariableError,
+)
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
+"""`error.type` by HTTP status; any other status below 500 is "invalid_request_error", any above "server_error"."""
+
+INTERNAL_ERROR = "the server failed on this request; its log has the details, under the request's id"
+
+CODES: dict[type[QuireError], str] = {
+    PromptTooLongError: "context_length_exceeded",
+    EmptyPromptError: "empty_prompt",
+    TokenOutOfRangeError: "token_out_of_range",
+    RequestTooLargeError: "request_too_large",
+    SamplingParamsError: "invalid_value",
+    UnknownTemplateVariableError: "unknown_template_variable",
+    ChatTemplateError: "chat_template_error",
+    TokenizerTimeoutError: "tokenizer_timeout",
+}
+"""`error.code` of what is refused with a 400, by kind. Other kinds of `RequestError` have none."""
+
+_TEMPLATE_TEXTS = (
+    "messages",
+    "continue_final_message",
+    "the messages",
+    "the last message",
+    "the template variable",
+    "the template's variables",
+    "the chat template refuses",
+    "the chat template does not read",
+    "the chat template uses something undefined",
+    "the chat template prints more",
+    "the chat template changes the last message",
+    "the chat template takes more memory",
+)
+"""Errors of chat templates that begin so are about the request, in our words or in the template's own."""
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error shape.
+
+    Args:
+        status: of HTTP.
+        message: for the client: what is wrong, the value found, what is allowed, what to do.
+        type: OpenAI's kind of error; by default the one of the status (`TYPES`).
+        param: the field that is to blame.
+        code: a stable name of this error, for programs.
+        headers: to send with the answer, such as `retry-after`.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON; in a stream, the data of the error event."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    """A 400: the request itself is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(error: Exception) -> ApiError:
+    """The answer to whatever went wrong: 400 for what the client can change, 503 where the engine is gone, and for
+    everything else a 500 with a fixed text. The caller logs the error itself.
+    """
+    if isinstance(error, ApiError):
+        return error
+    code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), None)
+    if isinstance(error, ChatTemplateError):
+        return _template_error(str(error), code)
+    if isinstance(error, RequestError):
+        return invalid(str(error), error.param, code)
+    if isinstance(error, EngineClosedError):
+        message = "the engine is not running; try again"
+        return ApiError(503, message, code="engine_unavailable", headers={"retry-after": "1"})
+    return ApiError(500, INTERNAL_ERROR, code="internal_error")
+
+
+def _template_error(text: str, code: str | None) -> ApiError:
+    """A template's failure; a text that may hold a path or a library's message is replaced."""
+    if "no chat template" in text:
+        text = "this model has no chat template; use /v1/completions with a prompt that you render yourself"
+        code = "no_chat_template"
+    elif not text.startswith(_TEMPLATE_TEXTS):
+        text = "the chat template failed on these messages; check their roles, their order and their fields"
+    return invalid(text, "messages" if code != "unknown_template_variable" else "chat_template_kwargs", code)

@@ -1,0 +1,248 @@
+"""The fields of requests: which there are, what they may be, and which of OpenAI's and vLLM's are not supported.
+
+Names and ranges are OpenAI's (types of its Python package 3.52) and vLLM's, where vLLM has the same thing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.core import sampling_params as limit
+
+Schema = dict[str, Any]
+
+
+def _schema(kind: str, help: str, **more: Any) -> Schema:
+    return {"type": [kind, "null"], "description": help, **more}
+
+
+def _integer(low: int, high: int, help: str, **more: Any) -> Schema:
+    return _schema("integer", help, minimum=low, maximum=high, **more)
+
+
+def _number(low: float, high: float, help: str, **more: Any) -> Schema:
+    return _schema("number", help, minimum=low, maximum=high, **more)
+
+
+def _flag(default: bool, help: str) -> Schema:
+    return _schema("boolean", help, default=default)
+
+
+def _list(items: Schema, most: int, help: str, **more: Any) -> Schema:
+    return _schema("array", help, items=items, maxItems=most, **more)
+
+
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": limit.MAX_INT32}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": limit.MAX_STOP_LENGTH}
+_UNSET = "The checkpoint's default if not given, else {}."
+_PENALTY = limit.MAX_ADDITIVE_PENALTY
+
+SAMPLING: dict[str, Schema] = {
+    "n": _integer(1, limit.MAX_N, "How many choices to make of each prompt.", default=1),
+    "temperature": _number(0, limit.MAX_TEMPERATURE, "0 takes the most likely token. " + _UNSET.format(1)),
+    "top_p": _number(0, 1, "Sample from the fewest most likely tokens that add up to this. " + _UNSET.format(1)),
+    "top_k": _integer(-1, limit.MAX_INT32, "Sample from this many most likely tokens; 0 and -1 are off."),
+    "min_p": _number(0, 1, "Sample from tokens at least this times as likely as the likeliest. " + _UNSET.format(0)),
+    "presence_penalty": _number(-_PENALTY, _PENALTY, "Against tokens that are in the output.", default=0),
+    "frequency_penalty": _number(-_PENALTY, _PENALTY, "The same, once for every time they are in it.", default=0),
+    "repetition_penalty": _number(
+        limit.MIN_REPETITION_PENALTY, limit.MAX_REPETITION_PENALTY, "Against tokens of prompt and output; 1 is off."
+    ),
+    "seed": _integer(-limit.MAX_INT64 - 1, limit.MAX_INT64, "Same seed, same tokens. Drawn and told if not given."),
+    "stop": {
+        "description": f"One or up to {limit.MAX_STOP_STRINGS} strings that end the text.",
+        "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": limit.MAX_STOP_STRINGS}, {"type": "null"}],
+    },
+    "stop_token_ids": _list(TOKEN_ID, limit.MAX_STOP_TOKEN_IDS, "Further tokens that end the text."),
+    "include_stop_str_in_output": _flag(False, "Leave the stop string in the text."),
+    "min_tokens": _integer(0, limit.MAX_INT32, "Nothing ends the text before so many tokens.", default=0),
+    "ignore_eos": _flag(False, "The model's own end does not end the text."),
+    "logit_bias": _schema(
+        "object",
+        "Added to the logits, by token id.",
+        additionalProperties={"type": "number", "minimum": -limit.MAX_LOGIT_BIAS, "maximum": limit.MAX_LOGIT_BIAS},
+        maxProperties=limit.MAX_LOGIT_BIAS_ENTRIES,
+    ),
+    "allowed_token_ids": _list(TOKEN_ID, limit.MAX_ALLOWED_TOKEN_IDS, "Only these are sampled.", minItems=1),
+    "bad_words": _list(
+        {"type": "string", "minLength": 1, "maxLength": limit.MAX_BAD_WORD_LENGTH},
+        limit.MAX_BAD_WORDS,
+        "Strings that are never generated.",
+    ),
+    "prompt_logprobs": _integer(
+        0, limit.MAX_LOGPROBS, "Also return the log-probabilities of the prompt's tokens, and of so many best ones."
+    ),
+    "skip_special_tokens": _flag(True, "Leave special tokens out of the text."),
+    "priority": _integer(-limit.MAX_INT32 - 1, limit.MAX_INT32, "Lower runs first, where the server orders so."),
+    "cache_salt": _schema(
+        "string",
+        "Cached prompts are shared only between requests of the same salt.",
+        minLength=1,
+        maxLength=limit.MAX_CACHE_SALT_LENGTH,
+    ),
+}
+"""Fields of both routes that go into `SamplingParams` under their own names."""
+
+STREAM_OPTIONS: dict[str, Schema] = {
+    "include_usage": _flag(False, "End the stream with a chunk of no choices that holds the usage."),
+    "continuous_usage_stats": _flag(False, "Every chunk holds the usage so far."),
+    "include_obfuscation": _flag(False, "Not supported."),
+}
+
+_COMMON: dict[str, Schema] = {
+    "model": _schema("string", "One of the names in /v1/models; the first if not given."),
+    "stream": _flag(False, "Answer with server-sent events."),
+    "stream_options": _schema("object", "With `stream` only.", properties=STREAM_OPTIONS),
+    "return_token_ids": _flag(False, "Also return token ids of prompts and choices."),
+    "max_completion_tokens": _integer(0, limit.MAX_INT32, "The same as `max_tokens`."),
+}
+
+LABELS = ("user", "safety_identifier", "prompt_cache_key")
+"""Strings that are accepted and change nothing."""
+
+_LABELS: dict[str, Schema] = {name: _schema("string", "A label; it changes nothing.") for name in LABELS} | {
+    "metadata": _schema("object", "Labels; they change nothing."),
+}
+
+_MAX_TOKENS = "At most so many tokens; 0 only scores the prompt. Cut to what is left of the context. "
+
+COMPLETION: dict[str, Schema] = {
+    "prompt": {
+        "description": "One or more prompts, as text or as token ids.",
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            {"type": "array", "items": TOKEN_ID, "minItems": 1},
+            {"type": "array", "items": {"type": "array", "items": TOKEN_ID, "minItems": 1}, "minItems": 1},
+        ],
+    },
+    "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS, default=16),
+    "logprobs": _integer(0, limit.MAX_LOGPROBS, "Return log-probabilities, also of so many best tokens."),
+    "echo": _flag(False, "The text begins with the prompt; with `logprobs`, so do the log-probabilities."),
+    "add_special_tokens": _flag(True, "Tokenize with the tokens that the model wants around a text."),
+    **_COMMON,
+    **SAMPLING,
+    **_LABELS,
+}
+"""The fields of POST /v1/completions."""
+
+_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
+        "name": {"type": "string"},
+        "reasoning_content": {"type": "string"},
+    },
+}
+
+CONVERSATION: dict[str, Schema] = {
+    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "description": "The chat so far."},
+    "add_generation_prompt": _flag(True, "End the prompt with the opening of the assistant's answer."),
+    "continue_final_message": _flag(False, "Go on with the last message in place of opening a new one."),
+    "chat_template_kwargs": _schema("object", "Variables of the chat template, like enable_thinking."),
+}
+
+CHAT: dict[str, Schema] = {
+    **CONVERSATION,
+    "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS + "All of it if not given."),
+    "logprobs": _flag(False, "Return log-probabilities."),
+    "top_logprobs": _integer(0, limit.MAX_LOGPROBS, "Also those of so many best tokens; needs `logprobs`."),
+    **_COMMON,
+    **SAMPLING,
+    **_LABELS,
+}
+"""The fields of POST /v1/chat/completions."""
+
+TOKENIZE: dict[str, Schema] = {
+    "model": _COMMON["model"],
+    "prompt": _schema("string", "Text; or give `messages`."),
+    "add_special_tokens": _flag(True, "Add the tokens that the model wants around a text."),
+    "return_token_strs": _flag(False, "Also return the text of each token."),
+    **CONVERSATION,
+}
+"""The fields of POST /tokenize."""
+
+DETOKENIZE: dict[str, Schema] = {
+    "model": _COMMON["model"],
+    "tokens": {"type": "array", "items": TOKEN_ID, "description": "Token ids."},
+}
+"""The fields of POST /detokenize."""
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's
+    "chat_template": (),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+"""Fields that others know and Quire does not support, with the values that ask for nothing."""
+
+COMPLETION_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **_UNSUPPORTED,
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "messages": ([],),
+    "top_logprobs": (0,),
+}
+CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **_UNSUPPORTED,
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "prompt": (),
+}
+TOKENIZE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    name: _UNSUPPORTED[name] for name in ("chat_template", "tools", "mm_processor_kwargs")
+}
+MESSAGE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+"""The same for one message of a chat."""

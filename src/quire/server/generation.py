@@ -1,0 +1,364 @@
+"""One call for text, from its body to the end of its answer.
+
+The way of a call: read, parse, find a place in the queue, tokenize in the pool, check against the model, generate, and
+answer as one document or as a stream. Whatever ends it (its own end, an error, a client that left, the time, the
+server's leaving), its place in the queue is given back, what still runs for it is aborted, and one line is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.engine.frontend import Prepared
+from quire.engine.outputs import RequestOutput
+from quire.engine.tokenizer_pool import TokenizerPool
+from quire.errors import RequestError
+from quire.log import RequestSummary, event, log_request
+from quire.server.accounts import Account
+from quire.server.admission import Admission, QueueFullError
+from quire.server.auth import tenant_of
+from quire.server.context import AppContext, client_label, stop_error
+from quire.server.errors import ApiError, api_error
+from quire.server.limits import Limits
+from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, TokenizeCall
+from quire.server.responses import ChatResponder, CompletionResponder
+from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised
+from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
+
+logger = logging.getLogger(__name__)
+
+MAX_IGNORED_NAMES = 1000
+"""So many names of fields that nobody knows are logged, once each, in the life of a process."""
+
+LARGE_BODIES = 16
+"""So many bodies of the largest size may be held at once, or more smaller ones, until they are parsed."""
+
+Call = CompletionCall | ChatCall
+Parse = Callable[[bytes, Limits], Call]
+C = TypeVar("C", bound=CompletionCall | ChatCall | TokenizeCall | DetokenizeCall)
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the calls of one process share.
+
+    Attributes:
+        admission: the queue bound.
+        bodies: the bound on what is received and not yet parsed.
+        ignored: names of unknown fields that were logged already.
+    """
+
+    context: AppContext
+    admission: Admission
+    bodies: Bodies
+    ignored: set[str] = field(default_factory=set)
+
+    @property
+    def pool(self) -> TokenizerPool:
+        """The tokenizer workers.
+
+        Raises:
+            ApiError: there are none yet.
+        """
+        if self.context.pool is None:
+            raise self.context.not_ready() or ApiError(503, "the tokenizers are not there yet; try again")
+        return self.context.pool
+
+    def log_ignored(self, names: tuple[str, ...]) -> None:
+        """Tell the log of unknown fields, each once, as long as there are not too many."""
+        for name in names:
+            if name not in self.ignored and len(self.ignored) < MAX_IGNORED_NAMES:
+                self.ignored.add(name)
+                event(logger, "ignored_field", f"requests have a field {name!r}, which is ignored", field=name)
+
+    def count_refused(self, error: ApiError) -> None:
+        """Tell the metrics of a call that did not run."""
+        self.context.metrics.rejected(_rejection(error))
+
+
+async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Limits], C]) -> C:
+    """What the request's body asks for, of a model that is served.
+
+    Raises:
+        ApiError: it is not valid. ClientDisconnect: the client left before it was there.
+    """
+    server, info = shared.context.server, shared.context.client.info
+    limits = Limits(max_model_len=info.max_model_len if info is not None else None)
+    with shared.bodies.holding() as fits:
+        body = await read_body(request, server.max_body_bytes, fits, server.request_timeout)
+        # A large one in a thread, so that everybody else's tokens get their turns meanwhile.
+        large = len(body) > SMALL_BODY_BYTES
+        call = await asyncio.to_thread(parse, body, limits) if large else parse(body, limits)
+    shared.context.check_model(call.model)
+    shared.log_ignored(call.ignored)
+    return call
+
+
+class GeneratedAnswer(Response):
+    """An answer that is made while it is sent: what a route returns."""
+
+    def __init__(self, shared: Shared, parse: Parse, prefix: str) -> None:
+        super().__init__()
+        self._shared, self._parse, self._prefix = shared, parse, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Generation(self._shared, self._parse, self._prefix, scope).run(receive, send)
+
+
+class Generation:
+    """One call.
+
+    Args:
+        parse: makes a call of a body.
+        prefix: of the id, which is made here: clients' own ids are labels only.
+        scope: of ASGI, with tenant and label.
+    """
+
+    def __init__(self, shared: Shared, parse: Parse, prefix: str, scope: Scope) -> None:
+        self._shared, self._context = shared, shared.context
+        self._parse = parse
+        self._scope = scope
+        self._id = f"{prefix}-{secrets.token_hex(12)}"
+        self._arrived = time.monotonic()
+        self._tokenize_seconds = 0.0
+        self._account: Account | None = None  # once it runs
+        self._reason = "error"
+        self._error: str | None = None
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        """Answer.
+
+        Raises:
+            ApiError: nothing has been sent yet; the app answers with it.
+            ClientDisconnect: there is nobody to answer.
+        """
+        writer = AnswerWriter(send)
+        try:
+            call = await read_call(self._shared, Request(self._scope, receive), self._parse)
+            await self._supervised(self._answer(call, writer), writer, receive)
+            self._reason = self._account.finish_reason if self._account else "stop"
+        except ClientDisconnect:
+            self._reason = "disconnect"
+            raise
+        except asyncio.CancelledError:
+            self._reason = "shutdown"
+            raise
+        except Exception as error:
+            await self._fail(error, writer)
+        finally:
+            self._end()
+
+    async def _supervised(self, work: Coroutine[Any, Any, None], writer: AnswerWriter, receive: Receive) -> None:
+        """See `supervised`; what cuts an answer off becomes an error, or means that nobody is there."""
+        limit = self._context.server.request_timeout
+        try:
+            await supervised(
+                work,
+                writer,
+                receive,
+                deadline=None if limit is None else self._arrived + limit,
+                stopping=self._context.stopping,
+            )
+        except CutOffError as cut:
+            if cut.cause == "timeout":
+                message = f"the request took longer than {limit:g} s, the server's --request-timeout, and was ended"
+                raise ApiError(503, message, code="request_timeout") from None
+            if cut.cause == "shutdown":
+                raise stop_error() from None
+            raise ClientDisconnect from None
+
+    def _drop(self) -> None:
+        """Close the connection at once, whatever waits to be sent."""
+        drop = self._scope.get("quire.drop")
+        if drop is not None:
+            drop()
+
+    # -- the work ------------------------------------------------------------------------------------------
+
+    async def _answer(self, call: Call, writer: AnswerWriter) -> None:
+        """Everything from the queue to the last byte; may be cancelled at any point."""
+        ticket = self._shared.admission.enter(call.num_choices, call.price())
+        try:
+            began = time.monotonic()
+            prepared = await self._prepare(call)
+            self._tokenize_seconds = time.monotonic() - began
+            prompts = [prompt.token_ids for prompt in prepared]
+            ticket.correct([len(prompt) for prompt in prompts], call.params.n)
+            self._account = Account(
+                self._context.metrics,
+                ticket,
+                prompts,
+                call.params,
+                arrived=self._arrived,
+                tokenize_seconds=self._tokenize_seconds,
+            )
+            await self._generate(call, prepared, self._account, writer)
+        finally:
+            ticket.leave()
+
+    async def _prepare(self, call: Call) -> list[Prepared]:
+        """The call's prompts, tokenized and checked.
+
+        Raises:
+            QuireError: a prompt or a parameter is not valid for this model, or tokenizing took too long.
+        """
+        words = call.params.bad_words
+        bad_words = await self._shared.pool.bad_words(list(words)) if words else []
+        prompts = await self._tokenize(call)
+        prepared = []
+        for index, (text, token_ids) in enumerate(prompts):
+            try:
+                prompt = self._context.client.prepare(text, token_ids, call.params, bad_words)
+            except RequestError as error:
+                raise (error.at(index) if len(prompts) > 1 else error) from None
+            if text is None and isinstance(call, CompletionCall) and call.echo:
+                prompt = dataclasses.replace(prompt, text=await self._shared.pool.decode(token_ids))
+            prepared.append(prompt)
+        return prepared
+
+    async def _tokenize(self, call: Call) -> list[tuple[str | None, list[int]]]:
+        """Each prompt's text, if it came as text, and tokens."""
+        pool = self._shared.pool
+        if isinstance(call, ChatCall):
+            chat = await pool.render(
+                call.messages,
+                add_generation_prompt=call.add_generation_prompt,
+                continue_final_message=call.continue_final_message,
+                variables=call.chat_template_kwargs,
+            )
+            return [(chat.text, chat.token_ids)]
+        texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
+        encoded = iter(await pool.encode(texts, call.add_special_tokens) if texts else [])
+        return [(prompt, next(encoded)) if isinstance(prompt, str) else (None, list(prompt)) for prompt in call.prompts]
+
+    async def _generate(self, call: Call, prepared: list[Prepared], account: Account, writer: AnswerWriter) -> None:
+        """Run the prompts, all at once, and send what comes of them."""
+        responder = self._responder(call)
+        headers = _headers(call, prepared)
+        outputs: dict[int, RequestOutput] = {}
+        chunks: list[bytes] = []
+        if call.stream:
+            await writer.start(headers)
+        async with contextlib.aclosing(merged([self._stream(prompt) for prompt in prepared])) as news:
+            async for batch in news:
+                now = time.monotonic()
+                for index, output in batch:
+                    outputs[index] = output
+                    account.take(index, output, now)
+                if call.stream:
+                    chunks = [chunk for index, output in batch for chunk in responder.chunks(index, output)]
+                if not account.num_open and account.failure is None:
+                    break
+                if call.stream:
+                    await writer.events(chunks)
+                if account.failure is not None:
+                    raise ApiError(500, account.failure, code="generation_failed")
+        ordered = [outputs[index] for index in range(len(prepared))]
+        if not call.stream:
+            many = call.params.logprobs is not None or call.params.prompt_logprobs is not None
+            body = await asyncio.to_thread(responder.full, ordered) if many else responder.full(ordered)
+            await writer.whole(body, headers)
+            return
+        if call.include_usage:
+            chunks.append(responder.usage_chunk(ordered))
+        await writer.end(chunks)
+
+    def _stream(self, prompt: Prepared) -> AsyncGenerator[RequestOutput, None]:
+        return self._context.client.generate(
+            prompt,
+            name=self._id,
+            owner=tenant_of(self._scope).owner,
+            arrived=self._arrived,
+            tokenize_seconds=self._tokenize_seconds,
+        )
+
+    def _responder(self, call: Call) -> CompletionResponder | ChatResponder:
+        info, tokenizer = self._context.client.info, self._context.client.tokenizer
+        fingerprint = info.fingerprint if info is not None else ""
+        token_text = tokenizer.token_text if tokenizer is not None else _no_text
+        created, model = int(time.time()), self._context.model_names[0]
+        if isinstance(call, ChatCall):
+            return ChatResponder(call, self._id, created, model, fingerprint, token_text)
+        return CompletionResponder(call, self._id, created, model, fingerprint, token_text)
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    async def _fail(self, error: Exception, writer: AnswerWriter) -> None:
+        """Tell the client what went wrong, in whichever form there is still time for."""
+        answer = api_error(error)
+        if answer.code == "internal_error":
+            text = f"{self._id}: an unexpected {type(error).__name__}"
+            event(logger, "internal_error", text, level=logging.ERROR, exc_info=error, request_id=self._id)
+        self._error = answer.message
+        self._reason = _CAUSES.get(answer.code or "", "error" if self._account else f"refused {answer.status}")
+        if self._account is None:
+            self._shared.count_refused(answer)
+        if not writer.begun:
+            raise answer from None
+        if not await writer.fail(answer):
+            self._drop()
+            raise ClientDisconnect from None
+
+    def _end(self) -> None:
+        """Close the books."""
+        label, seconds = client_label(self._scope), time.monotonic() - self._arrived
+        if self._account is None:
+            summary = RequestSummary(
+                request_id=self._id, label=label, total_seconds=seconds, reason=self._reason, error=self._error
+            )
+        else:
+            self._account.close()
+            summary = self._account.summary(self._id, label, self._reason, self._error)
+        if self._context.server.log_requests:
+            log_request(logger, summary)
+
+
+_CAUSES = {"request_timeout": "timeout", "shutting_down": "shutdown"}
+"""What the log says of errors that came from outside the request, by code."""
+
+_REJECTIONS = {
+    "model_not_found": "unknown_model",
+    "context_length_exceeded": "context_length",
+    "tokenizer_timeout": "timeout",
+    "request_timeout": "timeout",
+    "shutting_down": "draining",
+}
+
+
+def _no_text(token: int) -> str:
+    """A token's text where the checkpoint has no tokenizer."""
+    return ""
+
+
+def _rejection(error: ApiError) -> str:
+    """Why a call was refused, in the metrics' words."""
+    if isinstance(error, QueueFullError):
+        return error.reason
+    by_status = {400: "invalid", 413: "too_large"}
+    return _REJECTIONS.get(error.code or "", by_status.get(error.status, "other"))
+
+
+def _headers(call: Call, prepared: list[Prepared]) -> dict[str, str]:
+    """What was done differently from what was asked: ignored fields, and the least `max_tokens` that runs."""
+    headers: dict[str, str] = {}
+    clamped = [prompt.max_tokens for prompt in prepared if prompt.clamped_from is not None]
+    if clamped:
+        headers["x-quire-clamped"] = f"max_tokens={min(clamped)}"
+    return headers | ignored_header(call.ignored)
+
+
+def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
+    """The header that names the fields that nobody knows."""
+    return {"x-quire-ignored": ", ".join(names)} if names else {}

@@ -1,0 +1,86 @@
+"""An HTTP process of the server: `python -m quire.server.http_process`, started by the supervisor.
+
+It answers on the listening socket that it inherits before the rest of it is imported: `/health` and `/live` at once,
+everything else when the app is there, which is a moment later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from quire import log
+from quire.engine import child
+from quire.server.config import HttpStart
+from quire.server.replies import send_json
+from quire.server.transport import make_server, raise_file_limit
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from quire.server.worker import HttpWorker
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyApp:
+    """Answers for the app until that is there, and hands everything to it afterwards."""
+
+    def __init__(self) -> None:
+        self._app: asyncio.Future[ASGIApp] = asyncio.get_running_loop().create_future()
+
+    def hand_over(self, app: ASGIApp) -> None:
+        """The app is there."""
+        self._app.set_result(app)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._app.done() and scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
+            if scope["path"] == "/live":
+                return await send_json(send, {"status": "ok"})
+            if scope["path"] == "/health":
+                return await send_json(send, {"status": "loading", "phase": "starting", "percent": 0}, 503)
+        await (await asyncio.shield(self._app))(scope, receive, send)
+
+
+def _import_worker() -> type[HttpWorker]:
+    from quire.server.worker import HttpWorker
+
+    return HttpWorker
+
+
+async def run(start: HttpStart) -> int:
+    """Serve until told to leave; returns the exit code."""
+    listener = socket.socket(fileno=start.fd)
+    listener.set_inheritable(False)  # children of this process would keep the port open
+    early = EarlyApp()
+    server = make_server(early)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    worker_class = await asyncio.to_thread(_import_worker)
+    worker = worker_class(start, server)
+    early.hand_over(worker.app)
+    return await worker.run(serving)
+
+
+def main() -> int:
+    """Run the process; returns its exit code."""
+    start = child.begin(HttpStart)
+    log.configure(start.server.log_format, start.server.debug)
+    raise_file_limit()
+    try:
+        return uvloop.run(run(start))
+    except Exception as error:
+        text = f"HTTP process {start.worker} failed: {type(error).__name__}: {error}"
+        shown = error if start.server.debug else None
+        log.event(logger, "http_process_failed", text, level=logging.ERROR, exc_info=shown)
+        return 1
+    finally:
+        log.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The OpenAPI document: what FastAPI knows of the routes, with our bodies, our errors and our keys."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from quire.server.auth import is_open
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "description": "What was wrong, what was found, and what is allowed."},
+                "type": {"type": "string", "description": "The kind of error, as OpenAI names them."},
+                "param": {"type": ["string", "null"], "description": "The field that it is about, if it is about one."},
+                "code": {"type": ["string", "null"], "description": "A stable name for this very error."},
+            },
+        }
+    },
+}
+_KEY = {"type": "http", "scheme": "bearer", "description": "One of the server's API keys, where it has any."}
+
+
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """The document of this app's routes; made once, then kept."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+        components = document.setdefault("components", {})
+        schemas = components.setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own errors, which are never sent
+            schemas.pop(name, None)
+        schemas["Error"] = _ERROR_SCHEMA
+        components["securitySchemes"] = {"key": _KEY}
+        for path, methods in document["paths"].items():
+            for operation in methods.values():
+                _complete(path, operation)
+        _add_bodies(document)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+_ABOUT = "An LLM inference server with OpenAI's interface. Every error has the shape of the schema `Error`."
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    """The errors that this operation may answer with, and whether it needs a key."""
+    responses = operation["responses"]
+    responses.pop("422", None)
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    responses["default"] = {"description": "An error", "content": error}
+    if not is_open(path):
+        operation["security"] = [{"key": []}]
+
+
+def _add_bodies(document: dict[str, Any]) -> None:
+    """Schemas of the bodies that are read and written by hand."""
+    from quire.server.protocol import openapi_bodies
+
+    bodies = copy.deepcopy(openapi_bodies())
+    document["components"]["schemas"].update(bodies.get("schemas", {}))
+    for path, operation in bodies.get("paths", {}).items():
+        if path in document["paths"]:
+            document["paths"][path]["post"].update(operation)

@@ -1,0 +1,266 @@
+"""What a supervisor is made of: the listening socket, the server's private folder, and child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import time
+from asyncio.subprocess import Process
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from quire.engine import child
+from quire.errors import ServerError
+
+BACKLOG = 2048
+"""Connections that may wait while every HTTP process is busy, or none is up yet."""
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path that the kernel takes."""
+
+LONGEST_NAME = "/engine-1000000.sock"
+LOCK_NAME = "lock"
+FOLDER_PREFIX = "quire-"
+
+RESTART_WINDOW = 3600.0
+"""Seconds after which a restart is forgiven."""
+MAX_BACKOFF = 15.0
+
+
+# -- the listening socket -------------------------------------------------------------------------------------
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Where a name has several addresses, the first IPv4 one is taken.
+
+    Raises:
+        ServerError: the port is occupied or not allowed, or the host is unknown or not one of this machine's.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not a valid name"
+        raise ServerError(f"cannot listen on host {host!r}: {reason}; give an address of this machine") from error
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # "::" is every address, those of IPv4 too, whatever the system's default
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ServerError(_why_not(error, host, port)) from error
+    return listener
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    """Why the socket could not be bound, and what to do about it."""
+    at = f"{host} port {port}"
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"cannot listen on {at}: another program does; stop it, or choose another --port (0: any free one)"
+        case errno.EACCES | errno.EPERM:
+            return f"cannot listen on {at}: no permission; ports below 1024 need root; choose a higher --port"
+        case errno.EADDRNOTAVAIL:
+            return f"cannot listen on {at}: this machine does not have that address; choose another --host"
+        case _:
+            return f"cannot listen on {at}: {error.strerror or error}"
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a browser on this machine finds the server; "every address" is shown as the loopback's."""
+    host, port = listener.getsockname()[:2]
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        host = "::1" if address.version == 6 else "127.0.0.1"
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine reaches the socket."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+# -- the private folder ---------------------------------------------------------------------------------------
+
+
+class RuntimeFolder:
+    """A server's private folder: its sockets and boards, and metrics. A context manager; it is gone afterwards.
+
+    A file in it is locked as long as the supervisor lives, so that the next server can tell what a killed one has
+    left, and remove it.
+
+    Args:
+        bases: where it may lie; the first with a short enough name is taken.
+    """
+
+    def __init__(self, bases: Sequence[Path] | None = None) -> None:
+        places = bases if bases is not None else (Path(tempfile.gettempdir()), Path("/tmp"))
+        self._bases = list(dict.fromkeys(base.absolute() for base in places))
+        self._lock = -1
+
+    def __enter__(self) -> Path:
+        """Make it.
+
+        Raises:
+            ServerError: there is no place for it.
+        """
+        for base in self._bases:
+            remove_stale(base)
+        self.path = self._make()
+        # The lock is taken before the file has the name that others look for.
+        unlocked = self.path / "new"
+        self._lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._lock, f"{os.getpid()}\n".encode())
+        unlocked.rename(self.path / LOCK_NAME)
+        return self.path
+
+    def _make(self) -> Path:
+        fitting = [base for base in self._bases if _fits(base)]
+        reason = f"no folder among {', '.join(map(str, self._bases))} has a short enough name for Unix sockets"
+        for base in fitting:
+            try:
+                return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
+            except OSError as error:
+                reason = f"{base}: {error.strerror or error}"
+        raise ServerError(f"cannot make the server's private folder ({reason}); set TMPDIR to a folder that will do")
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _fits(base: Path) -> bool:
+    return len(os.fsencode(base / f"{FOLDER_PREFIX}12345678")) + len(LONGEST_NAME) <= MAX_SOCKET_PATH
+
+
+def remove_stale(base: Path) -> None:
+    """Remove what this user's killed servers have left in `base`."""
+    with contextlib.suppress(OSError):
+        for path in base.glob(f"{FOLDER_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                _remove_if_stale(path)
+
+
+def _remove_if_stale(path: Path) -> None:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        return
+    lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # a folder without one is not ours
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its server lives
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+# -- child processes ------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process of the server, as `quire.engine.child` starts them.
+
+    Attributes:
+        name: for people: "engine 1", "HTTP process 0".
+        ended: set when it has ended and was waited for.
+        blame: why it was killed, if the supervisor did that; else None.
+    """
+
+    def __init__(self, name: str, process: Process) -> None:
+        self.name = name
+        self.blame: str | None = None
+        self.ended = asyncio.Event()
+        self._process = process
+        self._task = asyncio.create_task(self._wait())
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], message: msgspec.Struct, fds: Sequence[int] = ()) -> Child:
+        """Start it and give it its message.
+
+        Raises:
+            ServerError: the system does not start it.
+        """
+        try:
+            return cls(name, await child.spawn(command, message, fds=fds))
+        except OSError as error:
+            raise ServerError(f"cannot start the {name}: {error.strerror or error}") from error
+
+    async def _wait(self) -> None:
+        await self._process.wait()
+        self.ended.set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; a signal's number, negative, where one killed it."""
+        return self._process.returncode
+
+    def fate(self) -> str:
+        """How it ended, for people and for clients: no paths, no addresses."""
+        if self.blame is not None:
+            return self.blame
+        code = self.exit_code or 0
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+
+    def kill(self, blame: str | None = None) -> None:
+        """End it at once, with whatever else is in its session's group."""
+        if self._process.returncode is None:
+            self.blame = self.blame or blame
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def leave(self, seconds: float) -> None:
+        """Wait until it has ended by itself; it is killed after so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), seconds)
+        if not self.ended.is_set():
+            self.kill("it did not leave in time and was killed")
+            await self.ended.wait()
+
+
+class RestartBudget:
+    """How often, and how soon, what died may be started again.
+
+    Args:
+        limit: restarts within `RESTART_WINDOW`.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self._clock = clock
+        self._times: deque[float] = deque()
+
+    def spend(self) -> float | None:
+        """Seconds to wait before the next restart: 0, then 1, 2, 4, ...; None if there were too many."""
+        now = self._clock()
+        while self._times and now - self._times[0] >= RESTART_WINDOW:
+            self._times.popleft()
+        if len(self._times) >= self.limit:
+            return None
+        self._times.append(now)
+        count = len(self._times)
+        return 0.0 if count == 1 else min(MAX_BACKOFF, 2.0 ** (count - 2))

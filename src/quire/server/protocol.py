@@ -1,0 +1,407 @@
+"""From a request's body to a call: everything that can be checked without the model is checked here.
+
+Pure functions of bytes, safe to run in any thread. Every field is bounded before work is done for it, null is the
+same as not given, what OpenAI or vLLM know and Quire does not support is refused by name, and what nobody knows is
+listed in `ignored`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SamplingParams
+from quire.errors import SamplingParamsError
+from quire.server import fields as tables
+from quire.server.body import MAX_FIELD_BYTES, Fields, Shape, ignored_names, shorten, wrong_type
+from quire.server.conversation import Conversation, message_bytes, read_conversation
+from quire.server.errors import ApiError, api_error, invalid
+from quire.server.limits import (
+    BYTES_PER_TOKEN,
+    MAX_ID_LIST_BYTES,
+    MAX_LABEL_LENGTH,
+    MAX_MODEL_NAME_LENGTH,
+    TOKENS_PER_MESSAGE,
+    Limits,
+)
+from quire.server.prompts import Prompt, read_prompts, read_token_ids
+from quire.server.schemas import openapi_bodies
+
+__all__ = [
+    "ChatCall", "CompletionCall", "DetokenizeCall", "Limits", "TokenizeCall", "openapi_bodies", "parse_chat",
+    "parse_completion", "parse_detokenize", "parse_tokenize", "text_price",
+]  # fmt: skip
+
+DEFAULT_LIMITS = Limits()
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion that does not say, as at OpenAI."""
+SEED_BITS = 53
+"""Seeds that are drawn here are exact in JavaScript's numbers too, so that a client can send them back."""
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationCall:
+    """What calls of both routes have.
+
+    Attributes:
+        model: the name asked for; None if it was not given.
+        params: how to sample. `seed` is always set. `prompt_logprobs` is what the engine must find, be it for `echo`
+            or for the field of that name.
+        stream: answer with events.
+        include_usage: end the stream with the usage.
+        continuous_usage: tell the usage so far in every chunk.
+        return_token_ids: the answer holds token ids.
+        prompt_logprobs: what to return in the field of that name; None if it was not asked for.
+        ignored: names of fields that nobody knows, fit for a header.
+    """
+
+    model: str | None
+    params: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    prompt_logprobs: int | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionCall(GenerationCall):
+    """POST /v1/completions.
+
+    Attributes:
+        prompts: texts or token ids, at least one.
+        echo: the answer's text begins with the prompt.
+        add_special_tokens: how to tokenize texts.
+    """
+
+    prompts: list[Prompt]
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts."""
+        return len(self.prompts) * self.params.n
+
+    def price(self) -> int:
+        """Prompt tokens times choices, estimated from above without tokenizing: see `text_price`."""
+        return self.params.n * sum(map(_prompt_price, self.prompts))
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatCall(GenerationCall):
+    """POST /v1/chat/completions.
+
+    Attributes:
+        messages: plain dicts with role and content; the content is a string or a list of text parts.
+        add_generation_prompt, continue_final_message: how the prompt ends.
+        chat_template_kwargs: variables of the template.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the one prompt."""
+        return self.params.n
+
+    def price(self) -> int:
+        """Prompt tokens times choices, estimated from above without rendering: see `text_price`."""
+        return self.params.n * _messages_price(self.messages)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenizeCall:
+    """POST /tokenize: a text, or a chat. Exactly one of `prompt` and `messages` is there."""
+
+    model: str | None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    return_token_strs: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def price(self) -> int:
+        """Tokens, estimated as for the other calls."""
+        return _prompt_price(self.prompt) if self.prompt is not None else _messages_price(self.messages or [])
+
+
+@dataclass(slots=True, kw_only=True)
+class DetokenizeCall:
+    """POST /detokenize: token ids."""
+
+    model: str | None
+    tokens: list[int]
+    ignored: tuple[str, ...] = ()
+
+    def price(self) -> int:
+        """Tokens."""
+        return len(self.tokens)
+
+
+def text_price(num_bytes: int) -> int:
+    """Tokens of a text of so many bytes in UTF-8: an estimate from above for ordinary text (see `BYTES_PER_TOKEN`)."""
+    return num_bytes // BYTES_PER_TOKEN + 1
+
+
+def _prompt_price(prompt: Prompt) -> int:
+    return text_price(len(prompt.encode())) if isinstance(prompt, str) else len(prompt)
+
+
+def _messages_price(messages: Sequence[Mapping[str, Any]]) -> int:
+    return text_price(message_bytes(messages)) + TOKENS_PER_MESSAGE * (len(messages) + 1)
+
+
+# -- parsing -------------------------------------------------------------------------------------------------
+
+
+def _shape(known: Mapping[str, Any], unsupported: Mapping[str, Any]) -> Shape:
+    return Shape([*dict.fromkeys([*known, *unsupported, "best_of"])])
+
+
+_COMPLETION = _shape(tables.COMPLETION, tables.COMPLETION_UNSUPPORTED)
+_CHAT = _shape(tables.CHAT, tables.CHAT_UNSUPPORTED)
+_TOKENIZE = _shape(tables.TOKENIZE, tables.TOKENIZE_UNSUPPORTED)
+_DETOKENIZE = _shape(tables.DETOKENIZE, {})
+_STREAM_OPTIONS = Shape([*tables.STREAM_OPTIONS], "stream_options")
+
+
+def parse_completion(body: bytes, limits: Limits = DEFAULT_LIMITS) -> CompletionCall:
+    """The call in a body of POST /v1/completions.
+
+    Raises:
+        ApiError: a 400 that names the field, the value found, and what is allowed.
+    """
+    given = _read(_COMPLETION, body)
+    _check_unsupported(given, tables.COMPLETION_UNSUPPORTED)
+    echo, logprobs = given.boolean("echo"), given.integer("logprobs", 0, MAX_LOGPROBS)
+    params, shown = _params(given, logprobs, echo=echo, max_tokens=DEFAULT_COMPLETION_TOKENS)
+    prompts = read_prompts(given.raw("prompt"), limits)
+    common, ignored = _common(given)
+    call = CompletionCall(
+        **common,
+        params=params,
+        prompt_logprobs=shown,
+        prompts=prompts,
+        echo=echo,
+        add_special_tokens=given.boolean("add_special_tokens", default=True),
+        ignored=ignored_names([*given.unknown(_COMPLETION.names), *ignored]),
+    )
+    if call.num_choices > limits.choices:
+        message = f"{len(prompts)} prompts with n={params.n} make {call.num_choices} choices; at most "
+        raise invalid(f"{message}{limits.choices} are allowed in one request", "n")
+    _check_logprobs(call, limits)
+    return call
+
+
+def parse_chat(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ChatCall:
+    """The call in a body of POST /v1/chat/completions.
+
+    Raises:
+        ApiError: a 400 that names the field, the value found, and what is allowed.
+    """
+    given = _read(_CHAT, body)
+    _check_unsupported(given, tables.CHAT_UNSUPPORTED)
+    params, shown = _params(given, _chat_logprobs(given))
+    conversation = read_conversation(given, limits)
+    common, ignored = _common(given)
+    call = ChatCall(
+        **common,
+        **_spread(conversation),
+        params=params,
+        prompt_logprobs=shown,
+        ignored=ignored_names([*given.unknown(_CHAT.names), *ignored, *conversation.ignored]),
+    )
+    _check_logprobs(call, limits)
+    return call
+
+
+def parse_tokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> TokenizeCall:
+    """The call in a body of POST /tokenize. Raises `ApiError`."""
+    given = _read(_TOKENIZE, body)
+    _check_unsupported(given, tables.TOKENIZE_UNSUPPORTED)
+    if given.has("prompt") == given.has("messages"):
+        raise invalid("give either 'prompt' or 'messages', one of the two", "prompt")
+    call = TokenizeCall(model=_model(given), return_token_strs=given.boolean("return_token_strs"))
+    ignored: Sequence[str] = ()
+    if given.has("prompt"):
+        [prompt] = read_prompts(given.raw("prompt"), limits, text_only=True)
+        call.prompt = str(prompt)
+        call.add_special_tokens = given.boolean("add_special_tokens", default=True)
+    else:
+        conversation = read_conversation(given, limits)
+        for name, value in _spread(conversation).items():
+            setattr(call, name, value)
+        if given.boolean("add_special_tokens"):
+            raise _unsupported("add_special_tokens", True, (False,))
+        ignored = conversation.ignored
+    call.ignored = ignored_names([*given.unknown(_TOKENIZE.names), *ignored])
+    return call
+
+
+def parse_detokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> DetokenizeCall:
+    """The call in a body of POST /detokenize. Raises `ApiError`."""
+    given = _read(_DETOKENIZE, body)
+    tokens = read_token_ids(given.raw("tokens"), "tokens", limits)
+    return DetokenizeCall(model=_model(given), tokens=tokens, ignored=ignored_names(given.unknown(_DETOKENIZE.names)))
+
+
+def _read(shape: Shape, body: bytes) -> Fields:
+    """A body's fields. Strings of unknown fields are not decoded later, so UTF-8 is checked here."""
+    if not body:
+        raise invalid("the body is empty; it must be a JSON object", code="invalid_json")
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not valid UTF-8, at byte {error.start}", code="invalid_json") from None
+    return Fields(shape.read(body))
+
+
+def _spread(conversation: Conversation) -> dict[str, Any]:
+    return {
+        "messages": conversation.messages,
+        "add_generation_prompt": conversation.add_generation_prompt,
+        "continue_final_message": conversation.continue_final_message,
+        "chat_template_kwargs": conversation.chat_template_kwargs,
+    }
+
+
+def _model(given: Fields) -> str | None:
+    return given.text("model", MAX_MODEL_NAME_LENGTH)
+
+
+def _common(given: Fields) -> tuple[dict[str, Any], list[str]]:
+    """Fields that both routes read alike, and unknown names within them."""
+    for name in tables.LABELS:
+        given.text(name, MAX_LABEL_LENGTH)
+    metadata = given.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise wrong_type("metadata", metadata, "an object")
+    stream = given.boolean("stream")
+    options = given.raw("stream_options")
+    if options is not None and not stream:
+        raise invalid("stream_options is allowed with stream=true only", "stream_options")
+    streaming = Fields({} if options is None else _STREAM_OPTIONS.read(options), "stream_options.")
+    if streaming.boolean("include_obfuscation"):
+        raise _unsupported("stream_options.include_obfuscation", True, (False,))
+    common = {
+        "model": _model(given),
+        "stream": stream,
+        "include_usage": streaming.boolean("include_usage"),
+        "continuous_usage": streaming.boolean("continuous_usage_stats"),
+        "return_token_ids": given.boolean("return_token_ids"),
+    }
+    return common, streaming.unknown(_STREAM_OPTIONS.names)
+
+
+def _check_unsupported(given: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses fields that are not supported, unless their value asks for nothing."""
+    for name, harmless in unsupported.items():
+        raw = given.raw(name)
+        if raw is not None:
+            if memoryview(raw).nbytes > MAX_FIELD_BYTES:  # it asks for something, whatever it is
+                raise invalid(f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+            value = given.get(name)
+            if not any(type(value) is type(one) and value == one for one in harmless):
+                raise _unsupported(name, value, harmless)
+
+
+def _unsupported(name: str, value: object, harmless: Sequence[Any]) -> ApiError:
+    instead = " or ".join(["leave it out", *(f"set it to {shorten(one)}" for one in harmless)])
+    message = f"{name} is {shorten(value)}, which is not supported here; {instead}"
+    return invalid(message, name, "unsupported_parameter")
+
+
+# -- sampling ------------------------------------------------------------------------------------------------
+
+
+def _params(
+    given: Fields, logprobs: int | None, *, echo: bool = False, max_tokens: int | None = None
+) -> tuple[SamplingParams, int | None]:
+    """How to sample, with a seed; and `prompt_logprobs` as it was asked for.
+
+    Args:
+        echo: `logprobs` are wanted of the prompt too.
+        max_tokens: where neither field for it is given.
+    """
+    options = {name: given.get(name) for name in tables.SAMPLING if name not in ("allowed_token_ids", "logit_bias")}
+    options["allowed_token_ids"] = given.get("allowed_token_ids", MAX_ID_LIST_BYTES)
+    options["logit_bias"] = _logit_bias(given.get("logit_bias"))
+    options["max_tokens"] = _max_tokens(given, max_tokens)
+    options["logprobs"] = logprobs
+    if options["top_k"] == -1:  # vLLM's way to say "off"
+        options["top_k"] = 0
+    shown = given.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if echo and logprobs is not None:
+        options["prompt_logprobs"] = max(logprobs, shown or 0)
+    if options["seed"] is None:
+        options["seed"] = secrets.randbits(SEED_BITS)
+    try:
+        params = SamplingParams(**{name: value for name, value in options.items() if value is not None})
+    except SamplingParamsError as error:
+        raise api_error(error) from None
+    best_of = given.get("best_of")
+    if best_of is not None and (type(best_of) is not int or best_of != params.n):
+        raise _unsupported("best_of", best_of, (params.n,))
+    return params, shown
+
+
+def _max_tokens(given: Fields, default: int | None) -> int | None:
+    old, new = (given.integer(name, 0, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
+    if old is not None and new is not None and old != new:
+        message = f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so give one of them"
+        raise invalid(message, "max_completion_tokens")
+    asked = old if new is None else new
+    return default if asked is None else asked
+
+
+def _chat_logprobs(given: Fields) -> int | None:
+    """`logprobs` and `top_logprobs` of the chat route as one number."""
+    wanted, top = given.boolean("logprobs"), given.integer("top_logprobs", 0, MAX_LOGPROBS)
+    if top and not wanted:
+        raise invalid(f"top_logprobs is {top}, which needs logprobs=true", "top_logprobs")
+    return (top or 0) if wanted else None
+
+
+def _logit_bias(value: Any) -> dict[int, Any] | None:
+    """JSON's keys are strings; the rest is checked with the other parameters."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type("logit_bias", value, "an object from token id to a number")
+    for key in value:
+        if not _TOKEN_ID.fullmatch(key):
+            raise invalid(f'logit_bias has the key {shorten(key)}; keys are token ids, like "1234"', "logit_bias")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _check_logprobs(call: CompletionCall | ChatCall, limits: Limits) -> None:
+    """Bounds the log-probabilities that a call can have, as far as that is known beforehand."""
+    params = call.params
+    if params.prompt_logprobs is not None:
+        advice = "shorten the prompt, or ask for less or a smaller n"  # each choice repeats them
+        _check_entries("prompt_logprobs", call.price(), params.prompt_logprobs, limits.prompt_logprob_entries, advice)
+    lengths = [length for length in (params.max_tokens, limits.max_model_len) if length is not None]
+    if params.logprobs is not None and lengths:
+        tokens = min(lengths) * call.num_choices
+        _check_entries(
+            "logprobs", tokens, params.logprobs, limits.logprob_entries, "lower max_tokens or n, or ask for less"
+        )
+
+
+def _check_entries(param: str, tokens: int, each: int, most: int, advice: str) -> None:
+    if tokens * (each + 1) > most:
+        message = f"{param} {each} of about {tokens} tokens are more than the {most} allowed; {advice}"
+        raise invalid(message, param)

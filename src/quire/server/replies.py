@@ -1,0 +1,37 @@
+"""Small finished answers: JSON and errors, for routes and for middleware below them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Send
+
+from quire.server.errors import ApiError
+
+
+def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer in JSON. `content` may be JSON already, as bytes."""
+    body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def error_reply(error: ApiError) -> Response:
+    """An error in OpenAI's shape."""
+    return json_reply(error.body(), error.status, error.headers)
+
+
+async def send_json(send: Send, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    """`content` in JSON, as a whole answer, straight to ASGI."""
+    body = msgspec.json.encode(content)
+    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+    raw += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    """An error in OpenAI's shape, as a whole answer, straight to ASGI."""
+    await send_json(send, error.body(), error.status, error.headers)

@@ -1,0 +1,304 @@
+"""From outputs to the JSON that clients read: whole answers, and the chunks of a stream.
+
+The parts of a chunk that never change are made once; what is new is cut from the growing output by counters kept
+here, so that it does not matter how often, or how late, a stream asks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from quire.server.protocol import ChatCall, CompletionCall
+
+_encode = msgspec.json.Encoder().encode
+CallT = TypeVar("CallT", CompletionCall, ChatCall)
+
+
+class _Sent:
+    """How much of a choice has gone out."""
+
+    __slots__ = ("begun", "characters", "ended", "offset", "tokens")
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.ended = False
+        self.characters = 0
+        self.tokens = 0
+        self.offset = 0  # where the next token stands in the returned text
+
+
+class Responder(ABC, Generic[CallT]):
+    """Answers one call.
+
+    Args:
+        response_id: the answer's id. created: Unix time in whole seconds. model: the name to tell.
+        system_fingerprint: names what tokens depend on beside the request.
+        token_text: the text of a token by its id, for tokens that come without.
+    """
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(
+        self,
+        call: CallT,
+        response_id: str,
+        created: int,
+        model: str,
+        system_fingerprint: str,
+        token_text: Callable[[int], str],
+    ) -> None:
+        self._call: CallT = call
+        self._token_text = token_text
+        self._fields = {
+            "id": response_id,
+            "object": self.kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": system_fingerprint,
+            "seed": call.params.seed,
+        }
+        self._head = _encode({**self._fields, "object": self.chunk_kind})[:-1]
+        self._tail = b',"usage":null}' if call.include_usage else b"}"
+        self._sent: dict[int, _Sent] = {}
+
+    def full(self, outputs: list[RequestOutput]) -> bytes:
+        """The whole answer.
+
+        Args:
+            outputs: one a prompt, in order, each of them finished and without errors.
+        """
+        choices = [
+            self._choice(self._index(number, choice), output, choice)
+            for number, output in enumerate(outputs)
+            for choice in output.outputs
+        ]
+        return _encode({**self._fields, **self._extras(outputs[0]), "choices": choices, "usage": usage(outputs)})
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
+        """What is new of a prompt's output since the last call for it: chunks of one choice each.
+
+        A choice's last chunk holds its `finish_reason`. A choice that failed gets none: its stream ends with an error.
+        """
+        scored = output.prompt_logprobs
+        if scored is not None and len(scored) < len(output.prompt_token_ids) and not output.finished:
+            return []  # what the answer begins with is not complete
+        made: list[bytes] = []
+        for choice in output.outputs:
+            index = self._index(prompt_index, choice)
+            sent = self._sent.get(index)
+            if sent is None:
+                sent = self._sent[index] = _Sent()
+            if not sent.ended:
+                self._add_chunks(made, index, sent, output, choice)
+        return made
+
+    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
+        """The chunk of `include_usage`: without choices, behind all others."""
+        return b'%b,"choices":[],"usage":%b}' % (self._head, _encode(usage(outputs)))
+
+    def _index(self, prompt_index: int, choice: CompletionOutput) -> int:
+        return prompt_index * self._call.params.n + choice.index
+
+    def _wrap(self, choice: bytes, output: RequestOutput, tokens: int, extras: bytes = b"") -> bytes:
+        """One choice's JSON as a chunk. `tokens`: how many of the choice have gone out with it."""
+        tail = self._tail
+        if self._call.continuous_usage:
+            tail = b',"usage":%b}' % _encode(_usage(len(output.prompt_token_ids), tokens, output.cached_tokens))
+        return b'%b%b,"choices":[%b]%b' % (self._head, extras, choice, tail)
+
+    def _asked_prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        most = self._call.prompt_logprobs
+        if most is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs or (), most)}
+
+    @abstractmethod
+    def _extras(self, output: RequestOutput) -> dict[str, Any]:
+        """Further fields of the whole answer."""
+
+    @abstractmethod
+    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
+        """A choice of the whole answer."""
+
+    @abstractmethod
+    def _add_chunks(
+        self, made: list[bytes], index: int, sent: _Sent, output: RequestOutput, choice: CompletionOutput
+    ) -> None:
+        """Append the chunks that a choice has news for, and count what they hold."""
+
+
+class CompletionResponder(Responder[CompletionCall]):
+    """Answers POST /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def _extras(self, output: RequestOutput) -> dict[str, Any]:
+        return {}
+
+    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
+        prompt, logprobs = self._opening(output)
+        self._add_logprobs(logprobs, choice, 0)
+        return {
+            "index": index,
+            "text": prompt + choice.text,
+            "logprobs": None if logprobs is None else logprobs.lists,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **self._prompt_fields(output),
+            **({"token_ids": choice.token_ids} if self._call.return_token_ids else {}),
+        }
+
+    def _add_chunks(
+        self, made: list[bytes], index: int, sent: _Sent, output: RequestOutput, choice: CompletionOutput
+    ) -> None:
+        call, text = self._call, choice.text[sent.characters :]
+        num_tokens = len(choice.token_ids)
+        ends = choice.finish_reason is not None and choice.finish_reason != "error"
+        shows_tokens = call.return_token_ids or call.params.logprobs is not None
+        opens = not sent.begun and (call.echo or call.return_token_ids or call.prompt_logprobs is not None)
+        if not (text or ends or opens or (shows_tokens and num_tokens > sent.tokens)):
+            return
+        logprobs, fields = b"null", b""
+        if shows_tokens or opens:
+            prompt, lists = self._opening(output) if not sent.begun else ("", self._lists(sent.offset))
+            text = prompt + text
+            self._add_logprobs(lists, choice, sent.tokens)
+            if lists is not None:
+                logprobs, sent.offset = _encode(lists.lists), lists.offset
+            more = self._prompt_fields(output) if not sent.begun else {}
+            if call.return_token_ids:
+                more["token_ids"] = choice.token_ids[sent.tokens :]
+            fields = _members(more)
+        made.append(
+            self._wrap(
+                b'{"index":%d,"text":%b,"logprobs":%b%b%b}'
+                % (index, _encode(text), logprobs, _ending(choice, ends), fields),
+                output,
+                num_tokens,
+            )
+        )
+        sent.begun, sent.ended = True, choice.finish_reason is not None
+        sent.characters, sent.tokens = len(choice.text), num_tokens
+
+    def _lists(self, offset: int) -> CompletionLogprobs | None:
+        most = self._call.params.logprobs
+        return None if most is None else CompletionLogprobs(most, offset, self._token_text)
+
+    def _opening(self, output: RequestOutput) -> tuple[str, CompletionLogprobs | None]:
+        """What stands before a choice's own text, and lists of log-probabilities that begin with it."""
+        lists = self._lists(0)
+        if not self._call.echo:
+            return "", lists
+        text = output.prompt
+        if text is None:
+            text = "".join(map(self._token_text, output.prompt_token_ids))
+        if lists is not None:
+            lists.add_prompt(text, output.prompt_token_ids, output.prompt_logprobs or ())
+        return text, lists
+
+    @staticmethod
+    def _add_logprobs(lists: CompletionLogprobs | None, choice: CompletionOutput, first: int) -> None:
+        if lists is not None:
+            for token, entry in zip(choice.token_ids[first:], (choice.logprobs or [])[first:], strict=False):
+                lists.add(token, entry)
+
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """A choice's fields about its prompt, where they were asked for."""
+        fields = self._asked_prompt_logprobs(output)
+        if self._call.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
+
+
+class ChatResponder(Responder[ChatCall]):
+    """Answers POST /v1/chat/completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def _extras(self, output: RequestOutput) -> dict[str, Any]:
+        fields = self._asked_prompt_logprobs(output)
+        if self._call.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
+
+    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice, 0),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **({"token_ids": choice.token_ids} if self._call.return_token_ids else {}),
+        }
+
+    def _add_chunks(
+        self, made: list[bytes], index: int, sent: _Sent, output: RequestOutput, choice: CompletionOutput
+    ) -> None:
+        call, text = self._call, choice.text[sent.characters :]
+        num_tokens = len(choice.token_ids)
+        if not sent.begun:
+            sent.begun = True
+            made.append(self._role_chunk(index, output))
+        ends = choice.finish_reason is not None and choice.finish_reason != "error"
+        shows_tokens = call.return_token_ids or call.params.logprobs is not None
+        if text or ends or (shows_tokens and num_tokens > sent.tokens):
+            logprobs, fields = b"null", b""
+            if shows_tokens:
+                logprobs = _encode(self._logprobs(choice, sent.tokens))
+                if call.return_token_ids:
+                    fields = _members({"token_ids": choice.token_ids[sent.tokens :]})
+            delta = b'{"content":%b}' % _encode(text) if text else b"{}"
+            body = b'{"index":%d,"delta":%b,"logprobs":%b%b%b}'
+            chunk = body % (index, delta, logprobs, _ending(choice, ends), fields)
+            made.append(self._wrap(chunk, output, num_tokens))
+            sent.characters, sent.tokens = len(choice.text), num_tokens
+        sent.ended = choice.finish_reason is not None
+
+    def _role_chunk(self, index: int, output: RequestOutput) -> bytes:
+        """A choice's first chunk: who speaks. The very first also tells of the prompt, where that was asked for."""
+        choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        return self._wrap(choice, output, 0, _members(self._extras(output)) if index == 0 else b"")
+
+    def _logprobs(self, choice: CompletionOutput, first: int) -> dict[str, Any] | None:
+        most = self._call.params.logprobs
+        if most is None:
+            return None
+        return chat_logprobs(choice.token_ids[first:], (choice.logprobs or [])[first:], most, self._token_text)
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens of a whole call. A prompt counts once, however many choices it has."""
+    return _usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
+        sum(output.cached_tokens for output in outputs),
+    )
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _ending(choice: CompletionOutput, ends: bool) -> bytes:
+    """How a chunk says whether its choice has ended."""
+    if not ends:
+        return b',"finish_reason":null'
+    return b',"finish_reason":%b,"stop_reason":%b' % (_encode(choice.finish_reason), _encode(choice.stop_reason))
+
+
+def _members(fields: dict[str, Any]) -> bytes:
+    """Fields as further members of a JSON object that has some already."""
+    return b"," + _encode(fields)[1:-1] if fields else b""

@@ -1,0 +1,62 @@
+"""The routes that work on text: completions, chats, tokenizing and its way back, and the ending of a response."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import Response
+
+from quire.server.admission import Admission
+from quire.server.auth import tenant_of
+from quire.server.context import AppContext
+from quire.server.errors import ApiError
+from quire.server.generation import LARGE_BODIES, GeneratedAnswer, Shared
+from quire.server.protocol import parse_chat, parse_completion
+from quire.server.replies import json_reply
+from quire.server.tokenizing import detokenize, tokenize
+from quire.server.transport import Bodies
+
+_RESPONSE_ID = re.compile(r"(cmpl|chatcmpl)-[0-9a-f]{24}")
+
+
+def router_for(context: AppContext) -> APIRouter:
+    """The routes of one HTTP process."""
+    server, metrics = context.server, context.metrics
+    bound = Admission(server.max_queued_requests, server.max_queued_tokens, server.api_workers, metrics.queue)
+    shared = Shared(context, bound, Bodies(LARGE_BODIES * server.max_body_bytes))
+    router = APIRouter(tags=["text"])
+
+    @router.post("/v1/completions", summary="Continue a text")
+    async def completions(request: Request) -> Response:
+        return GeneratedAnswer(shared, parse_completion, "cmpl")
+
+    @router.post("/v1/chat/completions", summary="Answer in a chat")
+    async def chat_completions(request: Request) -> Response:
+        return GeneratedAnswer(shared, parse_chat, "chatcmpl")
+
+    @router.post("/tokenize", summary="The tokens of a text or a chat")
+    async def tokens_of(request: Request) -> Response:
+        return await tokenize(shared, request)
+
+    @router.post("/detokenize", summary="The text of tokens")
+    async def text_of(request: Request) -> Response:
+        return await detokenize(shared, request)
+
+    @router.post("/abort/{request_id}", summary="End a response that is being made")
+    async def abort(request_id: Annotated[str, Path(description="The response's id.")], request: Request) -> Response:
+        return json_reply(await _abort(context, request_id, tenant_of(request.scope).owner))
+
+    return router
+
+
+async def _abort(context: AppContext, request_id: str, owner: str) -> dict[str, bool]:
+    """End a response of this tenant's.
+
+    Raises:
+        ApiError: 404: there is none of this id, or it has ended, or it is somebody else's.
+    """
+    if not _RESPONSE_ID.fullmatch(request_id) or not await context.client.abort_named(request_id, owner):
+        raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
+    return {"aborted": True}

@@ -1,0 +1,246 @@
+"""Every route that runs no request: health, models, versions, configuration, metrics, the live view, the page."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Path as PathParameter
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from quire import __version__
+from quire.errors import EngineClosedError
+from quire.server.auth import forbidden, tenant_of
+from quire.server.context import AppContext
+from quire.server.errors import ApiError
+from quire.server.replies import json_reply
+
+logger = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+STATS_SECONDS = 5.0
+"""`/metrics` waits so long for the engine's part, which is less than Prometheus waits for an answer."""
+Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
+
+
+def static_files() -> StaticFiles:
+    """The page's files, for mounting."""
+    return StaticFiles(directory=STATIC)
+
+
+# -- always there ------------------------------------------------------------------------------------------
+
+
+def open_router(context: AppContext) -> APIRouter:
+    """Routes that answer whatever state the engine is in."""
+    router = APIRouter()
+    _add_health(router, context)
+    _add_documents(router)
+
+    @router.get("/version", summary="The version of Quire", tags=["server"])
+    async def version() -> Response:
+        return json_reply({"version": __version__})
+
+    @router.get(
+        "/server_info",
+        summary="Every option, its value, and where it came from",
+        tags=["server"],
+        dependencies=[Depends(_check_operator)],  # it names folders
+    )
+    async def server_info() -> Response:
+        return json_reply(_server_info(context))
+
+    @router.get("/metrics", summary="Metrics for Prometheus", tags=["server"])
+    async def metrics() -> Response:
+        return await _metrics(context)
+
+    return router
+
+
+def _add_health(router: APIRouter, context: AppContext) -> None:
+    async def health() -> Response:
+        """200 only while the engine makes progress; else 503, with what it is at."""
+        found = _health(context)
+        return json_reply(found, 200 if found["status"] == "ok" else 503, _NOT_CACHED)
+
+    async def live() -> Response:
+        """200 as long as this process answers at all."""
+        return json_reply({"status": "ok"}, headers=_NOT_CACHED)
+
+    for path, endpoint, summary in (
+        ("/health", health, "Readiness: can requests be served?"),
+        ("/live", live, "Liveness: does the server answer?"),
+    ):
+        router.add_api_route(path, endpoint, methods=["GET"], summary=summary, tags=["server"])
+        router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+
+
+_NOT_CACHED = {"cache-control": "no-store"}
+
+
+def _health(context: AppContext) -> dict[str, Any]:
+    """What `/health` says. Nothing of it is secret: it needs no key."""
+    client = context.client
+    if client.draining:
+        return {"status": "draining"}
+    if client.state in ("restarting", "failed"):
+        return {"status": client.state} | _phase(context)
+    if not context.is_ready:
+        return {"status": "loading"} | _phase(context)
+    return {"status": "ok" if client.healthy else "stalled"}
+
+
+def _phase(context: AppContext) -> dict[str, Any]:
+    if context.client.state == "failed":
+        return {}
+    phase, percent = context.loading_phase()
+    return {"phase": phase, "percent": percent}
+
+
+def _server_info(context: AppContext) -> dict[str, Any]:
+    """The resolved configuration. Keys are counted, never shown."""
+    info = context.client.info
+    server = {field.name: getattr(context.server, field.name) for field in dataclasses.fields(context.server)}
+    server["api_key"] = f"{len(context.tenants)} set"
+    engine = dict(context.engine_options) if info is None else info.config
+    described = {} if info is None else msgspec.to_builtins(info)
+    described.pop("config", None)
+    return {
+        "version": __version__,
+        "models": list(context.model_names),
+        "state": context.client.state,
+        "server_options": {name: _option(context, name, value) for name, value in server.items()},
+        "engine_options": {name: _option(context, name, value) for name, value in engine.items()},
+        "engine": described,
+    }
+
+
+def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
+    """An option's value and origin. What nobody gave and the engine has filled in came from its memory plan."""
+    origin = context.origins.get(name, "default")
+    given = context.engine_options.get(name, value)
+    if origin == "default" and given is None and value is not None:
+        origin = "found at start"
+    return {"value": value, "origin": origin}
+
+
+async def _metrics(context: AppContext) -> Response:
+    client = context.client
+    stats: dict[str, Any] | None = None
+    if client.healthy:
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                stats = msgspec.json.decode(await client.inspect("stats"))
+        except (EngineClosedError, TimeoutError):  # it just died, or is stuck: what is known here is told all the same
+            logger.debug("no statistics from the engine", exc_info=True)
+    restarts = client.info.boot - 1 if client.info is not None else 0
+    body, media_type = context.metrics.render(stats, state=client.state, restarts=restarts)
+    return Response(body, media_type=media_type)
+
+
+def _add_documents(router: APIRouter) -> None:
+    """The web page, and the API's documentation, which needs nothing from another host."""
+
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page() -> Response:
+        return _file("index.html")
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return _file("docs/index.html")
+
+    @router.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        return json_reply(request.app.openapi())
+
+
+def _file(name: str) -> Response:
+    path = STATIC / name
+    if not path.is_file():
+        raise ApiError(404, "this installation has no web page", code="unknown_url")
+    return FileResponse(path)
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def model_router(context: AppContext) -> APIRouter:
+    """`/v1/models`: what this server serves, in OpenAI's shape."""
+    router = APIRouter(prefix="/v1/models", tags=["models"])
+
+    def described(name: str) -> dict[str, Any]:
+        info = context.client.info
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(context.started),
+            "owned_by": "quire",
+            "root": context.model_names[0],
+            "parent": None,
+            "max_model_len": info.max_model_len if info is not None else None,
+        }
+
+    @router.get("", summary="The served models")
+    async def models() -> Response:
+        return json_reply({"object": "list", "data": [described(name) for name in context.model_names]})
+
+    @router.get("/{id:path}", summary="One model")
+    async def model(id: Annotated[str, PathParameter(description="The model's name.")]) -> Response:
+        context.check_model(id)
+        return json_reply(described(id))
+
+    return router
+
+
+# -- the operator's ----------------------------------------------------------------------------------------
+
+
+def operator_router(context: AppContext) -> APIRouter:
+    """The live view, and with `--admin` what looks at everybody's requests or changes the engine."""
+    router = APIRouter(tags=["operator"])
+    operators = [Depends(_check_operator)]
+
+    async def document(what: Any, since: int = 0) -> Response:
+        return json_reply(await context.client.inspect(what, since), headers=_NOT_CACHED)
+
+    # Where there are several tenants the view shows one the others' requests, so it is the operator's, if at all.
+    if context.server.admin or len(context.tenants) <= 1:
+
+        @router.get("/view", summary="The live view's data", dependencies=operators)
+        async def view(since: Since = 0) -> Response:
+            return await document("live", since)
+
+    else:
+
+        @router.get("/view", include_in_schema=False)
+        async def no_view() -> Response:
+            message = "with several API keys the live view is off unless the server is started with --admin"
+            raise ApiError(403, message, code="view_is_off")
+
+    if context.server.admin:
+
+        @router.post("/reset_prefix_cache", summary="Forget every cached block no request uses", dependencies=operators)
+        async def reset_prefix_cache() -> Response:
+            return json_reply({"blocks": await context.client.reset_prefix_cache()})
+
+        @router.get("/debug/requests", summary="Requests in the engine", dependencies=operators)
+        async def debug_requests() -> Response:
+            return await document("requests")
+
+        @router.get("/debug/steps", summary="The engine's last steps", dependencies=operators)
+        async def debug_steps(since: Since = 0) -> Response:
+            return await document("steps", since)
+
+    return router
+
+
+def _check_operator(request: Request) -> None:
+    """Raises `ApiError` (403) for any tenant but the operator."""
+    if not tenant_of(request.scope).is_operator:
+        raise forbidden()

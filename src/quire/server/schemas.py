@@ -1,0 +1,166 @@
+"""What the OpenAPI document says of bodies that are read and written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.server import fields as tables
+
+Schema = dict[str, Any]
+
+
+def openapi_bodies() -> dict[str, Any]:
+    """`schemas`: components by name; `paths`: what to add to the POST operation of each path."""
+    requests = {
+        "CompletionRequest": _object(tables.COMPLETION, ["prompt"]),
+        "ChatCompletionRequest": _object(tables.CHAT, ["messages"]),
+        "TokenizeRequest": _object(tables.TOKENIZE, []),
+        "DetokenizeRequest": _object(tables.DETOKENIZE, ["tokens"]),
+    }
+    paths = {
+        "/v1/completions": _operation("CompletionRequest", "Completion", streams="Completion"),
+        "/v1/chat/completions": _operation("ChatCompletionRequest", "ChatCompletion", streams="ChatCompletionChunk"),
+        "/tokenize": _operation("TokenizeRequest", "Tokens"),
+        "/detokenize": _operation("DetokenizeRequest", "Text"),
+    }
+    return {"schemas": {**requests, **_RESPONSES}, "paths": paths}
+
+
+def _object(properties: Mapping[str, Schema], required: list[str], **more: Any) -> Schema:
+    return {"type": "object", "properties": dict(properties), "required": required, **more}
+
+
+def _operation(request: str, response: str, streams: str | None = None) -> Schema:
+    content: Schema = {"application/json": {"schema": _ref(response)}}
+    about = "The answer."
+    if streams is not None:
+        about = f"The answer; with `stream`, events whose data are `{streams}` objects, then `[DONE]`."
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+        "responses": {
+            "200": {"description": about, "content": content},
+            "default": {"description": "An error", "content": {"application/json": {"schema": _ref("Error")}}},
+        },
+    }
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_INTEGER: Schema = {"type": "integer"}
+_STRING: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "number"}
+_IDS = _list(_INTEGER)
+_REASON: Schema = {
+    "enum": ["stop", "length", "abort", None],
+    "description": "A natural end or a stop string, `max_tokens` or the context, or POST /abort. null: it goes on.",
+}
+_STOP_REASON: Schema = {"type": ["string", "integer", "null"], "description": "The stop string or token, if any."}
+_PROMPT_LOGPROBS = _or_null(_list({"type": ["object", "null"]})) | {
+    "description": "One object a prompt token, by token id: logprob, rank, decoded_token. null for the first token."
+}
+_HEAD: dict[str, Schema] = {
+    "id": _STRING,
+    "created": {"type": "integer", "description": "Unix time."},
+    "model": _STRING,
+    "system_fingerprint": {"type": "string", "description": "Names all that tokens depend on beside the request."},
+    "seed": {"type": "integer", "description": "What the noise was keyed with: asked for, or drawn."},
+    "usage": _or_null(_ref("Usage")),
+}
+_CHAT_CHOICE: dict[str, Schema] = {
+    "index": _INTEGER,
+    "logprobs": _or_null(_object({"content": _list(_ref("TokenLogprob"))}, ["content"])),
+    "finish_reason": _REASON,
+    "stop_reason": _STOP_REASON,
+    "token_ids": _IDS,
+}
+_CHAT_HEAD = {**_HEAD, "prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS}
+_MESSAGE = _object(
+    {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}, ["role", "content"]
+)
+_LOGPROB: dict[str, Schema] = {
+    "token": _STRING,
+    "logprob": {"type": "number", "description": "Natural logarithm; -9999 is as good as impossible."},
+    "bytes": _IDS,
+}
+
+_RESPONSES: dict[str, Schema] = {
+    "Usage": _object(
+        {
+            "prompt_tokens": _INTEGER,
+            "completion_tokens": _INTEGER,
+            "total_tokens": _INTEGER,
+            "prompt_tokens_details": _object({"cached_tokens": _INTEGER}, ["cached_tokens"]),
+        },
+        ["prompt_tokens", "completion_tokens", "total_tokens"],
+    ),
+    "TokenLogprob": _object({**_LOGPROB, "top_logprobs": _list(_object(_LOGPROB, [*_LOGPROB]))}, [*_LOGPROB]),
+    "CompletionLogprobs": _object(
+        {
+            "tokens": _list(_STRING),
+            "token_logprobs": _list({"type": ["number", "null"]}),
+            "top_logprobs": _list({"type": ["object", "null"], "additionalProperties": _NUMBER}),
+            "text_offset": _IDS,
+        },
+        ["tokens", "token_logprobs", "top_logprobs", "text_offset"],
+    ),
+    "Completion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "text_completion"},
+            "choices": _list(
+                _object(
+                    {
+                        "index": _INTEGER,
+                        "text": _STRING,
+                        "logprobs": _or_null(_ref("CompletionLogprobs")),
+                        "finish_reason": _REASON,
+                        "stop_reason": _STOP_REASON,
+                        "token_ids": _IDS,
+                        "prompt_token_ids": _IDS,
+                        "prompt_logprobs": _PROMPT_LOGPROBS,
+                    },
+                    ["index", "text", "finish_reason"],
+                )
+            ),
+        },
+        ["id", "object", "created", "model", "choices"],
+    ),
+    "ChatCompletion": _object(
+        {
+            **_CHAT_HEAD,
+            "object": {"const": "chat.completion"},
+            "choices": _list(_object({**_CHAT_CHOICE, "message": _MESSAGE}, ["index", "message", "finish_reason"])),
+        },
+        ["id", "object", "created", "model", "choices"],
+    ),
+    "ChatCompletionChunk": _object(
+        {
+            **_CHAT_HEAD,
+            "object": {"const": "chat.completion.chunk"},
+            "choices": _list(
+                _object(
+                    {**_CHAT_CHOICE, "delta": _object({"role": {"const": "assistant"}, "content": _STRING}, [])},
+                    ["index", "delta"],
+                )
+            ),
+        },
+        ["id", "object", "created", "model", "choices"],
+    ),
+    "Tokens": _object(
+        {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _IDS, "token_strs": _or_null(_list(_STRING))},
+        ["count", "max_model_len", "tokens"],
+    ),
+    "Text": _object({"prompt": _STRING}, ["prompt"]),
+}

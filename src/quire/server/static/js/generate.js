@@ -1,0 +1,109 @@
+// Runs one answer: builds the request, streams the text in, and measures.
+
+import { ServerError, stream } from "./api.js";
+
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+
+function parameters(settings) {
+  const chosen = {};
+  for (const name of NUMBERS) if (settings[name] !== null) chosen[name] = settings[name];
+  return chosen;
+}
+
+/** The messages before `answer`, as the API wants them; the answer's own beginning too if it is to go on. */
+function history(conversation, answer, system) {
+  const messages = system.trim() ? [{ role: "system", content: system }] : [];
+  for (const message of conversation.messages) {
+    if (message === answer && !answer.content) break;
+    if (message.content) messages.push({ role: message.role, content: message.content });
+    if (message === answer) break;
+  }
+  return messages;
+}
+
+function chatRequest(conversation, answer, settings) {
+  const body = { messages: history(conversation, answer, settings.system) };
+  if (answer.content) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  return ["/v1/chat/completions", body, (choice) => choice.delta?.content];
+}
+
+function completionRequest(conversation, answer) {
+  const prompt = conversation.messages[conversation.messages.indexOf(answer) - 1].content;
+  return ["/v1/completions", { prompt: prompt + answer.content, max_tokens: 256 }, (choice) => choice.text];
+}
+
+export class Generation {
+  /** `answer` is the last message of `conversation`; what it holds already is continued. */
+  constructor(conversation, answer, settings, model) {
+    this.conversation = conversation;
+    this.answer = answer;
+    this.settings = settings;
+    this.model = model;
+    this.abort = new AbortController();
+  }
+
+  stop() {
+    this.abort.abort();
+  }
+
+  /** Runs to the end; never throws for what the server or the user did: that is told in the answer. */
+  async run(onChange) {
+    const { answer } = this;
+    Object.assign(answer, { running: true, finish: null, error: null, stats: null });
+    onChange();
+    try {
+      await this.receive(onChange);
+    } catch (error) {
+      if (error.name === "AbortError") answer.finish = "stopped";
+      else if (error instanceof ServerError) answer.error = { ...error, message: error.message };
+      else {
+        answer.error = { status: 0, message: "The server's answer could not be understood." };
+        console.error(error);
+      }
+    } finally {
+      answer.running = false;
+      onChange();
+    }
+  }
+
+  async receive(onChange) {
+    const { answer } = this;
+    const build = answer.mode === "completion" ? completionRequest : chatRequest;
+    const [path, body, textOf] = build(this.conversation, answer, this.settings);
+    Object.assign(body, parameters(this.settings), {
+      model: this.model,
+      stream: true,
+      stream_options: { include_usage: true },
+    });
+    const begin = performance.now();
+    let first = null;
+    let last = begin;
+    let pieces = 0;
+    const measure = (usage) => {
+      answer.stats = {
+        prompt: usage?.prompt_tokens ?? null,
+        cached: usage?.prompt_tokens_details?.cached_tokens ?? null,
+        output: usage?.completion_tokens ?? pieces,
+        exact: Boolean(usage),
+        ttft: first === null ? null : (first - begin) / 1000,
+        seconds: first === null ? 0 : (last - first) / 1000,
+      };
+    };
+    const headers = await stream(path, body, this.abort.signal, (chunk) => {
+      answer.id = chunk.id;
+      for (const choice of chunk.choices) {
+        const text = textOf(choice);
+        if (text) {
+          last = performance.now();
+          first ??= last;
+          pieces += 1;
+          answer.content += text;
+        }
+        if (choice.finish_reason) answer.finish = choice.finish_reason;
+      }
+      measure(chunk.usage);
+      onChange();
+    });
+    answer.clamped = headers.get("x-quire-clamped");
+  }
+}

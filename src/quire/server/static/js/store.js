@@ -1,0 +1,111 @@
+// Conversations and settings, kept in this browser. Each conversation has a key of its own, so that two tabs
+// do not overwrite each other's. What is kept is bounded; the oldest go first.
+
+const PREFIX = "quire.conversation.";
+const SETTINGS = "quire.settings";
+const MAX_CONVERSATIONS = 60;
+const MAX_CHARACTERS = 3_000_000; // browsers allow about five million in all
+
+export const DEFAULTS = {
+  system: "",
+  temperature: null,
+  top_p: null,
+  top_k: null,
+  max_tokens: null,
+  seed: null,
+  mode: "chat",
+};
+
+function storage() {
+  try {
+    return window.localStorage;
+  } catch {
+    return null; // blocked by the browser's settings: everything works, nothing is kept
+  }
+}
+
+function readJson(key) {
+  try {
+    return JSON.parse(storage().getItem(key));
+  } catch {
+    return null;
+  }
+}
+
+export function loadSettings() {
+  return { ...DEFAULTS, ...readJson(SETTINGS) };
+}
+
+export function saveSettings(settings) {
+  try {
+    storage()?.setItem(SETTINGS, JSON.stringify(settings));
+  } catch {
+    // full or off
+  }
+}
+
+export function newConversation(mode) {
+  const id = `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+  return { id, title: "", mode, updated: Date.now(), messages: [] };
+}
+
+/** All conversations, newest first. What cannot be read is left out. */
+export function loadConversations() {
+  const found = [];
+  for (const key of keys()) {
+    const conversation = readJson(key);
+    if (!conversation || typeof conversation.id !== "string" || !Array.isArray(conversation.messages)) continue;
+    for (const message of conversation.messages) message.running = false; // whatever ran has ended with its page
+    found.push(conversation);
+  }
+  return found.sort((a, b) => b.updated - a.updated);
+}
+
+/** Keep a conversation that holds something; makes room by dropping the oldest others. Returns the dropped ids. */
+export function saveConversation(conversation) {
+  const place = storage();
+  if (!place || !conversation.messages.length) return [];
+  const text = JSON.stringify(conversation);
+  const key = PREFIX + conversation.id;
+  const dropped = bound(key, text.length);
+  for (;;) {
+    try {
+      place.setItem(key, text);
+      return dropped;
+    } catch {
+      const oldest = others(key).pop();
+      if (!oldest) return dropped;
+      place.removeItem(oldest.key);
+      dropped.push(oldest.key.slice(PREFIX.length));
+    }
+  }
+}
+
+export function deleteConversation(id) {
+  storage()?.removeItem(PREFIX + id);
+}
+
+function keys() {
+  const place = storage();
+  return place ? Object.keys(place).filter((key) => key.startsWith(PREFIX)) : [];
+}
+
+function others(key) {
+  return keys()
+    .filter((other) => other !== key)
+    .map((other) => ({ key: other, length: storage().getItem(other).length, updated: readJson(other)?.updated ?? 0 }))
+    .sort((a, b) => b.updated - a.updated);
+}
+
+function bound(key, length) {
+  const dropped = [];
+  let total = length;
+  others(key).forEach(({ key: other, length: size }, index) => {
+    total += size;
+    if (index + 1 >= MAX_CONVERSATIONS || total > MAX_CHARACTERS) {
+      storage().removeItem(other);
+      dropped.push(other.slice(PREFIX.length));
+    }
+  });
+  return dropped;
+}

@@ -1,0 +1,260 @@
+"""The sending of an answer that takes its time: server-sent events, and what may cut an answer off.
+
+Starlette's streaming response makes a task group and a queue's worth of hand-overs for each answer; here a token is
+one `send`, and everything else that an answer must watch (its client, its time, the server's end) costs
+nothing a token: it is looked at when something happens, or a few times a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.types import Receive, Send
+
+from quire.engine.outputs import RequestOutput
+from quire.server.errors import ApiError
+
+SILENCE_SECONDS = 15.0
+"""A stream that has nothing to say for so long says so in a comment, since proxies and clients close silent ones."""
+
+CLOSING_SECONDS = 2.0
+"""A stream that is cut off has so long to take its last event."""
+
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect events otherwise
+}
+
+Cause = Literal["disconnect", "timeout", "shutdown"]
+
+
+class CutOffError(Exception):
+    """An answer was ended from outside, because of this."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class AnswerWriter:
+    """One answer's way out: a whole body, or a stream of events.
+
+    It keeps the order and the form: headers once, whole events, one end. Writing waits while the reader is behind.
+
+    Attributes:
+        begun: the status has been sent, so that it can be changed no more.
+        ended: nothing more can be written.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self.ended = False
+        self._send = send
+        self._lock = asyncio.Lock()  # a comment must not get between the parts of something else
+        self._streams = False
+        self._since = time.monotonic()  # when the write at hand began, or the last one ended
+
+    async def whole(self, body: bytes, headers: Mapping[str, str]) -> None:
+        """Answer with this JSON."""
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+        await self._start(200, headers)
+        await self._write(body, more=False)
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """Begin a stream of events."""
+        await self._start(200, {**EVENT_HEADERS, **headers})
+        self._streams = True
+
+    async def events(self, bodies: Sequence[bytes]) -> None:
+        """Send events with these bodies, JSON each, at once."""
+        if bodies:
+            await self._write(b"".join([b"data: %b\n\n" % body for body in bodies]))
+
+    async def end(self, bodies: Sequence[bytes] = ()) -> None:
+        """Send the last events, and the one event that ends every stream."""
+        data = b"".join([b"data: %b\n\n" % body for body in (*bodies, b"[DONE]")])
+        await self._write(data, more=False)
+
+    async def fail(self, error: ApiError) -> bool:
+        """End a stream with an error; False where it is too late for that."""
+        if self.ended or not self._streams:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING_SECONDS):
+                await self.end([msgspec.json.encode(error.body())])
+        return self.ended
+
+    # -- for who watches -----------------------------------------------------------------------------------
+
+    def is_silent(self) -> bool:
+        """The stream has said nothing for long."""
+        idle = self._streams and not self.ended and not self._lock.locked()
+        return idle and time.monotonic() - self._since >= SILENCE_SECONDS
+
+    def next_look(self) -> float:
+        """Seconds until that could become true."""
+        left = self._since + SILENCE_SECONDS - time.monotonic()
+        return left if left > 0 else SILENCE_SECONDS
+
+    async def comment(self) -> None:
+        """Say that the stream is alive, unless something else is being said."""
+        if self.is_silent():
+            await self._write(b": waiting\n\n")
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.begun = True
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        async with self._lock:
+            self._since = time.monotonic()
+            await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+            self._since = time.monotonic()
+
+    async def _write(self, data: bytes, more: bool = True) -> None:
+        async with self._lock:
+            if self.ended:
+                return
+            self._since = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self._since = time.monotonic()
+            self.ended = not more
+
+
+async def supervised(
+    work: Coroutine[Any, Any, None],
+    writer: AnswerWriter,
+    receive: Receive,
+    *,
+    deadline: float | None = None,
+    stopping: asyncio.Event,
+) -> None:
+    """Make an answer, unless something cuts it off; whatever happens, `work` has ended when this returns.
+
+    Args:
+        work: writes to `writer`. It is cancelled where the answer is cut off; what it raises is raised here.
+        receive: of ASGI, when the body has been read: it tells when the client leaves.
+        deadline: on the monotonic clock.
+        stopping: set when the server leaves.
+
+    Raises:
+        CutOffError: the client left, the time is over, or the server leaves.
+    """
+    making = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(receive))
+    leaving = asyncio.create_task(stopping.wait())
+    comments: set[asyncio.Task[None]] = set()
+    cause: Cause | None = None
+    try:
+        while cause is None:
+            patience = writer.next_look()
+            if deadline is not None:
+                patience = min(patience, max(0.0, deadline - time.monotonic()))
+            await asyncio.wait((making, gone, leaving), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if making.done():
+                break
+            cause = _cause(gone, leaving, deadline)
+            if cause is None and writer.is_silent():
+                comment = asyncio.create_task(writer.comment())  # it may have to wait; who watches must not
+                comments.add(comment)
+                comment.add_done_callback(comments.discard)
+    finally:
+        await _ended(making, gone, leaving, *comments)
+    if not making.cancelled():
+        making.result()  # it may have ended just before it was to be cut off
+    elif cause is not None:
+        raise CutOffError(cause)
+    else:
+        raise RuntimeError("the work was cancelled from within")
+
+
+def _cause(gone: asyncio.Task[None], leaving: asyncio.Task[Literal[True]], deadline: float | None) -> Cause | None:
+    """Why the answer must end now, if it must."""
+    if gone.done():
+        return "disconnect"
+    if leaving.done():
+        return "shutdown"
+    if deadline is not None and time.monotonic() >= deadline:
+        return "timeout"
+    return None
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    """End tasks, and wait until they have; what they raise stays with them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    """What several streams hand out, with the stream's index, as it comes: all that is there at once in one list.
+
+    No stream is asked for more before its last output has been dealt with, so that its news add up meanwhile.
+    Closing this closes them all; the first error of one is raised, and ends the others.
+    """
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for output in only:
+                yield [(0, output)]
+        return
+    merge = _Merge(streams)
+    try:
+        while merge.running:
+            batch, done = await merge.take()
+            if batch:
+                yield batch
+            done.set()
+    finally:
+        await _ended(*merge.tasks)
+
+
+class _Merge:
+    """A task for each stream, and what they have brought since `take`."""
+
+    def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> None:
+        self._batch: list[tuple[int, RequestOutput]] = []
+        self._errors: list[Exception] = []
+        self._news = asyncio.Event()
+        self._done = asyncio.Event()  # the batch that is being collected has been dealt with
+        self._left = len(streams)
+        self.tasks = [asyncio.create_task(self._follow(index, stream)) for index, stream in enumerate(streams)]
+
+    @property
+    def running(self) -> bool:
+        """There is, or may be, something to take."""
+        return self._left > 0 or bool(self._batch) or bool(self._errors)
+
+    async def take(self) -> tuple[list[tuple[int, RequestOutput]], asyncio.Event]:
+        """What has come, and the event to set when it has been dealt with."""
+        await self._news.wait()
+        self._news.clear()
+        if self._errors:
+            raise self._errors[0]
+        batch, done = self._batch, self._done
+        self._batch, self._done = [], asyncio.Event()
+        return batch, done
+
+    async def _follow(self, index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    self._batch.append((index, output))
+                    self._news.set()
+                    await self._done.wait()
+        except Exception as error:
+            self._errors.append(error)
+        finally:
+            self._left -= 1
+            self._news.set()

@@ -1,0 +1,122 @@
+"""The working part of an HTTP process: the app and its parts, the tokenizers' start, and the way out.
+
+Importing this takes most of such a process's start, so `http_process` does it while it answers already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from quire import log
+from quire.engine.client import EngineClient
+from quire.engine.tokenizer_pool import TokenizerPool
+from quire.server.app import create_app
+from quire.server.auth import Tenants
+from quire.server.config import HttpStart
+from quire.server.context import AppContext
+from quire.server.metrics import Metrics
+from quire.server.transport import HttpServer
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 2.0
+"""How long requests have for their error event when a drain's time is over."""
+POLL_SECONDS = 0.05
+
+
+class HttpWorker:
+    """What an HTTP process does, from the moment that all is imported to its end. To be made where a loop runs.
+
+    Args:
+        start: what the supervisor said.
+        http: the server that listens already.
+
+    Attributes:
+        app: what the server is to serve from now on.
+    """
+
+    def __init__(self, start: HttpStart, http: HttpServer) -> None:
+        directory = Path(start.directory)
+        server = start.server
+        self.context = AppContext(
+            server=server,
+            client=EngineClient(directory, start.worker),
+            metrics=Metrics(directory / "metrics", worker=start.worker, model_name=start.model_names[0]),
+            model_names=start.model_names,
+            tenants=Tenants(server.api_key),
+            engine_options=start.engine_options,
+            origins=start.origins,
+        )
+        self.app: ASGIApp = create_app(self.context)
+        self._http = http
+        self._deadline = math.inf  # of a drain, on the monotonic clock
+        self._leaving: asyncio.Task[None] | None = None
+        self._exit_code = 0
+
+    async def run(self, serving: asyncio.Task[None]) -> int:
+        """Go on until `serving`, the server's task, has ended; returns the exit code."""
+        await self.context.client.start(self._drain)
+        loading = asyncio.create_task(self._load_tokenizers())
+        loading.add_done_callback(self._loaded)
+        try:
+            await serving
+        finally:
+            loading.cancel()
+            await asyncio.wait([loading])
+            if self.context.pool is not None:
+                await self.context.pool.close()
+            await self.context.client.close()
+        return self._exit_code
+
+    async def _load_tokenizers(self) -> None:
+        """Start the tokenizer workers as soon as it is known what they load."""
+        client, server = self.context.client, self.context.server
+        await client.located.wait()
+        if client.folder is None:
+            raise RuntimeError("the checkpoint was located, but nobody said where")
+        pool = TokenizerPool(client.folder, server.tokenizer_workers, server.tokenizer_deadline)
+        try:
+            await pool.start()
+        except BaseException:
+            await pool.close()
+            raise
+        self.context.pool = pool
+
+    def _loaded(self, loading: asyncio.Task[None]) -> None:
+        """Without tokenizers nothing can be served: then this process ends, and the supervisor decides."""
+        if loading.cancelled() or loading.exception() is None:
+            return
+        error = loading.exception()
+        log.event(logger, "tokenizers_failed", f"the tokenizers do not start: {error}", level=logging.ERROR)
+        self._exit_code = 1
+        self._http.should_exit = True
+
+    # -- leaving -------------------------------------------------------------------------------------------
+
+    def _drain(self, seconds: float) -> None:
+        """The supervisor wants this process to leave. A second call can bring the end nearer, not farther away."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        """Let what runs come to its end, then end what is left, then stop serving."""
+        while not self._http.started:
+            await asyncio.sleep(POLL_SECONDS)
+        self._http.stop_listening()
+        tasks = self._http.server_state.tasks
+        while tasks and time.monotonic() < self._deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        self.context.stopping.set()  # requests that still run say so to their clients, and end
+        last_words = time.monotonic() + LAST_WORDS_SECONDS
+        while tasks and time.monotonic() < last_words:
+            await asyncio.sleep(POLL_SECONDS)
+        for task in list(tasks):
+            task.cancel()
+        self._http.should_exit = True

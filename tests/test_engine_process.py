@@ -1,0 +1,332 @@
+"""The engine as a process: the same tokens as in-process, across its death, and nobody else harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.engine import wire
+from quire.errors import EngineClosedError, PromptTooLongError
+from tests.engine_server import EngineServer, until
+
+PROMPTS = ["def fib(n):\n", "class Stack:\n", "import os\n", "for x in"]
+LONG = SamplingParams(max_tokens=150, temperature=0.9, seed=5, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def server(tmp_path):
+    async with EngineServer(tmp_path) as server:
+        yield server
+
+
+async def run(client, text, params, name="cmpl-1", owner=""):
+    ids = client.tokenizer.encode(text)
+    stream = client.generate(client.prepare(text, ids, params), name=name, owner=owner, arrived=time.monotonic())
+    async for output in stream:
+        last = output
+    return last
+
+
+def told(output):
+    """What a client sees of an output."""
+    return [(choice.text, choice.token_ids, choice.logprobs, choice.finish_reason) for choice in output.outputs]
+
+
+def expected(llm, text, params):
+    [output] = llm.generate(text, params)
+    return told(output)
+
+
+async def test_the_wire_changes_no_token(server, llm):
+    client = await server.ready_client()
+    params = [LONG, SamplingParams(max_tokens=40, n=3, seed=1), SamplingParams(max_tokens=9, temperature=0, stop="\n")]
+    jobs = [(text, some) for text in PROMPTS for some in params]
+    outputs = await asyncio.gather(*(run(client, *job) for job in jobs))
+    for job, output in zip(jobs, outputs, strict=True):
+        assert told(output) == expected(llm, *job)
+
+
+async def test_prompt_logprobs_come_over_the_wire_and_survive_a_restart(server, llm):
+    client = await server.ready_client()
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, prompt_logprobs=2)
+    [direct] = llm.generate(PROMPTS[0], params)
+    task = asyncio.create_task(run(client, PROMPTS[0], params))
+    await until(lambda: any(tokens_so_far(client)))
+    server.kill()
+    await server.replace_engine()
+    output = await task
+    assert output.prompt_logprobs == direct.prompt_logprobs
+    assert told(output) == told(direct)
+
+
+def tokens_so_far(client):
+    return [len(choice.output.token_ids) for _, choice in client._frontend._by_request.values()]
+
+
+async def test_streams_go_on_with_the_tokens_they_would_have_had_when_the_engine_is_killed(server, llm):
+    client = await server.ready_client()
+    tasks = [asyncio.create_task(run(client, text, LONG)) for text in PROMPTS]
+    await until(lambda: len(tokens_so_far(client)) == 4 and min(tokens_so_far(client)) > 5)
+    server.kill()
+    await server.replace_engine()
+    for text, task in zip(PROMPTS, tasks, strict=True):
+        assert told(await task) == expected(llm, text, LONG)
+    assert client.num_open == 0
+
+
+async def test_a_request_that_brings_the_engine_down_twice_ends_alone(server, llm):
+    poison = 1234
+    server.fault = f"crash:{poison}"
+    client = await server.ready_client()
+    innocent = [asyncio.create_task(run(client, text, LONG)) for text in PROMPTS]
+    await until(lambda: len(tokens_so_far(client)) == 4 and min(tokens_so_far(client)) > 0)
+    prepared = client.prepare(None, [5, poison], LONG)
+
+    async def poisonous():
+        async for output in client.generate(prepared, name="cmpl-bad", arrived=time.monotonic()):
+            last = output
+        return last
+
+    bad = asyncio.create_task(poisonous())
+    for _ in range(2):
+        await server.replace_engine()
+    [choice] = (await bad).outputs
+    assert choice.finish_reason == "error" and "twice" in choice.error
+    assert server.boot == 3
+    for text, task in zip(PROMPTS, innocent, strict=True):
+        assert told(await task) == expected(llm, text, LONG)
+
+
+async def test_requests_end_with_an_error_when_there_is_no_engine_any_more(server):
+    client = await server.ready_client()
+    task = asyncio.create_task(run(client, "x", LONG))
+    await until(lambda: any(tokens_so_far(client)))
+    server.kill()
+    await server.tell_failed()
+    [choice] = (await task).outputs
+    assert choice.finish_reason == "error" and "died too often" in choice.error
+    with pytest.raises(EngineClosedError):
+        await run(client, "x", LONG)
+
+
+async def test_leaving_a_stream_early_frees_its_blocks(server):
+    client = await server.ready_client()
+    ids = client.tokenizer.encode("def f():")
+    stream = client.generate(client.prepare(None, ids, LONG), name="a", arrived=time.monotonic())
+    async with contextlib.aclosing(stream):
+        async for _ in stream:
+            break
+    stats = await stats_when_idle(client)
+    assert stats["held_blocks"] == 0 and stats["aborted"] == 1
+
+
+async def stats_when_idle(client):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stats = json.loads(await client.inspect("stats"))
+        if not stats["running"] and not stats["waiting"]:
+            return stats
+        await asyncio.sleep(0.02)
+    raise TimeoutError(stats)
+
+
+async def test_a_response_is_aborted_by_name_under_its_owner_only(server):
+    client, other = await server.ready_client(), await server.ready_client()
+    task = asyncio.create_task(run(client, "x", LONG, name="cmpl-7", owner="alice"))
+    await until(lambda: any(tokens_so_far(client)))
+    assert not await other.abort_named("cmpl-7", "bob")
+    assert await other.abort_named("cmpl-7", "alice")
+    assert [choice.finish_reason for choice in (await task).outputs] == ["abort"]
+
+
+async def test_requests_of_an_http_process_that_died_are_aborted(server):
+    client, other = await server.ready_client(), await server.ready_client()
+    task = asyncio.create_task(run(client, "x", LONG))
+    await until(lambda: any(tokens_so_far(client)))
+    await server.tell_engine(wire.ClientGone(0))
+    assert (await stats_when_idle(other))["aborted"] == 1
+    task.cancel()
+
+
+async def test_tenants_do_not_share_cached_prefixes(server):
+    client = await server.ready_client()
+    text, params = "def fib(n):\n    return n\n" * 8, SamplingParams(max_tokens=1)
+    first = await run(client, text, params, owner="alice")
+    assert first.cached_tokens == 0
+    assert (await run(client, text, params, owner="bob")).cached_tokens == 0
+    assert (await run(client, text, params, owner="alice")).cached_tokens > 0
+
+
+async def test_max_tokens_beyond_the_context_is_clamped_and_a_long_prompt_refused(server):
+    client = await server.ready_client()
+    limit = client.info.max_model_len
+    prepared = client.prepare(None, [5] * (limit - 4), SamplingParams(max_tokens=100))
+    assert (prepared.max_tokens, prepared.clamped_from) == (4, 100)
+    assert client.prepare(None, [5] * limit, SamplingParams(max_tokens=0)).clamped_from is None
+    with pytest.raises(PromptTooLongError):
+        client.prepare(None, [5] * (limit + 1), SamplingParams(max_tokens=0))
+
+
+async def test_max_tokens_0_scores_the_prompt_and_returns_no_token(server, llm):
+    client = await server.ready_client()
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1, logprobs=1)
+    output = await run(client, PROMPTS[0], params)
+    assert told(output) == [("", [], [], "length")]
+    [scored] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert output.prompt_logprobs == scored.prompt_logprobs
+
+
+async def test_an_engine_that_hangs_in_a_step_is_not_healthy_within_ten_seconds(server):
+    server.fault = "block:1234"
+    client = await server.ready_client()
+    assert client.healthy
+    prepared = client.prepare(None, [1234], LONG)
+    stream = client.generate(prepared, name="a", arrived=time.monotonic())
+    task = asyncio.create_task(anext(stream))
+    await until(lambda: not client.healthy, 10.0)
+    with pytest.raises(EngineClosedError, match="no sign of life"):
+        await asyncio.wait_for(client.inspect("live"), 2)
+    task.cancel()
+
+
+async def test_an_idle_engine_and_one_with_slow_steps_are_healthy(server):
+    client = await server.ready_client()
+    os.kill(server.process.pid, signal.SIGSTOP)
+    await asyncio.sleep(2)
+    os.kill(server.process.pid, signal.SIGCONT)
+    for _ in range(20):
+        assert client.healthy
+        await asyncio.sleep(0.1)
+
+
+async def test_an_engine_that_cannot_start_says_why_and_leaves(tmp_path):
+    async with EngineServer(tmp_path, model=str(tmp_path / "nothing")) as server:
+        await server.boot_engine()
+        assert await asyncio.wait_for(server.process.wait(), 30) == 1
+        await until(lambda: server.failure is not None)
+        assert "nothing" in server.failure
+
+
+async def test_the_engine_dies_with_its_supervisor(server):
+    await server.ready_client()
+    await server.tell_engine(wire.Stop())
+    assert await asyncio.wait_for(server.process.wait(), 10) == 0
+
+
+async def test_the_live_document_tells_of_requests_steps_blocks_and_prefixes(server):
+    client = await server.ready_client()
+    text = "def fib(n):\n    return n\n" * 8
+    await asyncio.gather(*(run(client, text + tail, SamplingParams(max_tokens=5)) for tail in ("x", "y")))
+    task = asyncio.create_task(run(client, text, LONG, name="cmpl-live"))
+    await until(lambda: any(tokens_so_far(client)))
+    live = json.loads(await client.inspect("live"))
+    await task
+    [request] = live["requests"]
+    assert (request["id"], request["status"]) == ("cmpl-live", "running") and request["cached"] > 0
+    assert len(live["kv"]["cells"]) * live["kv"]["blocks_per_cell"] >= live["kv"]["num_blocks"]
+    assert set(live["kv"]["cells"]) <= set("fc123456789") and "1" in live["kv"]["cells"]
+    assert live["kv"]["free"] + live["kv"]["cached"] + live["kv"]["held"] == live["kv"]["num_blocks"]
+    assert live["tree"] and all(node["parent"] in {None, *(n["id"] for n in live["tree"])} for node in live["tree"])
+    assert live["steps"][-1]["spans"][0][:2] == ["cmpl-live", 0]
+    finished = live["finished"][0]
+    assert finished["reason"] == "length" and finished["chunks"] and finished["match_seconds"] is not None
+    steps = json.loads(await client.inspect("steps"))["steps"]
+    later = json.loads(await client.inspect("steps", since=steps[-2]["number"]))["steps"]
+    assert later == steps[-2:]
+    last = json.loads(await client.inspect("live"))["finished"][-1]
+    assert last["id"] == "cmpl-live" and last["detokenize_seconds"] is not None
+
+
+async def test_the_prefix_cache_can_be_reset(server):
+    client = await server.ready_client()
+    await run(client, PROMPTS[0] * 20, SamplingParams(max_tokens=3))
+    assert await client.reset_prefix_cache() > 0
+    assert json.loads(await client.inspect("stats"))["cached_blocks"] == 0
+
+
+async def test_nobody_on_probation_is_blamed_for_what_a_newcomer_does(server, llm):
+    poison = 1234
+    server.fault = f"crash:{poison}"
+    client = await server.ready_client()
+    innocent = [asyncio.create_task(run(client, text, LONG)) for text in PROMPTS]
+    await until(lambda: len(tokens_so_far(client)) == 4 and min(tokens_so_far(client)) > 5)
+    server.kill()
+    await server.replace_engine()
+    await until(lambda: client.state == "restarting")
+    bad = asyncio.create_task(run_ids(client, [5, poison]))  # it meets them on the next engine
+    for _ in range(2):
+        await server.replace_engine()
+    [choice] = (await bad).outputs
+    assert choice.finish_reason == "error" and "twice" in choice.error
+    for text, task in zip(PROMPTS, innocent, strict=True):
+        assert told(await task) == expected(llm, text, LONG)
+
+
+async def run_ids(client, ids, params=LONG):
+    async for output in client.generate(client.prepare(None, ids, params), name="bad", arrived=time.monotonic()):
+        last = output
+    return last
+
+
+async def test_messages_that_make_no_sense_harm_nobody(server, llm):
+    client = await server.ready_client()
+    task = asyncio.create_task(run(client, PROMPTS[0], LONG))
+    await until(lambda: any(tokens_so_far(client)))
+    stranger = server.dealer(wire.engine_address(server.directory, server.boot), "http-9")
+    add = wire.Add(number=9 << wire.WORKER_SHIFT, name="x", prompt_token_ids=[2**63], params=LONG, max_tokens=3)
+    for frames in ([b""], [b"\xc1"], [b"a", b"b"], [wire.encode(add)], [wire.encode(wire.Stop())]):
+        await stranger.send_multipart(frames)
+    await server.tell_engine(wire.Located("not for an engine"))
+    [update] = wire.decode_from_engine(await asyncio.wait_for(stranger.recv(), 20)).updates
+    assert update.request == add.number and update.finish_reason == "error" and "could not take in" in update.error
+    assert told(await task) == expected(llm, PROMPTS[0], LONG)
+    assert (await stats_when_idle(client))["failed"] == 1
+
+
+async def test_a_request_and_news_of_an_engine_that_come_twice_change_nothing(server, llm):
+    client = await server.ready_client()
+    task = asyncio.create_task(run(client, PROMPTS[0], LONG))
+    await until(lambda: any(tokens_so_far(client)))
+    await server.tell_ready()
+    client._resume()
+    assert told(await task) == expected(llm, PROMPTS[0], LONG)
+    assert (await stats_when_idle(client))["finished"] == 1
+
+
+async def test_what_a_dead_http_process_said_last_does_not_run(server):
+    client, other = await server.ready_client(), await server.ready_client()
+    os.kill(server.process.pid, signal.SIGSTOP)
+    task = asyncio.create_task(run(client, "x", LONG))
+    await server.tell_engine(wire.ClientGone(0))
+    await asyncio.sleep(0.3)  # both messages wait for the engine now
+    os.kill(server.process.pid, signal.SIGCONT)
+    stats = await stats_when_idle(other)
+    assert (stats["output_tokens"], stats["held_blocks"]) == (0, 0)
+    task.cancel()
+
+
+async def test_a_bug_in_a_step_ends_the_engine_and_then_the_request_that_shows_it(server, llm):
+    poison = 1234
+    server.fault = f"raise:{poison}"
+    client = await server.ready_client()
+    innocent = asyncio.create_task(run(client, PROMPTS[0], LONG))
+    await until(lambda: any(tokens_so_far(client)))
+    bad = asyncio.create_task(run_ids(client, [5, poison]))
+    for _ in range(2):
+        await server.replace_engine()
+    [choice] = (await bad).outputs
+    assert choice.finish_reason == "error" and "twice" in choice.error
+    assert told(await innocent) == expected(llm, PROMPTS[0], LONG)

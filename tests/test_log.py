@@ -1,0 +1,298 @@
+"""The log: one line an event, whatever it holds, and no harm to anybody when it cannot be written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire import log
+
+logger = logging.getLogger("quire.test")
+TOUCHED = ("", "quire", *log._THIRD_PARTY)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in TOUCHED]
+    before = [(one, one.level, list(one.handlers), one.propagate) for one in loggers]
+    raising = logging.raiseExceptions
+    yield
+    log.flush()
+    logging.raiseExceptions = raising
+    logging.captureWarnings(False)
+    for one, level, handlers, propagate in before:
+        for handler in set(one.handlers) - set(handlers):
+            handler.close()
+        one.level, one.handlers, one.propagate = level, handlers, propagate
+        one.setLevel(level)
+
+
+def lines(stream: io.StringIO) -> list[str]:
+    log.flush()
+    return stream.getvalue().splitlines()
+
+
+def summary(**changes: object) -> log.RequestSummary:
+    facts: dict[str, object] = {
+        "request_id": "cmpl-1",
+        "prompt_tokens": 10,
+        "cached_tokens": 3,
+        "output_tokens": 21,
+        "first_token_seconds": 0.25,
+        "total_seconds": 2.25,
+        "reason": "stop",
+    }
+    return log.RequestSummary(**(facts | changes))  # type: ignore[arg-type]
+
+
+# -- lines ------------------------------------------------------------------------------------------------------
+
+
+def test_text_lines_have_time_and_level_in_columns() -> None:
+    stream = io.StringIO()
+    log.configure("text", stream=stream)
+    logger.info("one")
+    logger.warning("two %d", 2)
+    first, second = lines(stream)
+    assert first[12:] == " info    one" and second[12:] == " warning two 2"
+    assert [first[i] for i in (2, 5, 8)] == [":", ":", "."]
+
+
+def test_json_lines_hold_the_event_and_its_fields() -> None:
+    stream = io.StringIO()
+    log.configure("json", stream=stream)
+    log.event(logger, "engine_died", "the engine died", level=logging.ERROR, boot=2, cause="SIGKILL")
+    [line] = lines(stream)
+    found = json.loads(line)
+    time_of = found.pop("time")
+    assert found == {
+        "level": "error",
+        "logger": "quire.test",
+        "event": "engine_died",
+        "text": "the engine died",
+        "boot": 2,
+        "cause": "SIGKILL",
+    }
+    assert time_of.endswith("+00:00") and "T" in time_of
+
+
+def test_fields_may_be_called_anything_and_hold_anything() -> None:
+    stream = io.StringIO()
+    log.configure("json", stream=stream)
+    fields = {"name": "x", "text": "no", "logger": "no", "msg": 1, "args": 2, "nan": float("nan"), "odd": {1, 2}}
+    log.event(logger, "e", "yes", **fields)
+    [line] = lines(stream)
+    found = json.loads(line, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert found["text"] == "yes" and found["logger"] == "quire.test"
+    assert found["name"] == "x" and found["nan"] is None and found["odd"]
+
+
+def test_debug_lines_are_told_only_when_asked_for() -> None:
+    for debug, count in ((False, 0), (True, 1)):
+        stream = io.StringIO()
+        log.configure("text", debug, stream=stream)
+        logger.debug("detail")
+        assert len(lines(stream)) == count
+
+
+def test_other_libraries_speak_only_to_warn_and_only_once() -> None:
+    stream = io.StringIO()
+    logging.getLogger("uvicorn").addHandler(logging.StreamHandler(stream))
+    log.configure("text", stream=stream)
+    for name in ("uvicorn.error", "uvicorn.access", "asyncio", "someone.else"):
+        logging.getLogger(name).info("chatter")
+        logging.getLogger(name).warning("trouble in %s", name)
+    found = lines(stream)
+    assert len(found) == 4 and all("trouble in" in line for line in found)
+
+
+def test_configuring_again_replaces_the_first_time() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    log.configure("text", stream=first)
+    log.configure("json", stream=second)
+    logger.info("hello")
+    assert not lines(first) and len(lines(second)) == 1
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_traceback_is_told_and_cannot_pass_for_a_line(format: str) -> None:
+    stream = io.StringIO()
+    log.configure(format, stream=stream)  # type: ignore[arg-type]
+    try:
+        raise ValueError("bad\n12:00:00.000 info    forged")
+    except ValueError:
+        logger.exception("it failed")
+    found = lines(stream)
+    if format == "json":
+        assert len(found) == 1 and any("ValueError: bad" in line for line in json.loads(found[0])["traceback"])
+    else:
+        assert "it failed" in found[0] and all(line.startswith("    ") for line in found[1:])
+        assert any("ValueError: bad" in line for line in found)
+
+
+# -- what clients send ---------------------------------------------------------------------------------------------
+
+EVIL = "x\n12:00:00.000 info    forged\r\x1b[31mred\x00\u2028\u202e\ud800\x85"
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_clients_label_cannot_forge_lines_or_steer_the_terminal(format: str) -> None:
+    stream = io.StringIO()
+    log.configure(format, stream=stream)  # type: ignore[arg-type]
+    log.log_request(logger, summary(label=EVIL, error=EVIL, reason=EVIL))
+    logger.info("said: %s", EVIL)
+    raw = stream.getvalue() if lines(stream) else ""
+    assert raw.count("\n") == 2 and raw.isascii() and raw.replace("\n", "").isprintable()
+
+
+@given(st.text(st.characters(), max_size=200), st.integers(0, 80))
+def test_sanitized_text_is_printable_and_bounded(text: str, limit: int) -> None:
+    clean = log.sanitize(text, limit)
+    assert clean.isprintable() or not clean
+    clean.encode()
+    assert len(clean) <= 10 * limit + 3
+    if text.isprintable() and len(text) <= limit:
+        assert clean == text
+
+
+# -- the lines of requests and of the engine -----------------------------------------------------------------------
+
+
+def test_request_line_tells_what_happened() -> None:
+    line = log.request_line(summary(label="mine"))
+    assert line == ("cmpl-1 [mine]  10 prompt (3 cached), 21 out, first token 250 ms, 10.0 tok/s, 2.2 s in all, stop")
+
+
+def test_request_line_of_a_request_without_tokens() -> None:
+    line = log.request_line(
+        summary(output_tokens=0, first_token_seconds=None, total_seconds=0.004, reason="refused 429", error="full")
+    )
+    assert line == "cmpl-1  10 prompt (3 cached), 0 out, no token, 4 ms in all, refused 429: full"
+
+
+def test_one_token_has_no_rate() -> None:
+    assert summary(output_tokens=1).tokens_per_second is None
+    assert summary(total_seconds=0.25).tokens_per_second is None
+
+
+def test_request_event_holds_every_number() -> None:
+    stream = io.StringIO()
+    log.configure("json", stream=stream)
+    log.log_request(logger, summary())
+    found = json.loads(lines(stream)[0])
+    assert (found["event"], found["request_id"], found["cached_tokens"]) == ("request", "cmpl-1", 3)
+    assert (found["first_token_seconds"], found["tokens_per_second"], found["reason"]) == (0.25, 10.0, "stop")
+
+
+BEFORE = {"steps": 5, "prompt_tokens": 100, "cached_tokens": 20, "output_tokens": 50, "prefill_tokens": 80}
+AFTER = {
+    "steps": 25,
+    "prompt_tokens": 1100,
+    "cached_tokens": 520,
+    "output_tokens": 250,
+    "prefill_tokens": 680,
+    "decode_tokens": 100,
+    "running": 4,
+    "waiting": 1,
+    "num_blocks": 200,
+    "held_blocks": 30,
+}
+
+
+def test_statistics_line_tells_rates_of_the_interval() -> None:
+    line = log.statistics_line(BEFORE | {"decode_tokens": 0}, AFTER, 10.0)
+    assert line == "running 4, waiting 1, KV 15 %, prefill 50.0 tok/s, decode 20.0 tok/s, prefix hits 50 %"
+
+
+def test_statistics_of_a_new_engine_count_from_zero() -> None:
+    fields = log.statistics_fields(AFTER, BEFORE, 10.0)
+    assert fields["decode_tokens_per_second"] == 5.0 and fields["hit_rate"] == 0.2
+
+
+def test_statistics_without_new_prompts_or_blocks_or_time_are_told_too() -> None:
+    assert log.statistics_line({}, {}, 0.0).endswith("no new prompts")
+    assert log.statistics_line(AFTER, AFTER, 1.0) == (
+        "running 4, waiting 1, KV 15 %, prefill 0.0 tok/s, decode 0.0 tok/s, no new prompts"
+    )
+
+
+# -- when it cannot be written -------------------------------------------------------------------------------------
+
+
+def test_a_broken_pipe_costs_lines_and_nothing_else() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        log.configure("text", stream=stream)
+        for _ in range(5):
+            logger.error("nobody listens")
+        log.flush()
+        log.configure("text", stream=io.StringIO())
+
+
+def test_a_closed_stream_costs_lines_and_nothing_else() -> None:
+    stream = io.StringIO()
+    log.configure("text", stream=stream)
+    stream.close()
+    logger.error("nobody listens")
+    log.flush()
+
+
+def test_a_record_that_is_not_valid_is_lost_and_reported() -> None:
+    stream = io.StringIO()
+    log.configure("text", stream=stream)
+    logger.info("%d", "no number")
+    logger.info("next")
+    found = lines(stream)
+    assert "next" in found[0] and "1 log lines were lost" in found[1]
+
+
+def test_a_reader_that_does_not_read_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "MAX_WAITING", 50)
+    monkeypatch.setattr(log, "FLUSH_SECONDS", 0.2)
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as pipe, open(writer, "w") as stream:
+        log.configure("text", stream=stream)
+        started = time.monotonic()
+        for _ in range(2000):
+            logger.info("x" * 500)  # more than a pipe and the queue hold together
+        assert time.monotonic() - started < 5
+        received = b""
+        while b"log lines were lost" not in received:  # the reader comes back
+            received += pipe.read(65536)
+        log.configure("text", stream=io.StringIO())
+
+
+def test_a_process_whose_log_is_not_read_still_ends() -> None:
+    code = """if True:
+        import logging
+        from quire import log
+        log.configure("text")
+        for _ in range(3000):
+            logging.getLogger("quire").info("x" * 500)
+    """
+    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    with child:
+        assert child.wait(timeout=60) == 0
+
+
+def test_last_lines_of_a_process_are_written() -> None:
+    code = "from quire import log; import logging; log.configure(); logging.getLogger('quire').info('the end')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.endswith("the end\n")
+
+
+def test_importing_it_brings_nothing_heavy() -> None:
+    code = "import sys, quire.log; print(*({'torch', 'fastapi', 'asyncio', 'prometheus_client'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""

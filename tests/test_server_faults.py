@@ -1,0 +1,189 @@
+"""What happens to a running server: killed processes, signals, wedged engines, bad starts."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from quire.models.hub import resolve
+from tests.http_tools import ServeProcess, request, wait_until
+
+LONG = {
+    "model": "demo",
+    "prompt": "def fib(n):\n",
+    "max_tokens": 200,
+    "ignore_eos": True,
+    "seed": 1,
+    "temperature": 0.9,
+}
+
+
+def jobs(count):
+    return [{**LONG, "seed": seed} for seed in range(count)]
+
+
+def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice():
+    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = pool.map(lambda job: server.json("/v1/completions", job), jobs(6))
+        expected = [answer["choices"][0]["text"] for answer in answers]
+        streams = [server.stream("/v1/completions", job) for job in jobs(6)]
+        chunks = [stream.chunks() for stream in streams]
+        texts = [next(chunk)["choices"][0]["text"] for chunk in chunks]
+        for _ in range(2):
+            server.kill("engine")
+            texts = [text + next(chunk)["choices"][0]["text"] for text, chunk in zip(texts, chunks, strict=True)]
+        for index, chunk in enumerate(chunks):
+            texts[index] += "".join(choice["text"] for event in chunk for choice in event["choices"])
+        assert texts == expected
+        wait_until(lambda: server.health() == 200)
+        assert server.json("/v1/completions", jobs(1)[0])["choices"][0]["text"] == expected[0]
+
+
+def test_a_request_that_brings_the_engine_down_twice_ends_with_an_error_and_harms_no_one():
+    with ServeProcess("--inject-fault", "crash:1234") as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(server.json, "/v1/completions", {**job, "prompt": [7, 8, 9]}) for job in jobs(4)]
+        wait_until(lambda: server.json("/view")["stats"]["running"] == 4)
+        with server.stream("/v1/completions", {**LONG, "prompt": [5, 1234]}) as stream:
+            events = list(stream.events())
+        error = json.loads(events[-2])["error"]
+        assert events[-1] == "[DONE]" and "twice" in error["message"]
+        for future in good:
+            assert future.result()["choices"][0]["finish_reason"] == "length"
+        status, _, body = server.post("/v1/completions", {**LONG, "prompt": [1234]})
+        assert status == 500 and "error" in json.loads(body)
+
+
+def test_killed_tokenizer_and_http_processes_are_replaced():
+    with ServeProcess() as server:
+        server.kill("tokenizer")
+        assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+        old = server.kill("http")
+        wait_until(lambda: server.pids("http") and server.pids("http") != [old] and server.health() == 200)
+        assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+        wait_until(lambda: server.json("/view")["stats"]["held_blocks"] == 0)
+
+
+def test_a_wedged_engine_turns_health_to_503_within_ten_seconds():
+    with ServeProcess("--inject-fault", "block:1234") as server:
+        with server.stream("/v1/completions", {**LONG, "prompt": "x"}) as stream:
+            next(stream.events())
+        began = time.monotonic()
+        sock = socket.create_connection(("127.0.0.1", server.port))
+        body = json.dumps({"model": "demo", "prompt": [1234]}).encode()
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        wait_until(lambda: server.health() == 503, 10.0)
+        assert time.monotonic() - began < 10.0 and server.get("/live")[0] == 200
+        sock.close()
+
+
+def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
+    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(server.json, "/v1/completions", job) for job in jobs(8)]
+        wait_until(lambda: server.json("/view")["stats"]["running"] == 8)
+        server.process.send_signal(signal.SIGTERM)
+        for future in futures:
+            assert future.result()["choices"][0]["finish_reason"] == "length"
+        assert server.wait(30) == 0
+        assert server.survivors() == []
+        with pytest.raises(OSError):
+            request(server.port, "GET", "/live")
+
+
+def test_requests_that_outlast_the_drain_end_with_an_error():
+    with ServeProcess("--drain-timeout", "0.2") as server:
+        streams = [server.stream("/v1/completions", {**LONG, "max_tokens": 1900, "n": 8}) for _ in range(6)]
+        readers = [stream.events() for stream in streams]
+        for reader in readers:
+            next(reader)
+        server.process.send_signal(signal.SIGTERM)
+        for reader in readers:
+            events = list(reader)
+            assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+            assert json.loads(events[-2])["error"]["code"] == "shutting_down"
+        assert server.wait(30) == 0
+
+
+def test_sigint_twice_ends_it_at_once():
+    with ServeProcess() as server:
+        stream = server.stream("/v1/completions", {**LONG, "max_tokens": 1900, "n": 64})
+        next(stream.events())
+        server.pids("all")
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "no new requests" in server.stderr)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait(10) == 130 and time.monotonic() - began < 5
+        assert server.survivors() == []
+
+
+def test_children_do_not_outlive_a_killed_supervisor():
+    with ServeProcess() as server:
+        pids = server.pids("all")
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not server.survivors(), 10)
+        assert len(pids) >= 4
+
+
+def fails(*arguments):
+    """Exit code and the last line of a server that cannot start."""
+    command = [sys.executable, "-m", "quire.cli.main", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+def test_starts_that_cannot_work_end_with_one_clear_line_and_code_1(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, line = fails("demo", "--port", str(port))
+        assert code == 1 and str(port) in line and line.startswith("quire: error:")
+    code, line = fails("no/such/folder/anywhere", "--port", "0")
+    assert code == 1 and "no/such/folder" in line and line.startswith("quire: error:")
+    broken = tmp_path / "broken"
+    shutil.copytree(resolve("demo"), broken)
+    (broken / "tokenizer.json").write_text('{"broken":')
+    code, line = fails(str(broken), "--port", "0")
+    assert code == 1 and "tokenizer.json" in line and line.startswith("quire: error:")
+    code, line = fails("demo", "--port", "0", "--kv-cache-memory", "1KiB")
+    assert code == 1 and "kv_cache_memory" in line and line.startswith("quire: error:")
+
+
+def test_the_port_answers_at_once_and_says_how_far_loading_is():
+    with ServeProcess(wait="url") as server:
+        opened = time.monotonic() - server.started
+        status, headers, body = wait_until(lambda: _answer(server))
+        assert opened < 5  # a busy machine; the figure is in benchmarks
+        if status == 503:
+            assert json.loads(body)["status"] == "loading" and {"phase", "percent"} <= json.loads(body).keys()
+            status, headers, body = server.post("/v1/completions", {"prompt": "x"})
+            assert status in (503, 200) and (status == 200 or "retry-after" in headers)
+        server.wait_ready()
+
+
+def _answer(server):
+    try:
+        return server.get("/health")
+    except OSError:
+        return None
+
+
+def test_nothing_of_a_server_stays_on_disk(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="q") as folder:  # a short name, since a socket's path must be short
+        monkeypatch.setenv("TMPDIR", folder)
+        with ServeProcess("--api-workers", "2") as server:
+            assert [name for name in os.listdir(folder) if name.startswith("quire-")]
+            server.kill("http")
+            assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+            assert server.terminate() == 0
+        assert os.listdir(folder) == []

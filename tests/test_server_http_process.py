@@ -1,0 +1,208 @@
+"""A real HTTP process, with the test in the supervisor's and the engine's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+import zmq
+
+import quire
+from quire.engine import wire
+from quire.engine.board import PULSE, Board
+from quire.server.config import HttpStart, ServerConfig
+from tests.server_fakes import engine_info, wait_until
+
+KEY = "sk-very-secret"
+DEMO = Path(quire.__file__).parent / "assets" / "demo"
+
+
+class Parent:
+    """Starts one HTTP process and plays the others of its server."""
+
+    def __init__(self, **options: Any) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="quire-test-"))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.control = self.router(wire.control_address(self.directory))
+        self.board = Board.create(wire.board_path(self.directory, 1))
+        self.ended = threading.Event()
+        start = HttpStart(
+            directory=str(self.directory),
+            worker=3,
+            fd=self.listener.fileno(),
+            server=ServerConfig(api_key=(KEY,), port=0, **options),
+            model_names=("demo",),
+        )
+        (self.directory / "metrics").mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire.server.http_process"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[self.listener.fileno()],
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(start))
+        self.process.stdin.close()
+        self.http = httpx2.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+
+    def router(self, address: str) -> zmq.Socket[bytes]:
+        router = zmq.Context.instance().socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(address)
+        return router
+
+    def hello(self) -> wire.Hello:
+        assert self.control.poll(20_000), "no hello"
+        self.peer, message = self.control.recv_multipart()
+        hello = wire.decode_to_supervisor(message)
+        assert isinstance(hello, wire.Hello)
+        return hello
+
+    def tell(self, message: wire.FromSupervisor) -> None:
+        self.control.send_multipart([self.peer, wire.encode(message)])
+
+    def get_ready(self) -> zmq.Socket[bytes]:
+        """Bring it to where it takes requests; returns the engine's socket."""
+        self.hello()
+        engine = self.router(wire.engine_address(self.directory, 1))
+        threading.Thread(target=self.beat, daemon=True).start()
+        info = engine_info(path=str(DEMO), vocab_size=8192, max_model_len=2048)
+        self.tell(wire.EngineState(boot=1, state="ready", path=str(DEMO), info=info))
+        assert wait_until(lambda: self.status() == 200, 30), self.http.get("/health").text
+        return engine
+
+    def beat(self) -> None:
+        while not self.ended.wait(0.2):
+            self.board.fields[PULSE] += 1
+
+    def status(self) -> int:
+        return self.http.get("/health").status_code
+
+    def end(self) -> None:
+        self.ended.set()
+        self.http.close()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self.control.close()
+        self.listener.close()
+        shutil.rmtree(self.directory)
+
+
+@pytest.fixture
+def parent() -> Iterator[Parent]:
+    parent = Parent()
+    yield parent
+    parent.end()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_it_answers_at_once_and_the_rest_follows(parent: Parent) -> None:
+    """The port answers long before the app is imported; what needs the app waits for it."""
+    answer = parent.http.get("/health")
+    assert answer.status_code == 503
+    assert answer.json() == {"status": "loading", "phase": "starting", "percent": 0}
+    assert parent.http.get("/live").json() == {"status": "ok"}
+    answers = [parent.http.get("/v1/models", headers=headers) for headers in ({}, {"authorization": "Bearer no"})]
+    assert [answer.status_code for answer in answers] == [503, 401]
+    hello = parent.hello()
+    assert (hello.worker, hello.pid) == (3, parent.process.pid)
+
+
+def test_no_key_is_in_its_arguments_or_environment(parent: Parent) -> None:
+    parent.hello()
+    for name in ("cmdline", "environ"):
+        assert KEY.encode() not in Path(f"/proc/{parent.process.pid}/{name}").read_bytes()
+
+
+def test_it_leaves_signals_to_the_supervisor(parent: Parent) -> None:
+    parent.hello()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        parent.process.send_signal(number)
+    assert parent.http.get("/live").status_code == 200
+    assert parent.process.poll() is None
+
+
+def test_loading_shows_the_engines_phase(parent: Parent) -> None:
+    parent.hello()
+    parent.board.set_phase("packing weights", 0.5)
+    parent.tell(wire.EngineState(boot=1, state="loading"))
+    expected = {"status": "loading", "phase": "packing weights", "percent": 50}
+    assert wait_until(lambda: parent.http.get("/health").json() == expected)
+
+
+def test_with_folder_and_engine_it_is_ready_and_tokenizes(parent: Parent) -> None:
+    parent.get_ready()
+    answer = parent.http.post("/tokenize", json={"prompt": "Hello"})
+    assert answer.status_code == 200
+    assert answer.json()["count"] >= 1
+    assert parent.http.get("/server_info").json()["engine"]["path"] == str(DEMO)
+
+
+def test_a_drain_lets_requests_go_on_and_ends_what_is_left_with_an_error(parent: Parent) -> None:
+    """The engine here never answers, so the stream is still open when the time is over."""
+    engine = parent.get_ready()
+    workers = children(parent.process.pid)
+    assert workers  # the tokenizers
+    body = {"prompt": "Hello", "stream": True}
+    with parent.http.stream("POST", "/v1/completions", json=body) as stream:
+        assert engine.poll(20_000)  # the request has come through
+        idle = httpx2.Client(base_url=parent.url, headers={"authorization": f"Bearer {KEY}"})
+        assert idle.get("/health").status_code == 200
+        parent.tell(wire.Drain(1.0))
+        assert wait_until(lambda: idle.get("/health").json() == {"status": "draining"})
+        refused = idle.get("/v1/models")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert refused.headers["connection"] == "close"
+        events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+    assert json.loads(events[-2])["error"]["code"] == "shutting_down"
+    assert events[-1] == "[DONE]"
+    assert parent.process.wait(20) == 0
+    assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+    engine.close()
+
+
+def test_a_drain_without_requests_ends_at_once(parent: Parent) -> None:
+    parent.get_ready().close()
+    begun = time.monotonic()
+    parent.tell(wire.Drain(30.0))
+    assert parent.process.wait(20) == 0
+    assert time.monotonic() - begun < 10
+
+
+def test_a_drain_while_loading_ends_at_once(parent: Parent) -> None:
+    parent.hello()
+    parent.tell(wire.Drain(30.0))
+    assert parent.process.wait(20) == 0
+
+
+def test_tokenizers_that_cannot_start_end_it_with_one_line(parent: Parent, tmp_path: Path) -> None:
+    parent.hello()
+    (tmp_path / "tokenizer.json").write_text("{")
+    parent.tell(wire.EngineState(boot=1, state="loading", path=str(tmp_path)))
+    assert parent.process.wait(30) == 1
+    assert parent.process.stderr is not None
+    text = parent.process.stderr.read().decode()
+    assert "tokenizer" in text
+    assert "Traceback" not in text, text

@@ -1,0 +1,534 @@
+"""The web page: in a headless Chromium where there is one, and by its files everywhere."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chromium import Chromium, Page, find_chromium
+from tests.http_tools import ServeProcess
+from tests.page_stand_in import STATIC, StandIn
+
+READY = "document.querySelector('#send') && !document.querySelector('#send').disabled"
+IDLE = "!document.querySelector('.message.running')"
+ANSWER = ".message.assistant"
+CANVASES = ("timeline", "pool", "tree")
+OWN = [path for path in sorted(STATIC.rglob("*")) if path.suffix in (".js", ".css", ".html", ".svg")]
+OWN = [path for path in OWN if not {"vendor", "docs"} & set(path.relative_to(STATIC).parts)]
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    path = find_chromium()
+    if path is None:
+        pytest.skip("no Chromium here: install Debian's package chromium to run the tests of the web page")
+    chromium = Chromium(path, tmp_path_factory.mktemp("chromium"))
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture
+def browser(chromium: Chromium) -> Iterator[Chromium]:
+    yield chromium
+    chromium.close_pages()
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    server = StandIn()
+    yield server
+    server.close()
+
+
+def opened(browser: Chromium, server: StandIn, path: str = "/", until: str = READY, **size: Any) -> Page:
+    page = browser.open(**size)
+    page.go(server.url + path)
+    page.wait(until)
+    return page
+
+
+def ask(page: Page, text: str) -> None:
+    page.type("#prompt", text)
+    page.click("#send")
+
+
+def answered(page: Page, text: str) -> None:
+    """Wait until the last answer is complete and holds `text`."""
+    page.wait(f"{IDLE} && [...document.querySelectorAll('{ANSWER}')].at(-1)?.textContent.includes({text!r})")
+
+
+def ink(name: str) -> str:
+    """JavaScript: how many different colours the picture of a card shows."""
+    return f"""(() => {{
+      const canvas = document.querySelector('#{name} canvas');
+      const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+      const colors = new Set();
+      for (let i = 0; i < data.length; i += 4) {{
+        if (data[i + 3]) colors.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
+      }}
+      return colors.size;
+    }})()"""
+
+
+def settle(server: StandIn, page: Page) -> None:
+    """What every test of a page that met no error ends with."""
+    assert page.errors == []
+    assert {url.split("/")[2] for url in page.urls if not url.startswith(("data:", "about:"))} == {server.url[7:]}
+
+
+# -- chat ----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_streamed_and_shown_as_markdown(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    ask(page, "Say hello")
+    answered(page, "Hello, world")
+    assert page.evaluate(f"document.querySelector('{ANSWER} strong').textContent") == "world"
+    path, body = server.script.bodies[-1]
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "Say hello"}]
+    assert body["stream"] and body["stream_options"] == {"include_usage": True}
+    assert not {"temperature", "top_p", "top_k", "max_tokens", "seed"} & set(body)
+    settle(server, page)
+
+
+def test_tokens_cached_tokens_and_times_stand_under_an_answer(browser: Chromium, server: StandIn) -> None:
+    server.script.pause = 0.05
+    page = opened(browser, server)
+    ask(page, "Say hello")
+    answered(page, "to first")
+    shown = page.text(f"{ANSWER} .statistics")
+    assert "1,234 prompt, 1,024 cached" in shown
+    assert "56 tokens" in shown
+    assert re.search(r"[\d,.]+ tok/s", shown)
+    assert re.search(r"\d (ms|s) to first", shown)
+    settle(server, page)
+
+
+def test_an_answer_appears_while_it_is_written_and_stop_ends_it(browser: Chromium, server: StandIn) -> None:
+    server.script.pieces, server.script.pause = ["word "] * 4000, 0.02
+    page = opened(browser, server)
+    ask(page, "Go on for ever")
+    page.wait(f"document.querySelector('{ANSWER}.running')?.textContent.includes('word word')")
+    page.click("#send")
+    answered(page, "stopped")
+    assert server.script.hung_up.wait(20)
+    settle(server, page)
+
+
+def test_parameters_and_the_system_message_are_sent(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    chosen = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "max_tokens": 77, "seed": 12}
+    for name, value in chosen.items():
+        page.type(f"[data-name={name}]", str(value))
+    page.type(".settings textarea", "Be brief.")
+    ask(page, "Hi")
+    answered(page, "Hello")
+    body = server.script.bodies[-1][1]
+    assert {name: body[name] for name in chosen} == chosen
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    settle(server, page)
+
+
+def test_a_number_out_of_range_is_marked_and_not_sent(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    page.type("[data-name=top_p]", "7")
+    assert page.evaluate("document.querySelector('[data-name=top_p]').classList.contains('wrong')")
+    ask(page, "Hi")
+    answered(page, "Hello")
+    assert "top_p" not in server.script.bodies[-1][1]
+
+
+def test_a_message_can_be_sent_again_changed_and_its_answer_replaced(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    ask(page, "First")
+    answered(page, "Hello")
+    page.click(f"{ANSWER} [title='Another answer']")
+    page.wait("document.querySelectorAll('.message').length === 2")
+    answered(page, "Hello")
+    page.click(".message.user [title='Edit and send again']")
+    page.type(".edit-area", "Second")
+    page.click(".message.user .primary")
+    page.wait("document.querySelector('.message.user')?.textContent.includes('Second')")
+    answered(page, "Hello")
+    asked = [[message["content"] for message in body["messages"]] for _, body in server.script.bodies]
+    assert asked == [["First"], ["First"], ["Second"]]
+    settle(server, page)
+
+
+def test_an_answer_that_reached_its_limit_goes_on_where_it_ended(browser: Chromium, server: StandIn) -> None:
+    server.script.finish_reason = "length"
+    page = opened(browser, server)
+    ask(page, "Hi")
+    answered(page, "length limit")
+    server.script.pieces = [" And more."]
+    page.click(f"{ANSWER} [title='Go on']")
+    answered(page, "Hello, world. And more.")
+    body = server.script.bodies[-1][1]
+    assert body["messages"][-1] == {"role": "assistant", "content": "Hello, **world**."}
+    assert body["continue_final_message"] and not body["add_generation_prompt"]
+    settle(server, page)
+
+
+def test_conversations_are_kept_in_the_browser_and_can_be_deleted(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    for title in ("Apples", "Pears"):
+        page.click(".side .new")
+        ask(page, title)
+        answered(page, "Hello")
+    page.call("Page.reload")
+    page.wait("document.querySelectorAll('.conversation').length === 2")
+    page.wait("document.querySelector('.message.user')?.textContent.includes('Pears')")
+    page.click("li:nth-child(2) .conversation")
+    page.wait("document.querySelector('.message.user')?.textContent.includes('Apples')")
+    page.click("li:nth-child(2) .remove")
+    page.wait("document.querySelectorAll('.conversation').length === 1")
+    assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('quire.conversation')).length") == 1
+
+
+def test_what_is_kept_is_bounded_and_the_oldest_goes_first(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    kept = page.evaluate("""(async () => {
+      const { newConversation, saveConversation, loadConversations } = await import('/static/js/store.js');
+      for (let i = 0; i < 70; i += 1) {
+        const messages = [{ role: 'user', content: 'x'.repeat(i < 65 ? 10 : 700000) }];
+        saveConversation({ ...newConversation('chat'), updated: i, title: `t${i}`, messages });
+      }
+      return loadConversations().map((one) => one.title);
+    })()""")
+    assert kept == ["t69", "t68", "t67", "t66"]
+
+
+def test_markup_in_an_answer_stays_text_and_loads_nothing(browser: Chromium, server: StandIn) -> None:
+    server.script.pieces = [
+        "<img src=x onerror='document.title=1'> <script>document.title=1</script> ![x](http://127.0.0.2/leak.png) ",
+        "[go](javascript:alert(1)) [fine](https://example.org/)",
+    ]
+    page = opened(browser, server)
+    ask(page, "Attack me")
+    answered(page, "onerror=")
+    body = f"document.querySelector('{ANSWER} .message-body')"
+    assert page.evaluate(f"{body}.querySelectorAll('img, script, [onerror]').length") == 0
+    links = page.evaluate(f"[...{body}.querySelectorAll('a')].map((a) => a.href + ' ' + a.rel)")
+    assert all(link.startswith(("http://127.0.0.2/", "https://example.org/")) and "noopener" in link for link in links)
+    settle(server, page)
+
+
+def test_a_model_without_a_chat_template_is_offered_as_plain_text(browser: Chromium, server: StandIn) -> None:
+    server.script.refusal = (400, {"message": "this model has no chat template", "code": None})
+    page = opened(browser, server)
+    ask(page, "Once upon a time")
+    page.wait("document.querySelector('.error-card .primary')")
+    server.script.refusal = None
+    page.click(".error-card .primary")
+    answered(page, "Once upon a timeHello, **world**.")
+    path, body = server.script.bodies[-1]
+    assert path == "/v1/completions"
+    assert body["prompt"] == "Once upon a time"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "title"),
+    [
+        (400, "context_length_exceeded", "no longer fits"),
+        (429, "queue_full", "busy"),
+        (500, None, "failed on this request"),
+    ],
+)
+def test_an_error_is_explained_and_can_be_tried_again(
+    browser: Chromium, server: StandIn, status: int, code: str | None, title: str
+) -> None:
+    server.script.refusal = (status, {"message": "the server's own words", "code": code})
+    page = opened(browser, server)
+    ask(page, "Hi")
+    page.wait("document.querySelector('.error-card')")
+    card = page.text(".error-card")
+    assert title in card and "the server's own words" in card and "req-stand-in" in card
+    server.script.refusal = None
+    page.click(".error-card button")
+    answered(page, "Hello")
+
+
+def test_a_stream_that_breaks_off_is_told(browser: Chromium, server: StandIn) -> None:
+    server.script.breaks_off = True
+    page = opened(browser, server)
+    ask(page, "Hi")
+    page.wait("document.querySelector('.error-card')?.textContent.includes('before the answer was complete')")
+    assert "Hello" in page.text(f"{ANSWER} .message-body")
+
+
+def test_events_are_parsed_wherever_the_stream_is_cut(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    assert page.evaluate("""(async () => {
+      const { EventParser } = await import('/static/js/api.js');
+      const text = ['data: one', '', ': alive', '', 'data:two\\r', '\\r', 'data: a', 'data: b', '', 'event: x', '',
+        'data: [DONE]', '', ''].join('\\n');
+      const found = new Set();
+      for (let cut = 0; cut <= text.length; cut += 1) {
+        const parser = new EventParser();
+        found.add(JSON.stringify([...parser.push(text.slice(0, cut)), ...parser.push(text.slice(cut))]));
+      }
+      return [...found];
+    })()""") == ['["one","two","a\\nb","[DONE]"]']
+
+
+# -- the server's state --------------------------------------------------------------------------------------
+
+
+def test_the_loading_screen_tells_phase_and_percent_and_goes_by_itself(browser: Chromium, server: StandIn) -> None:
+    server.script.health = {"status": "loading", "phase": "reading the weights", "percent": 42}
+    page = opened(browser, server, until="document.querySelector('#loading-phase')?.textContent")
+    shown = page.text("#loading")
+    assert "reading the weights" in shown and "42 %" in shown
+    server.script.health = {"status": "ok"}
+    page.wait("document.querySelector('#loading').hidden")
+    page.wait(READY)
+
+
+def test_a_key_is_asked_for_sent_and_kept_for_the_tab(browser: Chromium, server: StandIn) -> None:
+    server.script.key = "sesame"
+    page = opened(browser, server, until="document.querySelector('#key-dialog')?.open")
+    page.type("#key-dialog .field", "wrong")
+    page.click("#key-dialog .primary")
+    page.wait("document.querySelector('#key-dialog')?.textContent.includes('not accepted')")
+    page.type("#key-dialog .field", "sesame")
+    page.click("#key-dialog .primary")
+    page.wait(READY)
+    ask(page, "Hi")
+    answered(page, "Hello")
+    assert page.evaluate("[sessionStorage.getItem('quire.key'), localStorage.getItem('quire.key')]") == ["sesame", None]
+
+
+def test_a_key_can_still_be_given_after_the_question_was_dismissed(browser: Chromium, server: StandIn) -> None:
+    server.script.key = "sesame"
+    page = opened(browser, server, until="document.querySelector('#key-dialog')?.open")
+    page.evaluate("document.querySelector('#key-dialog').close()")  # as the Escape key does
+    page.click("#banner")
+    page.wait("document.querySelector('#key-dialog[open]')")
+    page.type("#key-dialog[open] .field", "sesame")
+    page.click("#key-dialog[open] .primary")
+    page.wait(READY)
+    assert page.evaluate("document.querySelector('#banner').hidden")
+
+
+def test_a_server_that_comes_back_with_another_model_is_asked_for_that_one(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    server.script.model, server.script.health = "other", {"status": "loading", "phase": "x", "percent": 1}
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # do not wait for the next look
+    page.wait("!document.querySelector('#loading').hidden")
+    server.script.health = {"status": "ok"}
+    page.wait(READY)
+    ask(page, "Hi")
+    answered(page, "Hello")
+    assert server.script.bodies[-1][1]["model"] == "other"
+    assert page.text("#status-text") == "other"
+
+
+@pytest.mark.parametrize("status", ["restarting", "stalled", "failed", "draining"])
+def test_a_server_in_trouble_says_so_and_takes_no_message(browser: Chromium, server: StandIn, status: str) -> None:
+    server.script.health = {"status": status}
+    page = opened(browser, server, until="!document.querySelector('#banner').hidden")
+    assert len(page.text("#banner")) > 30
+    assert page.evaluate("document.querySelector('#send').disabled")
+
+
+# -- the live view -------------------------------------------------------------------------------------------
+
+
+def live(browser: Chromium, server: StandIn, **size: Any) -> Page:
+    return opened(browser, server, "/#live", until="document.querySelectorAll('#requests tbody tr').length > 3", **size)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_every_picture_of_the_live_view_is_drawn(browser: Chromium, server: StandIn, width: int, dark: bool) -> None:
+    page = live(browser, server, width=width, height=900, dark=dark)
+    for name in CANVASES:
+        page.wait(f"{ink(name)} >= 3")
+    page.wait("document.querySelectorAll('.chart canvas').length === 4")
+    page.wait("document.querySelector('.tile strong').textContent.match(/^[1-9]/)")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("document.querySelector('#live-view').scrollWidth <= innerWidth")
+    settle(server, page)
+
+
+def test_steps_are_asked_for_once_and_polling_stops_when_nobody_looks(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server)
+    page.wait("document.querySelector('#timeline .card-note').textContent")
+    asked = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/view')).length"
+    page.wait(f"{asked} >= 3")
+    since = [int(url.rpartition("=")[2]) for url in page.urls if "/view?since=" in url]
+    assert since[0] == 0 and since[1] > 0 and since == sorted(since)
+    page.evaluate("location.hash = '#chat'")
+    page.wait("document.querySelector('#live-view').hidden")
+    before = page.evaluate(asked)
+    time.sleep(1.2)
+    assert page.evaluate(asked) <= before + 1
+    page.evaluate("location.hash = '#live'")
+    page.wait(f"{asked} > {before} + 1")
+    settle(server, page)
+
+
+def test_a_paused_view_stands_still_until_it_goes_on(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server)
+    page.click(".live-head .button")
+    page.wait("document.querySelector('.live-head .button').textContent === 'Go on'")
+    asked = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/view')).length"
+    before = page.evaluate(asked)
+    time.sleep(1.2)
+    assert page.evaluate(asked) <= before + 1
+    page.click(".live-head .button")
+    page.wait(f"{asked} > {before} + 1")
+    settle(server, page)
+
+
+def test_a_finished_request_shows_where_its_time_went(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server)
+    page.click("#finished tbody tr:nth-child(3)")
+    page.wait("document.querySelector('#finished tbody tr.chosen')")
+    names = page.evaluate("[...document.querySelectorAll('#waterfall .fall-name')].map((one) => one.textContent)")
+    assert names == ["Tokenize", "Queue", "Match prefix", "Prefill 1", "Prefill 2", "Decode", "Detokenize"]
+    bars = page.evaluate(
+        "[...document.querySelectorAll('#waterfall .fall-track i')].map((i) => parseFloat(i.style.left))"
+    )
+    assert bars[:6] == sorted(bars[:6])
+    settle(server, page)
+
+
+def test_an_address_names_a_request_and_one_that_is_gone_is_explained(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server, "/#live/chatcmpl-unknown", until="document.querySelector('#waterfall .empty')")
+    page.wait("document.querySelector('#waterfall').textContent.includes('chatcmpl-unknown is still running')")
+    settle(server, page)
+
+
+def test_the_pool_tells_what_lies_under_the_pointer(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server, width=1400, height=1000)
+    page.wait(f"{ink('pool')} >= 3")
+    page.evaluate("document.querySelector('#pool').scrollIntoView()")
+    place = page.evaluate(
+        "(() => { const b = document.querySelector('#pool canvas').getBoundingClientRect(); return [b.x, b.y]; })()"
+    )
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0] + 2, y=place[1] + 2)
+    page.wait("document.querySelector('.tooltip')?.textContent.startsWith('Block 1')")
+    assert "held by nine or more" in page.text(".tooltip")
+
+
+def test_a_large_pool_says_how_many_blocks_a_square_stands_for(browser: Chromium, server: StandIn) -> None:
+    server.script.num_blocks = 100_000
+    page = live(browser, server)
+    page.wait("document.querySelector('#pool .card-note').textContent.includes('100,000 blocks')")
+    assert "13 a square" in page.text("#pool .card-note")
+    settle(server, page)
+
+
+def test_another_engine_begins_a_new_picture(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server)
+    server.script.boot = 2
+    page.wait(
+        "performance.getEntriesByType('resource').some((one) => /since=[01]$/.test(one.name) && one.startTime > 300)"
+    )
+    page.wait(f"{ink('timeline')} >= 3")
+    settle(server, page)
+
+
+@pytest.mark.parametrize(("status", "title"), [(403, "Only for the operator"), (404, "No live view here")])
+def test_a_live_view_that_is_refused_says_why(browser: Chromium, server: StandIn, status: int, title: str) -> None:
+    server.script.view_status = status
+    page = opened(browser, server, "/#live", until="document.querySelector('.notice h2')")
+    assert page.text(".notice h2") == title
+    assert page.evaluate("Boolean(document.querySelector('.notice .button'))") == (status == 403)
+
+
+@pytest.mark.parametrize("late", [0.0, 1.0], ids=["refused at once", "the old key's refusal comes late"])
+def test_another_key_can_be_given_where_the_live_view_wants_the_first(
+    browser: Chromium, server: StandIn, late: float
+) -> None:
+    server.script.view_status, server.script.late = 403, late
+    page = opened(browser, server, "/#live", until="document.querySelector('.notice .button')")
+    server.script.key, server.script.view_status = "first", 200
+    page.click(".notice .button")
+    page.wait("document.querySelector('#key-dialog')?.open")
+    page.type("#key-dialog .field", "first")
+    page.click("#key-dialog .primary")
+    page.wait("document.querySelectorAll('#requests tbody tr').length > 3")
+
+
+def test_drawing_the_largest_picture_is_quick(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server, width=1400)
+    seconds = page.evaluate("""(async () => {
+      const { PoolPanel } = await import('/static/js/live/pool.js');
+      const panel = new PoolPanel();
+      document.querySelector('.live-content').append(panel.root);
+      const kv = { num_blocks: 8192, block_size: 16, free: 0, cached: 0, held: 0, blocks_per_cell: 1 };
+      const draw = (n) => panel.update({ last: { kv: { ...kv, free: n, cells: 'fc123456789'[n % 11].repeat(8192) } } });
+      draw(0);
+      const begin = performance.now();
+      for (let n = 1; n <= 10; n += 1) draw(n);
+      return (performance.now() - begin) / 10000;
+    })()""")
+    assert seconds < 0.25  # some milliseconds; the bound is wide, for machines that are busy with other things
+
+
+# -- the whole ------------------------------------------------------------------------------------------------
+
+
+def test_chat_completion_and_live_view_work_with_a_real_server(browser: Chromium) -> None:
+    with ServeProcess() as server:
+        page = browser.open(1400, 900)
+        page.go(server.url)
+        page.wait(READY)
+        page.type("[data-name=max_tokens]", "12")
+        page.type("[data-name=temperature]", "0")
+        ask(page, "What is a generator?")
+        answered(page, "to first")
+        page.click(".side .new")
+        page.click(".composer [data-value=completion]")
+        ask(page, "def add(a, b):")
+        answered(page, "to first")
+        continuation = page.evaluate("document.querySelector('.continuation').textContent")
+        body = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
+        assert continuation == server.json("/v1/completions", body)["choices"][0]["text"]
+        page.click(f"{ANSWER} [title='Where the time went']")
+        page.wait("document.querySelectorAll('#waterfall .fall').length >= 5")
+        page.wait("document.querySelectorAll('#finished tbody tr').length >= 3")
+        for name in ("pool", "tree"):
+            page.wait(f"{ink(name)} >= 2")
+        assert page.errors == []
+        assert all(url.startswith(server.url) for url in page.urls)
+
+
+# -- the files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_no_file_of_the_page_names_another_host(path: Path) -> None:
+    text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.\w{2,}/?", re.sub(r"(?m)^\s*//.*$", "", text))
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    for path in OWN:
+        text = path.read_text()
+        for name in re.findall(r"[\"'](/static/[^\"']+)[\"']", text):
+            assert (STATIC / name.removeprefix("/static/")).is_file(), f"{path.name} names {name}"
+        for name in re.findall(r"from \"(\.[^\"]+)\"", text):
+            assert (path.parent / name).is_file(), f"{path.name} imports {name}"
+
+
+def test_the_page_has_no_inline_script_and_builds_no_code() -> None:
+    page = (STATIC / "index.html").read_text()
+    assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", page))
+    assert not re.search(r"\son\w+=", page)
+    for path in OWN:
+        assert not re.search(r"\beval\(|new Function\(|document\.write\(", path.read_text()), path.name
+
+
+def test_bundled_libraries_carry_their_licences() -> None:
+    for folder in (STATIC / "vendor").iterdir():
+        if folder.is_dir():
+            assert "Permission is hereby granted" in (folder / "LICENSE").read_text()

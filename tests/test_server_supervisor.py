@@ -1,0 +1,584 @@
+"""The supervisor: what it starts, what it starts again, how it leaves, and what is left of it: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.errors import ServerError
+from quire.server import supervisor as supervisor_module
+from quire.server.config import HttpStart, ServerConfig
+from quire.server.processes import (
+    LOCK_NAME,
+    MAX_SOCKET_PATH,
+    RestartBudget,
+    RuntimeFolder,
+    is_loopback,
+    listen,
+    remove_stale,
+    url_of,
+)
+from quire.server.supervisor import Supervisor
+from tests import server_stand_ins
+from tests.server_stand_ins import QuietScreen, stand_in_options
+
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where servers put their private folders, empty; its name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+@dataclass
+class Running:
+    """A supervisor of stand-ins at work in this process."""
+
+    supervisor: Supervisor
+    task: asyncio.Task[int]
+    screen: QuietScreen
+    listener: socket.socket
+    log: Path
+    folder: Path
+
+    def heard(self, worker: int | None = None) -> list[dict[str, Any]]:
+        """What HTTP stand-ins have written down."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        records = [json.loads(line) for line in lines]
+        return [record["what"] for record in records if worker is None or record["worker"] == worker]
+
+    def states(self, worker: int | None = None) -> list[dict[str, Any]]:
+        return [what for what in self.heard(worker) if what.get("type") == "state"]
+
+    def pids(self) -> list[int]:
+        return [child.pid for child in [*self.supervisor._workers.values(), self.supervisor._engine] if child]
+
+    async def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """The first true value of `condition`; an early end of the server is an error."""
+        end = time.monotonic() + DEADLINE
+        while not (found := condition()):
+            if self.task.done():
+                self.task.result()
+                raise AssertionError(f"the server ended before {what}")
+            assert time.monotonic() < end, what
+            await asyncio.sleep(0.01)
+        return found
+
+    async def until_ready(self, boot: int = 1, worker: int | None = None) -> None:
+        def ready() -> bool:
+            return any(state["state"] == "ready" and state["boot"] == boot for state in self.states(worker))
+
+        await self.until(ready, f"engine {boot} is ready")
+
+    async def code(self) -> int:
+        return await asyncio.wait_for(self.task, DEADLINE)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, fault: str | None = None, manners: str = "", **server: Any) -> AsyncIterator[Running]:
+    log = folder / "log"
+    screen = QuietScreen()
+    with listen("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(stand_in_options(log, manners, fault, **server), listener, screen, time.monotonic())
+        task = asyncio.create_task(supervisor.run())
+        try:
+            yield Running(supervisor, task, screen, listener, log, folder)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "server_stand_ins" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def private_folders(folder: Path) -> list[Path]:
+    return list(folder.glob("quire-*"))
+
+
+# -- starting -------------------------------------------------------------------------------------------------
+
+
+async def test_http_processes_and_engine_start_and_the_screen_is_told(folder: Path) -> None:
+    async with running(folder, api_workers=2, api_key=("secret",)) as server:
+        await server.until_ready(worker=0)
+        await server.until_ready(worker=1)
+        await server.until(lambda: server.screen.info, "the start screen")
+        starts = [what["start"] for what in server.heard() if "start" in what]
+        assert sorted(start["worker"] for start in starts) == [0, 1]
+        assert starts[0]["model_names"] == ["demo"]
+        assert starts[0]["server"]["api_key"] == ["secret"]
+        assert starts[0]["origins"] == {"port": "flag"}
+        assert server.screen.is_closed
+
+
+async def test_the_inherited_port_is_served(folder: Path) -> None:
+    async with running(folder) as server:
+        await server.until_ready()
+        reader, writer = await asyncio.open_connection(*server.listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert (await reader.read(100)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_no_key_is_on_a_command_line_or_in_an_environment(folder: Path) -> None:
+    async with running(folder, api_key=("top-secret-key",)) as server:
+        await server.until_ready()
+        for pid in server.pids():
+            assert b"top-secret-key" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert b"top-secret-key" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def test_the_private_folder_is_private_and_the_children_are_told_where_it_is(folder: Path) -> None:
+    async with running(folder) as server:
+        await server.until_ready()
+        [private] = private_folders(folder)
+        assert private.stat().st_mode & 0o777 == 0o700
+        [start] = [what for what in server.heard() if "start" in what]
+        assert start["start"]["directory"] == str(private)
+
+
+async def test_loading_is_shown_with_phase_and_percentage(folder: Path) -> None:
+    async with running(folder, fault="load") as server:
+        await server.until(lambda: ("reading weights", 40) in server.screen.phases, "the phase is shown")
+        await server.until(lambda: [s for s in server.states() if s["path"]], "the checkpoint's path is passed on")
+        assert {state["state"] for state in server.states()} == {"loading"}
+        assert server.screen.phases[0] == ("listening", 0)
+
+
+async def test_an_engine_that_cannot_start_ends_the_server_with_its_message(folder: Path) -> None:
+    async with running(folder, fault="fail:the pool is too small; raise kv_cache_memory") as server:
+        with pytest.raises(ServerError, match=r"^the pool is too small; raise kv_cache_memory$"):
+            await server.code()
+        assert server.screen.is_closed
+    assert not private_folders(folder)
+
+
+async def test_an_engine_that_dies_while_it_loads_ends_the_server_and_says_how(folder: Path) -> None:
+    async with running(folder, fault="exit:7") as server:
+        with pytest.raises(ServerError, match=r"the engine ended while it was loading .*exit code 7"):
+            await server.code()
+
+
+async def test_an_http_process_that_cannot_start_ends_the_server(folder: Path) -> None:
+    async with running(folder, manners="exit") as server:
+        with pytest.raises(ServerError, match=r"the HTTP process 0 cannot start \(exit code 3\)"):
+            await server.code()
+    assert not private_folders(folder)
+
+
+async def test_a_command_that_does_not_exist_is_an_error_that_names_the_process(folder: Path) -> None:
+    options = stand_in_options(folder / "log")
+    options = supervisor_module.ServeOptions(
+        server=options.server, engine=options.engine, engine_command=["/no/such/python"], http_command=["/no/such"]
+    )
+    with listen("127.0.0.1", 0) as listener, pytest.raises(ServerError, match="cannot start the engine 1: No such"):
+        await Supervisor(options, listener, QuietScreen(), 0.0).run()
+
+
+# -- starting again -------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_engine_is_started_again_and_its_suspects_are_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(folder) as server:
+        await server.until_ready()
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        await server.until_ready(boot=2)
+        restarting = [state for state in server.states() if state["state"] == "restarting"]
+        assert restarting[0]["boot"] == 2
+        assert restarting[0]["suspects"] == [7, 8]
+        assert restarting[0]["culprit"] is None
+        assert restarting[0]["cause"] == "killed by SIGKILL"
+        assert all(state["suspects"] == [] for state in restarting[1:])
+        assert "engine 1 died (killed by SIGKILL" in caplog.text
+        assert "requests in its step: 2; it is started again" in caplog.text
+
+
+async def test_the_request_on_probation_in_the_fatal_step_is_named_as_the_culprit(folder: Path) -> None:
+    async with running(folder) as server:
+        await server.until_ready()
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        await server.until_ready(boot=2)
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        await server.until_ready(boot=3)
+        assert [s["culprit"] for s in server.states() if s["state"] == "restarting" and s["suspects"]] == [None, 8]
+
+
+async def test_beyond_the_restart_limit_clients_are_told_and_the_server_ends_with_an_error(folder: Path) -> None:
+    async with running(folder, restart_limit=1) as server:
+        await server.until_ready()
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        await server.until_ready(boot=2)
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match=r"the engine died \(killed by SIGKILL\).*restart_limit=1"):
+            await server.code()
+        assert server.states()[-1]["state"] == "failed"
+        assert server.heard()[-1]["type"] == "drain"
+    assert not private_folders(folder)
+
+
+async def test_an_engine_that_cannot_start_again_is_tried_until_the_limit(folder: Path) -> None:
+    async with running(folder, fault="again:/private/path is gone", restart_limit=2) as server:
+        await server.until_ready()
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match="/private/path is gone"):  # the operator is told
+            await server.code()
+        causes = [state["cause"] for state in server.states() if state["cause"]]
+        assert causes[-1] == "it could not be started again"  # clients are not told of paths
+        assert not any("/private" in cause for cause in causes)
+
+
+async def test_a_killed_http_process_gets_a_successor_with_a_new_number(folder: Path) -> None:
+    async with running(folder) as server:
+        await server.until_ready(worker=0)
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
+        await server.until_ready(worker=1)
+        [private] = private_folders(folder)
+        await server.until((private / "gone-0").exists, "the engine is told that the first one is gone")
+
+
+async def test_http_processes_that_keep_dying_end_the_server(folder: Path) -> None:
+    async with running(folder, restart_limit=0) as server:
+        await server.until_ready()
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match=r"the HTTP process 0 died \(killed by SIGKILL\)"):
+            await server.code()
+
+
+async def test_an_engine_without_a_pulse_is_replaced_if_that_was_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(folder, fault="still", stall_restart_s=10.0) as server:
+        server.supervisor._run(server.supervisor._watch_for_stalls(2.0))
+        await server.until_ready(boot=2)
+        causes = [state["cause"] for state in server.states() if state["state"] == "restarting"]
+        assert causes[0] == "it showed no sign of life for 2 s and was killed"
+
+
+async def test_an_engine_with_a_pulse_is_left_alone(folder: Path) -> None:
+    async with running(folder, stall_restart_s=10.0) as server:
+        await server.until_ready()
+        server.supervisor._run(server.supervisor._watch_for_stalls(1.0))
+        await asyncio.sleep(2.5)  # nothing is to happen
+        assert server.supervisor._state.boot == 1
+
+
+async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> None:
+    import zmq
+
+    from quire.engine import wire
+
+    async with running(folder) as server:
+        await server.until_ready()
+        [private] = private_folders(folder)
+        stranger = zmq.Context.instance().socket(zmq.DEALER)
+        stranger.setsockopt(zmq.IDENTITY, b"stranger")
+        stranger.connect(wire.control_address(private))
+        stranger.send(b"\xc1 no message")
+        stranger.send_multipart([b"a", b"b"])
+        stranger.send(wire.encode(wire.Hello(0, 1)))  # under a false name
+        stranger.send(wire.encode(wire.EngineFailed("a lie")))
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
+        await server.until_ready(worker=1)  # it still listens
+        stranger.close(linger=0)
+
+
+# -- leaving --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_drains_and_leaves_nothing_behind(folder: Path, number: signal.Signals) -> None:
+    async with running(folder, api_workers=2, drain_timeout=12.5) as server:
+        await server.until_ready(worker=0)
+        await server.until_ready(worker=1)
+        pids = server.pids()
+        os.kill(os.getpid(), number)
+        assert await server.code() == 0
+        assert [what["seconds"] for what in server.heard() if what.get("type") == "drain"] == [12.5, 12.5]
+    assert not any(is_alive(pid) for pid in pids)
+    assert not private_folders(folder)
+
+
+async def test_a_draining_server_takes_no_connections(folder: Path) -> None:
+    async with running(folder, manners="stay") as server:
+        await server.until_ready()
+        address = server.listener.getsockname()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
+        assert server.listener.fileno() == -1
+        os.kill(server.pids()[0], signal.SIGKILL)  # the stand-in would keep its own copy
+        await server.code()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address)
+
+
+async def test_an_http_process_that_does_not_leave_in_time_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "DRAIN_GRACE", 0.2)
+    async with running(folder, manners="stay", drain_timeout=0.1) as server:
+        await server.until_ready()
+        pids = server.pids()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.code() == 0
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_an_engine_that_does_not_leave_in_time_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.2)
+    async with running(folder, fault="deaf") as server:
+        await server.until_ready()
+        pids = server.pids()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.code() == 0
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+async def test_ctrl_c_during_a_drain_ends_it_at_once(folder: Path, first: signal.Signals) -> None:
+    async with running(folder, manners="stay") as server:
+        await server.until_ready()
+        pids = server.pids()
+        os.kill(os.getpid(), first)
+        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
+        began = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await server.code() == 130
+        assert time.monotonic() - began < 5
+    assert not any(is_alive(pid) for pid in pids)
+    assert not private_folders(folder)
+
+
+async def test_a_second_sigterm_does_not_shorten_the_drain(folder: Path) -> None:
+    async with running(folder, manners="stay") as server:
+        await server.until_ready()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.3)  # nothing is to happen
+        assert not server.task.done()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_while_loading_ends_the_server_at_once(folder: Path, number: signal.Signals) -> None:
+    async with running(folder, fault="load") as server:
+        await server.until(lambda: server.states(), "the HTTP process is up")
+        pids = server.pids()
+        os.kill(os.getpid(), number)
+        assert await server.code() == 0
+    assert not any(is_alive(pid) for pid in pids)
+    assert not private_folders(folder)
+
+
+async def test_an_http_process_that_comes_up_during_a_drain_is_told_to_leave(folder: Path) -> None:
+    async with running(folder, manners="stay", api_workers=1) as server:
+        await server.until_ready()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
+        server.supervisor._greet(0)  # as a hello would
+        await server.until(lambda: len([w for w in server.heard() if w.get("type") == "drain"]) == 2, "another drain")
+        assert 0 < server.heard()[-1]["seconds"] <= 30
+
+
+async def test_an_engine_that_dies_during_a_drain_is_started_again_for_those_who_still_run(folder: Path) -> None:
+    async with running(folder, manners="stay") as server:
+        await server.until_ready()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        await server.until_ready(boot=2)
+
+
+def supervise(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, server_stand_ins.__file__, "supervise", str(folder / "log"), ""]
+    return subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder)})
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + DEADLINE
+    while not (found := condition()):
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+    return found
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    log = folder / "log"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def is_ready(folder: Path) -> bool:
+    return any(line["what"].get("state") == "ready" for line in lines_of(folder))
+
+
+def test_the_children_of_a_killed_supervisor_die_and_the_next_server_cleans_up(folder: Path) -> None:
+    first = supervise(folder)
+    wait_for(lambda: is_ready(folder), "the first server")
+    children = [int(pid) for pid in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()]
+    assert len(children) == 2
+    first.kill()
+    first.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in children), "the children die")
+    [stale] = private_folders(folder)
+    (folder / "log").unlink()
+    second = supervise(folder)
+    try:
+        wait_for(lambda: is_ready(folder), "the second server")
+        assert not stale.exists()
+        assert len(private_folders(folder)) == 1
+    finally:
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(DEADLINE) == 0
+    assert not private_folders(folder)
+
+
+def test_a_child_whose_parent_died_before_it_was_up_ends_at_once(folder: Path) -> None:
+    told = b"%d\n" % (os.getpid() + 1)  # any process but its parent
+    start = HttpStart(directory=str(folder), worker=0, fd=0, server=ServerConfig(), model_names=("demo",))
+    command = [sys.executable, server_stand_ins.__file__, "http", str(folder / "log"), ""]
+    late = subprocess.Popen(command, stdin=subprocess.PIPE)
+    late.communicate(told + msgspec.json.encode(start), timeout=DEADLINE)
+    assert late.returncode == 1
+    assert not (folder / "log").exists()
+
+
+async def test_a_start_message_larger_than_a_pipe_arrives_whole(folder: Path) -> None:
+    keys = tuple(f"{number:0500}" for number in range(1000))
+    async with running(folder, api_key=keys) as server:
+        await server.until_ready()
+        [start] = [what for what in server.heard() if "start" in what]
+        assert tuple(start["start"]["server"]["api_key"]) == keys
+
+
+def test_two_servers_live_side_by_side(folder: Path) -> None:
+    servers = [supervise(folder), supervise(folder)]
+    try:
+        wait_for(lambda: len(private_folders(folder)) == 2, "both have a folder")
+        wait_for(lambda: len([1 for line in lines_of(folder) if line["what"].get("state") == "ready"]) == 2, "ready")
+    finally:
+        for server in servers:
+            server.send_signal(signal.SIGTERM)
+        assert [server.wait(DEADLINE) for server in servers] == [0, 0]
+    assert not private_folders(folder)
+
+
+# -- the listening socket -------------------------------------------------------------------------------------
+
+
+def test_an_occupied_port_is_refused_with_what_to_do() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port}: another program does.*choose another --port"):
+            listen("127.0.0.1", port)
+
+
+def test_an_unknown_host_and_a_foreign_address_are_refused() -> None:
+    with pytest.raises(ServerError, match=r"'no-such-host\.invalid'"):
+        listen("no-such-host.invalid", 0)
+    with pytest.raises(ServerError, match="this machine does not have that address"):
+        listen("192.0.2.1", 0)
+    with pytest.raises(ServerError, match="cannot listen on host"):
+        listen("a" * 300, 0)
+
+
+@pytest.mark.parametrize(
+    "host, shown, loopback",
+    [
+        ("127.0.0.1", "http://127.0.0.1:{}", True),
+        ("localhost", "http://127.0.0.1:{}", True),
+        ("0.0.0.0", "http://127.0.0.1:{}", False),
+        ("::1", "http://[::1]:{}", True),
+        ("::", "http://[::1]:{}", False),
+    ],
+)
+def test_the_url_is_one_that_works_on_this_machine(host: str, shown: str, loopback: bool) -> None:
+    try:
+        listener = listen(host, 0)
+    except ServerError:
+        if ":" in host:
+            pytest.skip("this machine has no IPv6")
+        raise
+    with listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == shown.format(port)
+        assert is_loopback(listener) is loopback
+        address = ("::1" if ":" in host else "127.0.0.1", port)
+        socket.create_connection(address, timeout=5).close()
+
+
+# -- the private folder ---------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_gone_after_use_and_its_sockets_names_fit(folder: Path) -> None:
+    with RuntimeFolder() as path:
+        assert path.parent == folder
+        assert len(str(path / "engine-1000000.sock")) <= MAX_SOCKET_PATH
+        assert (path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+    assert not path.exists()
+
+
+def test_a_base_whose_name_is_too_long_for_sockets_is_passed_over(folder: Path) -> None:
+    long = folder / ("x" * 100)
+    long.mkdir()
+    with RuntimeFolder([long, folder]) as path:
+        assert path.parent == folder
+    with pytest.raises(ServerError, match=r"short enough name.*TMPDIR"), RuntimeFolder([long]):
+        pass
+
+
+def test_a_base_that_cannot_be_written_to_is_an_error_that_says_so(folder: Path) -> None:
+    with pytest.raises(ServerError, match=r"No such file or directory.*TMPDIR"), RuntimeFolder([folder / "none"]):
+        pass
+
+
+def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:
+    for name in ("quire-stale", "quire-foreign", "other-stale"):
+        (folder / name).mkdir()
+    (folder / "quire-stale" / LOCK_NAME).touch()
+    (folder / "quire-stale" / "metrics").mkdir()
+    (folder / "other-stale" / LOCK_NAME).touch()
+    (folder / "quire-file").touch()
+    (folder / "quire-link").symlink_to(folder / "other-stale")
+    with RuntimeFolder([folder]) as live:
+        remove_stale(folder)
+        assert live.exists()
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"quire-foreign", "other-stale", "quire-file", "quire-link"}
+    assert (folder / "other-stale" / LOCK_NAME).exists()
+
+
+# -- restarts -------------------------------------------------------------------------------------------------
+
+
+def test_restarts_come_later_and_later_and_are_forgiven_after_an_hour() -> None:
+    now = 0.0
+    budget = RestartBudget(6, clock=lambda: now)
+    assert [budget.spend() for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
+    now = 3600.0
+    assert budget.spend() == 0.0
+    assert RestartBudget(0).spend() is None
