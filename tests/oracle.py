@@ -132,7 +132,7 @@ class Driver:
             slots=self.table[positions // size] * size + positions % size,
             row_starts=[0, len(tokens)],
             context_lens=[self.length],
-            block_tables=[self.table[: -(-self.length // size)]],
+            block_tables=self.table[None, : -(-self.length // size)].contiguous(),
             block_size=size,
         )
         with torch.inference_mode():

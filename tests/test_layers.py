@@ -11,10 +11,9 @@ import torch
 from quire.errors import ModelConfigError
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
-from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies
-from quire.ops import KVCache, RaggedBatch, rotate
+from quire.ops import Kernels, KVCache, RaggedBatch, rotate
 
 ROPES: list[tuple[RopeConfig, dict[str, Any]]] = [
     (RopeConfig(64, 10000.0), {"rope_type": "default"}),
@@ -129,7 +128,7 @@ def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
 
     theirs = LlamaRMSNorm(96, 1e-6).to(dtype)
     torch.nn.init.normal_(theirs.weight, generator=torch.Generator().manual_seed(0))
-    ours = RMSNorm(theirs.weight.data, 1e-6)
+    ours = RMSNorm(theirs.weight.data, 1e-6, Kernels())
     x, residual = torch.randn(2, 9, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert torch.equal(ours(x), theirs(x))
     normed, total = ours.with_residual(x, residual)
@@ -137,21 +136,9 @@ def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
     assert torch.equal(normed, theirs(residual + x))
 
 
-def test_fused_linear_gives_its_parts_side_by_side() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(rows, 32, generator=generator) for rows in (48, 16, 16)]
-    biases = [torch.randn(len(w), generator=generator) for w in weights]
-    x = torch.randn(5, 32, generator=generator)
-    for used in (biases, None):
-        fused = Linear.fused(weights, used)
-        assert (fused.in_features, fused.out_features) == (32, 80)
-        parts = [torch.nn.functional.linear(x, w, used and b) for w, b in zip(weights, biases, strict=True)]
-        torch.testing.assert_close(fused(x), torch.cat(parts, 1), atol=1e-5, rtol=1e-5)
-
-
 def test_embedding_looks_rows_up_in_the_given_weight_itself() -> None:
     weight = torch.arange(12.0).view(4, 3)
-    embedding = Embedding(weight, torch.bfloat16)
+    embedding = Embedding(weight, torch.bfloat16, Kernels())
     out = embedding(torch.tensor([3, 0, 3]))
     assert out.dtype == torch.bfloat16
     assert out.tolist() == [[9, 10, 11], [0, 1, 2], [9, 10, 11]]
@@ -168,12 +155,14 @@ def test_attention_layer_stores_before_it_attends_and_writes_only_its_slots() ->
         slots=torch.tensor([2 * 16, 2 * 16 + 1]),
         row_starts=[0, 2],
         context_lens=[2],
-        block_tables=[torch.tensor([2])],
+        block_tables=torch.tensor([[2]]),
         block_size=16,
     )
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 8, generator=generator) for heads in (2, 1, 1))
-    out = Attention(2, 1, 8, 1.0, None, layer=1)(q, k, v, kv, batch)
+    still = torch.ones(2, 4), torch.zeros(2, 4)  # cos and sin of no turn at all
+    qkv = torch.cat([q, k, v], 1).flatten(1)
+    out = Attention(1.0, None, 1, None, Kernels())(qkv, still, kv, batch)
     assert out.shape == (2, 16)
     torch.testing.assert_close(out[0], v[0, 0].repeat(2))  # the first token sees itself alone
     expected = torch.full_like(kv.data, 7.0)

@@ -159,7 +159,7 @@ def test_copies_take_a_blocks_head_in_all_layers_and_nothing_else() -> None:
 
 def test_what_a_step_shares_is_made_once_for_each_key() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
-    batch = RaggedBatch(empty, empty, empty, [0], [], [], 16)
+    batch = RaggedBatch(empty, empty, empty, [0], [], empty.view(0, 0), 16)
     made: list[str] = []
 
     def make(name: str) -> str:

@@ -69,7 +69,7 @@ class Pool:
             slots=torch.tensor(slots),
             row_starts=starts,
             context_lens=[span.stop for span in spans],
-            block_tables=tables,
+            block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
             block_size=size,
         )
         q, k, v = (
@@ -204,7 +204,7 @@ def keys_computed(window: int | None, start: int, stop: int, spans: int = 1) -> 
     layout = attention_plan.Layout(layers=1, kv_heads=1, group=4, block_size=16, window=window)
     starts = [span * (stop - start) for span in range(spans + 1)]
     tables = [torch.arange(1, 1 + -(-stop // 16))] * spans
-    plan = attention_plan.make_plan(layout, starts, [stop] * spans, tables)
+    plan = attention_plan.make_plan(layout, starts, [stop] * spans, torch.stack(tables))
     return [(chunk.last - chunk.first) * chunk.width for bucket in plan.buckets for chunk in bucket.chunks]
 
 
@@ -236,7 +236,7 @@ def test_a_step_is_planned_once_for_all_layers_with_one_window(monkeypatch: pyte
         torch.tensor([16]),
         [0, 1],
         [1],
-        [torch.tensor([1])],
+        torch.tensor([[1]]),
         16,
     )
     for layer, window in enumerate([None, 8, None, 8]):

@@ -5,22 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import blake3
-import torch
 
-from quire.ops import attention_plan
-from quire.ops.linear import can_pack
+from quire.models.model import Model
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-
-
-def kernels(dtype: torch.dtype) -> str:
-    """The kernels of this process in words: implementation, instruction set and version.
-
-    The number of threads is not among them: no kernel's bits depend on it (`quire doctor` checks).
-    """
-    linear = "oneDNN packed linear" if can_pack(dtype, torch.device("cpu")) else "torch linear in tiles"
-    level = torch.backends.cpu.get_cpu_capability()
-    return f"{linear}, torch attention in tiles of {attention_plan.KEY_TILE} keys, {level}, torch {torch.__version__}"
 
 
 def checkpoint(folder: Path) -> str:
@@ -42,7 +30,7 @@ def checkpoint(folder: Path) -> str:
     return hasher.hexdigest(length=16)
 
 
-def system(folder: Path, dtype: torch.dtype) -> str:
+def system(folder: Path, model: Model) -> str:
     """One short name for all of it, as responses carry it."""
-    text = f"{checkpoint(folder)}|{dtype}|{kernels(dtype)}"
+    text = f"{checkpoint(folder)}|{model.dtype}|{model.kernels.describe(model.dtype)}"
     return "qr-" + blake3.blake3(text.encode()).hexdigest(length=8)

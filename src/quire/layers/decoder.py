@@ -5,18 +5,33 @@ Llama, Mistral, Qwen2 and Qwen3 share it; they differ in the options of `LayerCo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.ops import KVCache, RaggedBatch, rotate, silu_mul
+from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
 
-TakeTensor = Callable[[str], torch.Tensor]
-"""Gives a tensor of the layer by its name in the checkpoint, such as "mlp.up_proj.weight"."""
+
+class LayerWeights(Protocol):
+    """Gives a layer's parts by their names in the checkpoint, such as "mlp.up_proj"."""
+
+    kernels: Kernels
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor in the data type of the computation, such as "self_attn.q_norm.weight"."""
+        ...
+
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        """The product with a weight; with several that read the same input, their outputs side by side."""
+        ...
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        """A norm."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +87,22 @@ class DecoderLayer:
 
     Args:
         config: sizes and options.
-        take: gives the layer's tensors by name.
+        weights: gives the layer's parts by name.
         layer: which one this is.
         window: a row sees this many positions, itself included; None: all.
     """
 
-    def __init__(self, config: LayerConfig, take: TakeTensor, layer: int, window: int | None) -> None:
-        self.config = config
+    def __init__(self, config: LayerConfig, weights: LayerWeights, layer: int, window: int | None) -> None:
         eps = config.rms_norm_eps
-        self.input_norm = RMSNorm(take("input_layernorm.weight"), eps)
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.qkv = _linear(take, qkv, config.qkv_bias)
-        self.qk_norm = _qk_norm(take, config) if config.qk_norm else None
-        self.attention = Attention(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, window, layer
-        )
-        self.output = _linear(take, ("self_attn.o_proj",), config.output_bias)
-        self.post_attention_norm = RMSNorm(take("post_attention_layernorm.weight"), eps)
-        self.gate_up = _linear(take, ("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
-        self.down = _linear(take, ("mlp.down_proj",), config.mlp_bias)
+        self._kernels = weights.kernels
+        self.input_norm = weights.norm("input_layernorm", eps)
+        self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
+        head_norm = _head_norm(weights, config) if config.qk_norm else None
+        self.attention = Attention(config.head_dim**-0.5, window, layer, head_norm, weights.kernels)
+        self.output = weights.linear("self_attn.o_proj", bias=config.output_bias)
+        self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
+        self.gate_up = weights.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
+        self.down = weights.linear("mlp.down_proj", bias=config.mlp_bias)
 
     def __call__(
         self,
@@ -114,32 +126,13 @@ class DecoderLayer:
             x = self.input_norm(residual)
         else:
             x, residual = self.input_norm.with_residual(x, residual)
-        x = self._attend(x, tables, kv, batch)
+        x = self.output(self.attention(self.qkv(x), tables, kv, batch))
         x, residual = self.post_attention_norm.with_residual(x, residual)
-        return self.down(silu_mul(self.gate_up(x))), residual
-
-    def _attend(
-        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
-        c = self.config
-        qkv = self.qkv(x).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)  # [tokens, heads, head_dim]
-        qk, v = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = torch.split(rotate(qk, *tables), [c.num_heads, c.num_kv_heads], dim=1)
-        return self.output(self.attention(q, k, v, kv, batch))
+        return self.down(self._kernels.silu_mul(self.gate_up(x))), residual
 
 
-def _qk_norm(take: TakeTensor, config: LayerConfig) -> RMSNorm:
+def _head_norm(weights: LayerWeights, config: LayerConfig) -> HeadNorm:
     """One norm for the query and key heads, which lie side by side: a row of weights for each head."""
-    q, k = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")  # [head_dim] each
+    q, k = weights.tensor("self_attn.q_norm.weight"), weights.tensor("self_attn.k_norm.weight")  # [head_dim] each
     rows = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
-    return RMSNorm(rows, config.rms_norm_eps)
-
-
-def _linear(take: TakeTensor, names: Sequence[str], bias: bool) -> Linear:
-    weights = [take(f"{name}.weight") for name in names]
-    biases = [take(f"{name}.bias") for name in names] if bias else None
-    if len(names) == 1:
-        return Linear(weights[0], biases[0] if biases else None)
-    return Linear.fused(weights, biases)
+    return HeadNorm(rows, config.rms_norm_eps)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from quire.ops import Kernels
 
 
 class Embedding:
@@ -13,11 +14,12 @@ class Embedding:
     pages of its rows. So where the head is tied to the embedding, only the head's packed copy is in memory.
     """
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> None:
         self.weight = weight
         self.dtype = dtype
+        self._kernels = kernels
         self.vocab_size, self.hidden_size = weight.shape
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: [tokens] int64, each in [0, vocabulary). Returns [tokens, hidden] in `dtype`."""
-        return F.embedding(ids, self.weight).to(self.dtype)
+        return self._kernels.embed(ids, self.weight, self.dtype)

@@ -9,9 +9,6 @@ from __future__ import annotations
 import torch
 
 from quire.layers.decoder import DecoderLayer
-from quire.layers.embedding import Embedding
-from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import MAX_CONTEXT, DecoderConfig, read_decoder_config, read_num_layers
 from quire.models.fields import Fields
@@ -24,16 +21,16 @@ class Mistral(Model):
     """Mistral: see the head of this file."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        super().__init__(config, weights.dtype)
+        super().__init__(config, weights)
         # The largest tensor first: memory's peak is then not the whole model and once more this.
-        self.head = Linear(weights("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"))
-        self.embedding = Embedding(weights.as_stored("model.embed_tokens.weight"), weights.dtype)
+        self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        self.embedding = weights.embedding("model.embed_tokens")
         self.rotary = RotaryEmbedding(config.rope)
         self.layers = [
             DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), index, window)
             for index, window in enumerate(config.windows)
         ]
-        self.norm = RMSNorm(weights("model.norm.weight"), config.layer.rms_norm_eps)
+        self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
 
     @staticmethod
     def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
@@ -54,4 +51,4 @@ class Mistral(Model):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Model."""
-        return self.head(hidden).float()
+        return self.head(hidden, torch.float32)

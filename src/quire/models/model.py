@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from quire.models.config import DecoderConfig
+from quire.models.weights import Weights
 from quire.ops import KVCache, RaggedBatch
 
 
@@ -17,6 +18,7 @@ class Model(ABC):
     Attributes:
         config: what config.json says.
         dtype: of weights, activations and KV.
+        kernels: the implementation that computes it.
         vocab_size: ids run from 0 to vocab_size - 1.
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
         max_position_embeddings: the longest context, in tokens.
@@ -30,9 +32,10 @@ class Model(ABC):
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         self.config = config
-        self.dtype = dtype
+        self.dtype = dtype = weights.dtype
+        self.kernels = weights.kernels
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
         self.num_kv_heads = config.layer.num_kv_heads

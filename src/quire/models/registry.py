@@ -11,6 +11,7 @@ from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.weights import Progress, Weights
+from quire.ops import Kernels, choose_kernels
 
 ARCHITECTURES = {
     "LlamaForCausalLM": ("quire.models.llama", "Llama"),
@@ -21,13 +22,16 @@ ARCHITECTURES = {
 """Name in config.json: (module, class). A module is imported when its architecture is asked for."""
 
 
-def load_model(path: Path | str, dtype: str = "auto", progress: Progress | None = None) -> Model:
+def load_model(
+    path: Path | str, dtype: str = "auto", progress: Progress | None = None, kernels: Kernels | None = None
+) -> Model:
     """Loads a checkpoint's model.
 
     Args:
         path: its folder (see `checkpoint.resolve`).
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         progress: told (bytes read, bytes in all) as loading goes on.
+        kernels: what computes it; the best that this machine has, unless said.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -38,7 +42,9 @@ def load_model(path: Path | str, dtype: str = "auto", progress: Progress | None 
     model_class = getattr(importlib.import_module(module), class_name)
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     config = model_class.read_config(checkpoint.config, checkpoint.generation)
-    weights = Weights(checkpoint, config.tensor_shapes(), compute_dtype, config.tie_word_embeddings, progress)
+    kernels = kernels or choose_kernels()
+    shapes = config.tensor_shapes()
+    weights = Weights(checkpoint, shapes, compute_dtype, kernels, config.tie_word_embeddings, progress)
     model: Model = model_class(config, weights)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
     return model

@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from quire.errors import MissingTensorError, TensorDtypeError, TensorShapeError, UnexpectedTensorError
-from quire.layers.decoder import TakeTensor
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
 from quire.models.checkpoint import Checkpoint
 from quire.models.safetensors_file import FLOAT_DTYPES
+from quire.ops import Kernels
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -23,15 +26,16 @@ Progress = Callable[[int, int], None]
 
 
 class Weights:
-    """A checkpoint's tensors, in the data type of the computation.
+    """A checkpoint's tensors, in the data type of the computation, and the layers made of them.
 
-    Each is mapped when it is asked for and unmapped when its user drops it, so a model that packs what it is
-    given never holds its weights twice.
+    Each is mapped when it is asked for and unmapped when it has been packed, so a model's weights are never
+    held twice.
 
     Args:
         checkpoint: where they lie.
         shapes: every tensor that the model needs, by name.
         dtype: what they are converted to.
+        kernels: the implementation that the layers are made for.
         tied: the head is the embedding table.
         progress: told how far loading is.
 
@@ -45,10 +49,11 @@ class Weights:
         checkpoint: Checkpoint,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
+        kernels: Kernels,
         tied: bool,
         progress: Progress | None = None,
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.kernels = dtype, kernels
         self._checkpoint = checkpoint
         self._progress = progress
         _check_missing(checkpoint, shapes)
@@ -58,7 +63,7 @@ class Weights:
         self._bytes_read = 0
         self._taken: set[str] = set()
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         """A tensor in `dtype`; a view of the file where it has that type already."""
         return self.as_stored(name).to(self.dtype)
 
@@ -72,9 +77,44 @@ class Weights:
                 self._progress(self._bytes_read, self._bytes_total)
         return tensor
 
-    def under(self, prefix: str) -> TakeTensor:
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        """The product with a weight; with several that read the same input, their outputs side by side."""
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
+        return Linear(self.kernels.pack(_joined(weights), None if biases is None else _joined(biases)))
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        """A norm."""
+        return RMSNorm(self.tensor(f"{name}.weight"), eps, self.kernels)
+
+    def embedding(self, name: str) -> Embedding:
+        """An embedding table, which stays a view of the file."""
+        return Embedding(self.as_stored(f"{name}.weight"), self.dtype, self.kernels)
+
+    def under(self, prefix: str) -> WeightsUnder:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
-        return lambda name: self(prefix + name)
+        return WeightsUnder(self, prefix)
+
+
+class WeightsUnder:
+    """A layer's weights: see `Weights`, whose methods these are, for names that begin with `prefix`."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+        self.kernels = weights.kernels
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._weights.tensor(self._prefix + name)
+
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        return self._weights.linear(*(self._prefix + name for name in names), bias=bias)
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        return self._weights.norm(self._prefix + name, eps)
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _listed(names: list[str]) -> str:

@@ -116,7 +116,7 @@ def make_plan(
     layout: Layout,
     row_starts: list[int],
     context_lens: list[int],
-    block_tables: list[torch.Tensor],
+    block_tables: torch.Tensor,
 ) -> AttentionPlan:
     """Cut the spans into row tiles, bucket them by size, and lay out each bucket's products."""
     multiple = next(n for n in (1, 2, 4) if n * layout.group % 4 == 0)
@@ -158,9 +158,8 @@ def _padded(rows: int, multiple: int) -> int:
     return -(-rows // step) * step
 
 
-def _run_tables(tables: list[torch.Tensor], block_size: int, run: int) -> torch.Tensor:
+def _run_tables(table: torch.Tensor, block_size: int, run: int) -> torch.Tensor:
     """[spans, runs]: each request's runs of `run` tokens within one block, padded with block 0's."""
-    table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
     parts = block_size // run
     if parts > 1:
         table = (table.unsqueeze(-1) * parts + torch.arange(parts)).flatten(1)

@@ -38,11 +38,12 @@ class PackedWeight:
         else:
             self.weight = weight.detach().clone().contiguous()
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out]."""
+    def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
         if x.shape[0] == 0:
-            return x.new_empty(0, self.out_features)
-        return self._packed_matmul(x) if self.packed else self._tiled_matmul(x)
+            return x.new_empty(0, self.out_features, dtype=out_dtype)
+        out = self._packed_matmul(x) if self.packed else self._tiled_matmul(x)
+        return out if out_dtype is None else out.to(out_dtype)
 
     def _packed_matmul(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]

@@ -21,8 +21,8 @@ class RaggedBatch:
         slots: [tokens] int64, `block * block_size + offset` where each row's key and value are stored.
         row_starts: first row of each span; one more entry than spans, the last is `tokens`.
         context_lens: per span, positions that hold KV once this step has stored its own (start + rows).
-        block_tables: per span, the block ids of its request from position 0 on; int64 on the device.
-            Entries of blocks that a window has passed are 0, the null block.
+        block_tables: [spans, blocks] int64, contiguous: the block ids of each span's request from position 0
+            on. Entries behind its context, and of blocks that a window has passed, are 0, the null block.
         block_size: tokens a block.
     """
 
@@ -31,7 +31,7 @@ class RaggedBatch:
     slots: torch.Tensor
     row_starts: list[int]
     context_lens: list[int]
-    block_tables: list[torch.Tensor]
+    block_tables: torch.Tensor
     block_size: int
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

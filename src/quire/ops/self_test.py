@@ -125,7 +125,7 @@ def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int) -> R
         slots=torch.cat(slots),
         row_starts=[0, *ends],
         context_lens=[start + rows for start, rows, _ in spans],
-        block_tables=[table for _, _, table in spans],
+        block_tables=torch.stack([table for _, _, table in spans]),
         block_size=block_size,
     )
 

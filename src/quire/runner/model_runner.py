@@ -85,8 +85,10 @@ class ModelRunner:
         """All spans one after the other."""
         size = self.kv.block_size
         tokens: list[int] = []
-        row_starts, context_lens, tables, positions, slots = [0], [], [], [], []
-        for span in spans:
+        row_starts, context_lens, positions, slots = [0], [], [], []
+        width = max(-(-(span.start + len(span.tokens)) // size) for span in spans)
+        tables = np.zeros((len(spans), width), dtype=np.int64)
+        for index, span in enumerate(spans):
             request, end = self._requests[span.request], span.start + len(span.tokens)
             tokens += [request.last_token if token == FROM_PREVIOUS else token for token in span.tokens]
             at = np.arange(span.start, end)
@@ -94,14 +96,14 @@ class ModelRunner:
             slots.append(request.table[at // size] * size + at % size)
             row_starts.append(len(tokens))
             context_lens.append(end)
-            tables.append(torch.from_numpy(request.table[: -(-end // size)]))
+            tables[index, : -(-end // size)] = request.table[: -(-end // size)]
         return RaggedBatch(
             token_ids=torch.tensor(tokens),
             positions=torch.from_numpy(np.concatenate(positions)),
             slots=torch.from_numpy(np.concatenate(slots)),
             row_starts=row_starts,
             context_lens=context_lens,
-            block_tables=tables,
+            block_tables=torch.from_numpy(tables),
             block_size=size,
         )
 

@@ -1,0 +1,102 @@
+"""The kernels behind the layers, each offered once, by what it computes.
+
+`Kernels` is the plain-torch reference: the oracle of the faster ones' tests, and what runs where there is none.
+`quire.ops.cpu` and, on a GPU, Triton override what they do better. Which one runs is decided once, at start-up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from quire.ops import attention, attention_plan, elementwise
+from quire.ops.kv_cache import KVCache
+from quire.ops.linear import PackedWeight, can_pack
+from quire.ops.ragged import RaggedBatch
+
+
+class HeadNorm(NamedTuple):
+    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], a row a head."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class Kernels:
+    """One implementation of every kernel. Holds no state of a step: what a kernel reads, it is given."""
+
+    name = "torch"
+
+    def describe(self, dtype: torch.dtype) -> str:
+        """What the bits depend on, in words: implementation, instruction set and versions, for `dtype`.
+
+        The number of threads is not among them: no kernel's bits depend on it (`quire doctor` checks).
+        """
+        linear = "oneDNN packed linear" if can_pack(dtype, torch.device("cpu")) else "torch linear in tiles"
+        level = torch.backends.cpu.get_cpu_capability()
+        tile = attention_plan.KEY_TILE
+        return f"{linear}, torch attention in tiles of {tile} keys, {level}, torch {torch.__version__}"
+
+    # -- weights -------------------------------------------------------------------------------------------
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
+        """The weight [out, in] in the layout in which this implementation multiplies, with the product."""
+        return PackedWeight(weight, bias)
+
+    # -- row by row ----------------------------------------------------------------------------------------
+
+    def embed(self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of weight [vocabulary, hidden] for ids [tokens] int64, in `dtype`."""
+        return F.embedding(ids, weight).to(dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `elementwise.rms_norm`."""
+        return elementwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add, then normalize: (normalized sum, sum), both [rows, size]. `residual` may be overwritten."""
+        total = residual + x
+        return elementwise.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See `elementwise.silu_mul`."""
+        return elementwise.silu_mul(x)
+
+    # -- attention -----------------------------------------------------------------------------------------
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        norm: HeadNorm | None,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        """Normalize and turn queries and keys, and write keys and values into the cache's slots.
+
+        Args:
+            qkv: [tokens, (heads + 2 * kv_heads) * head_dim], may be overwritten.
+            norm: of each query and key head, before it is turned; None: none.
+            tables: cos and sin of the step's positions, [tokens, head_dim / 2] fp32 each.
+
+        Returns:
+            The queries, [tokens, heads, head_dim].
+        """
+        heads = qkv.view(len(qkv), -1, kv.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        qk, v = heads[:, : -kv.kv_heads], heads[:, -kv.kv_heads :]
+        if norm is not None:
+            qk = elementwise.rms_norm(qk, norm.weight, norm.eps)
+        qk = elementwise.rotate(qk, *tables)
+        attention.store_kv(qk[:, -kv.kv_heads :], v, kv, batch, layer)
+        return qk[:, : -kv.kv_heads]
+
+    def attend(
+        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """See `attention.paged_attention`. Returns [tokens, heads * head_dim]."""
+        return attention.paged_attention(q, kv, batch, layer, scale, window).flatten(1)
