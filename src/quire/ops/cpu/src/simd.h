@@ -1,0 +1,236 @@
+// Vectors of 16 numbers, on every instruction set: the one place where instruction sets differ.
+//
+// GCC's vector extensions give the arithmetic (+ - * / and comparisons work on the types below, and become one,
+// two or four instructions each); this file adds what they lack. Every file is compiled once for each instruction
+// set, into a library of its own, so nothing here is decided at run time.
+//
+// Bits: a function gives the same bits wherever a number lies in a vector, on one instruction set. Nothing is
+// contracted by the compiler (-ffp-contract=off); where a fused multiply-add is meant, `fma` says so.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define QUIRE_API extern "C" __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+namespace quire {
+
+using f32x16 = float __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+using u8x64 = uint8_t __attribute__((vector_size(64)));
+using i8x64 = int8_t __attribute__((vector_size(64)));
+constexpr int LANES = 16;
+
+// Numbers in memory. `DType` is how Python names them.
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+
+// -- bits and arithmetic --------------------------------------------------------------------------------------
+
+template <class To, class From>
+INLINE To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+INLINE f32x16 splat(float x) { return f32x16{} + x; }
+INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
+
+INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {  // a * b + c, rounded once where the machine can
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    struct halves {
+        __m256 part[2];
+    };
+    auto x = bits_of<halves>(a), y = bits_of<halves>(b), z = bits_of<halves>(c);
+    for (int i = 0; i < 2; i++) z.part[i] = _mm256_fmadd_ps(x.part[i], y.part[i], z.part[i]);
+    return bits_of<f32x16>(z);
+#elif defined(__aarch64__)
+    struct quarters {
+        float32x4_t part[4];
+    };
+    auto x = bits_of<quarters>(a), y = bits_of<quarters>(b), z = bits_of<quarters>(c);
+    for (int i = 0; i < 4; i++) z.part[i] = vfmaq_f32(z.part[i], x.part[i], y.part[i]);
+    return bits_of<f32x16>(z);
+#else
+    return a * b + c;
+#endif
+}
+
+// As the scalar std::max(a, b) = a < b ? b : a, so a NaN in `a` stays.
+INLINE f32x16 max(f32x16 a, f32x16 b) { return a < b ? b : a; }
+
+INLINE float sum(f32x16 v) {  // a fixed tree: halves, quarters, ...
+    float lane[LANES];
+    std::memcpy(lane, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    return lane[0];
+}
+
+INLINE float max_of(f32x16 v) {
+    float lane[LANES];
+    std::memcpy(lane, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
+    return lane[0];
+}
+
+// -- loads and stores, which convert ----------------------------------------------------------------------------
+
+INLINE u32x16 widen(u16x16 x) { return __builtin_convertvector(x, u32x16); }
+INLINE u16x16 narrow(u32x16 x) { return __builtin_convertvector(x, u16x16); }
+
+INLINE f32x16 from_f16(u16x16 x) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__F16C__)
+    struct halves {
+        __m128i part[2];
+    };
+    struct wide {
+        __m256 part[2];
+    };
+    auto h = bits_of<halves>(x);
+    return bits_of<f32x16>(wide{{_mm256_cvtph_ps(h.part[0]), _mm256_cvtph_ps(h.part[1])}});
+#else  // exact: shift exponent and mantissa into place and multiply the bias away (subnormals come out right too)
+    u32x16 w = widen(x), sign = (w & 0x8000u) << 16, rest = (w & 0x7fffu) << 13;
+    f32x16 scaled = bits_of<f32x16>(rest) * 0x1p112f;
+    u32x16 special = rest | 0x7f800000u;  // infinity and NaN
+    return bits_of<f32x16>(sign | (u32x16)(rest >= 0x0f800000u ? special : bits_of<u32x16>(scaled)));
+#endif
+}
+
+INLINE u16x16 to_f16(f32x16 v) {
+#if defined(__AVX512F__)
+    return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+    struct halves {
+        __m256 part[2];
+    };
+    struct narrow {
+        __m128i part[2];
+    };
+    auto h = bits_of<halves>(v);
+    return bits_of<u16x16>(narrow{{_mm256_cvtps_ph(h.part[0], 0), _mm256_cvtps_ph(h.part[1], 0)}});
+#else
+    u32x16 x = bits_of<u32x16>(v), sign = (x >> 16) & 0x8000u, a = x & 0x7fffffffu;
+    u32x16 normal = (a - 0x38000000u + 0x0fffu + ((a >> 13) & 1u)) >> 13;
+    u32x16 small = bits_of<u32x16>(bits_of<f32x16>(a) + 0.5f) - 0x3f000000u;  // adding 0.5 rounds to 2^-24
+    u32x16 out = a < 0x38800000u ? small : normal;
+    out = a >= 0x477ff000u ? (u32x16{} + 0x7c00u) : out;
+    out = a > 0x7f800000u ? (u32x16{} + 0x7e00u) : out;
+    return narrow(out | sign);
+#endif
+}
+
+// Rounds to nearest, ties to even, as torch does; a NaN stays one.
+INLINE u16x16 to_bf16(f32x16 v) {
+    u32x16 x = bits_of<u32x16>(v);
+    u32x16 rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
+    return narrow((x & 0x7fffffffu) > 0x7f800000u ? (u32x16{} + 0x7fc0u) : rounded);
+}
+
+INLINE f32x16 from_bf16(u16x16 x) { return bits_of<f32x16>(widen(x) << 16); }
+
+INLINE f32x16 load(const float* p) {
+    f32x16 v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE f32x16 load(const bf16* p) {
+    u16x16 v;
+    std::memcpy(&v, p, sizeof v);
+    return from_bf16(v);
+}
+INLINE f32x16 load(const f16* p) {
+    u16x16 v;
+    std::memcpy(&v, p, sizeof v);
+    return from_f16(v);
+}
+INLINE void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(bf16* p, f32x16 v) {
+    u16x16 n = to_bf16(v);
+    std::memcpy(p, &n, sizeof n);
+}
+INLINE void store(f16* p, f32x16 v) {
+    u16x16 n = to_f16(v);
+    std::memcpy(p, &n, sizeof n);
+}
+
+// The first n of 16 numbers; what is not loaded is 0, what is not stored stays.
+template <class T>
+INLINE f32x16 load_some(const T* p, int n) {
+    T part[LANES] = {};
+    std::memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+template <class T>
+INLINE void store_some(T* p, f32x16 v, int n) {
+    T part[LANES];
+    store(part, v);
+    std::memcpy(p, part, n * sizeof(T));
+}
+
+// v as it would be after being stored as T and loaded again.
+INLINE f32x16 rounded(f32x16 v, const float*) { return v; }
+INLINE f32x16 rounded(f32x16 v, const bf16*) { return from_bf16(to_bf16(v)); }
+INLINE f32x16 rounded(f32x16 v, const f16*) { return from_f16(to_f16(v)); }
+
+// -- functions --------------------------------------------------------------------------------------------------
+
+// e^x to about 1 ulp (Cephes' expf: x = n ln 2 + r, a polynomial in r); 0 below -87.3, infinity above 88.7.
+INLINE f32x16 exp(f32x16 x) {
+    f32x16 clamped = max(x < splat(88.8f) ? x : splat(88.8f), splat(-87.4f));
+    f32x16 shifted = fma(clamped, splat(1.44269504f), splat(12582912.0f));  // 1.5 * 2^23: rounds to an integer
+    f32x16 n = shifted - 12582912.0f;
+    f32x16 r = fma(n, splat(-0.693359375f), clamped);
+    r = fma(n, splat(2.12194440e-4f), r);
+    f32x16 p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p * r, r, r) + 1.0f;
+    // 2^n in two steps, so that neither leaves the range of normal numbers
+    i32x16 e = bits_of<i32x16>(shifted) - 0x4b400000, half = e >> 1;
+    f32x16 y = p * bits_of<f32x16>((half + 127) << 23) * bits_of<f32x16>((e - half + 127) << 23);
+    y = x < splat(-87.3f) ? splat(0.0f) : y;
+    y = x > splat(88.72284f) ? splat(std::numeric_limits<float>::infinity()) : y;
+    return x != x ? x : y;
+}
+
+// -- dot products -----------------------------------------------------------------------------------------------
+
+// acc[i] += a[i].lo * b[i].lo + a[i].hi * b[i].hi for pairs of bf16 in 32-bit lanes, summed in fp32.
+INLINE f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
+#if defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+    acc = fma(bits_of<f32x16>(a << 16), bits_of<f32x16>(b << 16), acc);
+    return fma(bits_of<f32x16>(a & 0xffff0000u), bits_of<f32x16>(b & 0xffff0000u), acc);
+#endif
+}
+
+}  // namespace quire
