@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from quire import LLM
 from quire.bench import ceilings, cells
-from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine, record
+from quire.bench.ceilings import Ceilings, Cost, Machine, Work, measure_machine, record
 from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, refusal
 from quire.bench.random_checkpoint import model_config, random_checkpoint, write_checkpoint
 from quire.cli.main import main
@@ -41,6 +42,7 @@ def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quick look at the machine, and cells that run but whose seconds are made up: noise fails no test."""
     monkeypatch.setattr(ceilings, "READ_BYTES", 2**20)
     monkeypatch.setattr(ceilings, "SQUARE", 64)
+    monkeypatch.setattr(ceilings, "INT8_SQUARE", 64)
     timed = cells._timed
 
     def steady(llm: LLM, cell: Cell, *more: Any) -> float:
@@ -60,9 +62,10 @@ class Shape(Model):
         raise NotImplementedError
 
 
-def work_of(**changes: Any) -> Work:
+def work_of(quantization: object = None, **changes: Any) -> Work:
     fields = Fields(model_config("qwen3-0.6b") | changes, "config.json")
-    return Work.of(Shape(Qwen3.read_config(fields, Fields({}, "none")), torch.bfloat16))
+    weights = SimpleNamespace(dtype=torch.bfloat16, kernels=None, quantization=quantization)
+    return Work.of(Shape(Qwen3.read_config(fields, Fields({}, "none")), weights), kv_bytes_per_token=114_688)
 
 
 # The work of a model, against figures counted by hand
@@ -71,22 +74,21 @@ def work_of(**changes: Any) -> Work:
 def test_the_bytes_of_a_decode_step_are_weights_and_the_context_of_each_request() -> None:
     layer = 1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128
     weights = 2 * (151936 * 1024 + 28 * layer + 1024)
-    num_bytes, _ = work_of().step(batch=8, context=100)
-    assert num_bytes == weights + 8 * 100 * 114_688
+    assert work_of().step(batch=8, context=100).num_bytes == weights + 8 * 100 * 114_688
 
 
 def test_the_operations_of_a_decode_step_are_two_a_parameter_and_four_a_head_dimension_and_key() -> None:
     layer = 1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128
     parameters = 151936 * 1024 + 28 * layer + 1024
-    _, ops = work_of().step(batch=3, context=50)
-    assert ops == 3 * (2 * parameters + 50 * 28 * 4 * 16 * 128)
+    cost = work_of().step(batch=3, context=50)
+    assert (cost.products, cost.attention) == (3 * 2 * parameters, 3 * 50 * 28 * 4 * 16 * 128)
 
 
 def test_a_prompt_multiplies_with_the_head_once() -> None:
     work = work_of()
-    _, ops = work.prompts(batch=2, prompt=10)
-    attention = sum(range(1, 11)) * 28 * 4 * 16 * 128
-    assert ops == 2 * (2 * 10 * work.body_parameters + 2 * 151936 * 1024 + attention)
+    cost = work.prompts(batch=2, prompt=10)
+    assert cost.products == 2 * (2 * 10 * work.body_parameters + 2 * 151936 * 1024)
+    assert cost.attention == 2 * sum(range(1, 11)) * 28 * 4 * 16 * 128
 
 
 def test_an_untied_table_is_neither_read_nor_multiplied() -> None:
@@ -101,16 +103,23 @@ def test_a_window_bounds_what_a_token_attends_to() -> None:
 
 def test_the_slower_of_memory_and_matrix_units_bounds_a_step() -> None:
     work = Work(1000, 100, 10, kv_bytes=0, attention_ops=0, windows=(None,))
-    machine = Machine(threads=1, read_rate=1000.0, matrix_rate=220.0)
+    machine = Machine(threads=1, read_rate=1000.0, matrix_rate=220.0, int8_rate=440.0)
     ceiling, one, two = Ceilings(work, machine), Cell("one", 1, 5, 4), Cell("two", 2, 5, 4)
     assert (ceiling.decode_seconds(one), ceiling.decode_bound(one)) == (3.0, "memory")
     assert (ceiling.decode_seconds(two), ceiling.decode_bound(two)) == (6.0, "compute")
     assert ceiling.prefill_seconds(two) == pytest.approx(2 * 2 * (5 * 100 + 10) / 220)
 
 
+def test_a_quantized_models_products_have_the_rate_of_integers_and_attention_has_its_own() -> None:
+    machine = Machine(1, read_rate=1e9, matrix_rate=10.0, int8_rate=20.0)
+    cost = Cost(num_bytes=0, products=100, attention=50)
+    assert Ceilings(work_of(), machine).seconds(cost) == 15.0
+    assert Ceilings(work_of("int8"), machine).seconds(cost) == 10.0
+
+
 def test_decode_steps_attend_to_a_context_that_grows() -> None:
     work = Work(0, 0, 0, kv_bytes=1, attention_ops=0, windows=(None,))
-    ceiling = Ceilings(work, Machine(1, read_rate=1.0, matrix_rate=1.0))
+    ceiling = Ceilings(work, Machine(1, read_rate=1.0, matrix_rate=1.0, int8_rate=1.0))
     assert ceiling.decode_seconds(Cell("c", 2, prompt=10, output=4)) == 2 * (11 + 12 + 13)
 
 
@@ -118,7 +127,7 @@ def test_the_machine_is_measured_with_the_threads_in_use(quick_ceilings: None) -
     machine = measure_machine(torch.bfloat16, threads=1, repeat=2)
     assert machine.threads == torch.get_num_threads()
     assert machine.read_rate > 0
-    assert machine.matrix_rate > 0
+    assert 0 < machine.matrix_rate <= machine.int8_rate
 
 
 # Cells
@@ -185,7 +194,7 @@ def test_an_engine_that_drops_tokens_is_not_reported_as_fast(llm: LLM, monkeypat
 
 def test_a_record_holds_rates_and_shares_of_the_ceiling() -> None:
     work = Work(1000, 100, 0, kv_bytes=0, attention_ops=0, windows=())
-    ceiling = Ceilings(work, Machine(1, read_rate=1000.0, matrix_rate=1e9))
+    ceiling = Ceilings(work, Machine(1, read_rate=1000.0, matrix_rate=1e9, int8_rate=2e9))
     line = record(Cell("c", 2, 10, 4), Timing(first=4.0, total=10.0), ceiling)
     assert line == {
         "cell": "c",
@@ -293,6 +302,7 @@ def test_json_lines_take_the_place_of_the_table(quick_ceilings: None, capsys: py
         assert line["prefill_share"] >= 0
         assert (line["model"], line["dtype"], line["threads"], line["engine"]) == ("demo", "bfloat16", 1, "quire")
         assert line["read_gb_s"] > 0
+        assert line["int8_gop_s"] > 0
     assert (lines[0]["prefill_tok_s"], lines[0]["decode_tok_s"]) == (32.0, 4.0)
     assert "decode_tok_s" not in lines[1]
     assert "decode tok/s" in err

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import batching, chunked_prefill, kv_waste, prefix_cache, run_all, scheduler
+from benchmarks import batching, chunked_prefill, kv_waste, prefix_cache, profile_step, quality, run_all, scheduler
 from benchmarks.common import Options, Result, json_line
 
 
@@ -42,11 +42,44 @@ def test_paged_kv_wastes_less_the_smaller_its_blocks(options: Options) -> None:
     assert waste[-1] > 0.5
 
 
+def test_what_quantization_changes_grows_as_bits_get_fewer(options: Options) -> None:
+    rows = {row["numbers"]: row for row in quality.run(options).raw if row["model"] == "embedded"}
+    int8, int4 = rows["int8 weights"], rows["int4 weights in groups of 64, head int8"]
+    assert rows["bf16"]["mean_divergence"] == 0 < int8["mean_divergence"] < int4["mean_divergence"] < 0.2
+    assert rows["bf16"]["agreement"] == 1 and int4["agreement"] > 0.6
+    assert rows["bf16"]["weight_bytes"] > int8["weight_bytes"] > int4["weight_bytes"]
+
+
 def test_scheduler_figures_have_their_goals_beside_them(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_start", lambda *args: None)  # starting processes is slow, and only times
     result = scheduler.run(options)
     assert [row["goal_s"] for row in result.raw] == [1e-3, 2e-3, None, 2e-6, 2e-6, None, None]
     assert all(0 < row["median_s"] <= row["worst_s"] for row in result.raw)
+
+
+def test_a_profile_divides_a_step_into_its_parts(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_step, "RUNS", ((3, False), (3, True)))
+    result = profile_step.run(options)
+    assert [(row["weights"], row["sampled"]) for row in result.raw] == [
+        ("bf16", False),
+        ("bf16", True),
+        ("int8", False),
+        ("int4", False),
+    ]
+    expected = [f"products with weights: {name}" for name in ("qkv", "output", "gate_up", "down", "head")]
+    expected += ["other kernels: attend", "sampling: sample", "Python and the rest: scheduler"]
+    for row in result.raw:
+        assert all(row["parts_ms"][part] > 0 for part in expected)
+    assert {len(row) for row in result.rows} == {len(result.headings)}
+
+
+def test_a_part_of_a_profile_is_without_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 4.0, 6.0])
+    monkeypatch.setattr(profile_step.time, "perf_counter", lambda: next(now))
+    profile = profile_step.Profile()
+    inner = profile.timed("kernels", "inner", lambda: None)
+    profile.timed("rest", "outer", inner)()
+    assert profile.seconds == {("kernels", "inner"): 3.0, ("rest", "outer"): 3.0}
 
 
 def test_a_section_is_replaced_and_the_rest_is_kept() -> None:

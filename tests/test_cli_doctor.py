@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from quire.cli.doctor import machine, memory, missing_packages, slow_instruction_sets
 from quire.cli.main import main
-from quire.ops import self_test
-from quire.ops.linear import PackedWeight
+from quire.ops import Kernels, choose_kernels, self_test
+from quire.ops.cpu import library
 
 CPUINFO = """\
 processor\t: 0
@@ -41,12 +42,12 @@ def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str
     assert 0 < report["memory"]["available"] <= report["memory"]["total"]
     assert report["versions"]["torch"] == torch.__version__
     assert report["threads"] == torch.get_num_threads()
-    assert {check["name"] for check in report["self_test"]} == {
-        "linear bfloat16",
-        "linear float32",
-        "attention bfloat16",
-        "attention float32",
-    }
+    assert report["kernels"]["built"] == list(library.built())
+    assert report["kernels"]["usable"] == library.usable()
+    assert report["kernels"]["chosen"] == (library.usable() or ["torch"])[0]
+    assert report["kernels"]["described"]["bfloat16"] == choose_kernels().describe(torch.bfloat16)
+    names = [check["name"] for check in report["self_test"]]
+    assert {"linear bfloat16", "linear int8", "norm and gate float32", "attention bfloat16, fp8 cache"} <= set(names)
     assert all(check["passed"] and check["cases"] > 5 for check in report["self_test"])
     assert report["demo_model"]["present"]
 
@@ -54,31 +55,59 @@ def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str
 def test_a_kernel_whose_rows_depend_on_one_another_fails_the_doctor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = PackedWeight.matmul
+    kernels = Kernels()
+    right = kernels.rms_norm
 
-    def wrong(self: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+    def wrong(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """One more unit in the last place for a lone row: what a different order of summing would do."""
-        out = right(self, x)
+        out = right(x, weight, eps)
         return torch.nextafter(out, torch.full_like(out, 1e9)) if len(x) == 1 else out
 
-    monkeypatch.setattr(PackedWeight, "matmul", wrong)
+    monkeypatch.setattr(kernels, "rms_norm", wrong)
+    monkeypatch.setattr("quire.ops.choose_kernels", lambda name: kernels)
+    monkeypatch.setattr(self_test, "run", lambda kernels: [self_test.check_norm_and_gate(kernels, torch.float32)])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "DIFFERS in 8 of 96" in out
-    assert "PROBLEM: row-invariance self-test: linear float32" in out
+    assert "DIFFERS in 3 of 28" in out
+    assert "PROBLEM: row-invariance self-test: norm and gate float32" in out
     assert out.rstrip().endswith("Quire is not ready.")
 
 
 def test_the_self_test_notices_attention_that_depends_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = self_test.paged_attention
+    kernels = Kernels()
+    right = kernels.attend
 
-    def wrong(q: torch.Tensor, *rest: object) -> torch.Tensor:
-        out: torch.Tensor = right(q, *rest)  # type: ignore[arg-type]
+    def wrong(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = right(q, *rest)
         return out * 1.01 if len(q) == 44 else out
 
-    monkeypatch.setattr(self_test, "paged_attention", wrong)
-    failures = self_test.check_attention(torch.float32).failures
+    monkeypatch.setattr(kernels, "attend", wrong)
+    failures = self_test.check_attention(kernels, torch.float32).failures
     assert failures == ("block size 16, chunks [128, 128, 44]", "block size 16, chunks [255, 1, 44]")
+
+
+def test_kernels_that_were_not_built_are_told_of_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(library, "built", dict)
+    monkeypatch.setattr(library.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(self_test, "run", lambda *given: [])
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "built none: only plain torch usable here none: only plain torch chosen torch" in out
+    assert "note: the compiled kernels were not built: the slower torch path runs -> install g++" in out
+
+
+def test_the_doctor_tests_the_kernels_that_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(self_test, "run", lambda *given: [])
+    assert main(["doctor", "--json", "--cpu-kernels", "torch"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels"]["chosen"] == "torch"
+    assert main(["doctor", "--cpu-kernels", "avx1024"]) == 2
+    assert "the kernels for 'avx1024' were not built" in capsys.readouterr().err
 
 
 def test_the_machine_is_read_from_cpuinfo() -> None:

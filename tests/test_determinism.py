@@ -1,14 +1,18 @@
 """The contract: a request's tokens and log-probabilities, bit for bit, whatever else the engine is doing.
 
 A product of switches: batch composition, chunk sizes, prefix cache (cold, warm, radix, hash, off), preemption
-forced by a small pool, and block size, in bf16 and fp32, with greedy and seeded requests side by side.
+forced by a small pool, block size, and threads, with greedy and seeded requests side by side. In full over the
+kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it over every other
+implementation and instruction set, quantized weights and quantized caches.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +21,55 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.ops.cpu import library
 from tests.oracle import VOCAB, save_checkpoint
 
 MAX_TOKENS = 12
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Setting(NamedTuple):
+    """A model and how it is computed: only within one of them must bits agree."""
+
+    options: Mapping[str, Any] = MappingProxyType({})
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+
+
+SETTINGS = {
+    "bfloat16": Setting(),
+    "float32": Setting(dtype=torch.float32),
+    "sliding window": Setting(window=100),
+    "int8 weights": Setting({"quantization": "int8"}),
+    "int4 weights": Setting({"quantization": "int4", "quantization_group_size": 32}),
+    "int8 cache": Setting({"kv_cache_dtype": "int8"}),
+    "fp8 cache": Setting({"kv_cache_dtype": "fp8"}, window=100),
+    "torch": Setting({"cpu_kernels": "torch"}),
+    "torch, int4 weights, int8 cache": Setting(
+        {"cpu_kernels": "torch", "quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+    ),
+    **{isa: Setting({"cpu_kernels": isa}) for isa in library.usable()[1:]},
+    **{
+        f"{isa}, int4 weights, fp8 cache": Setting(
+            {"cpu_kernels": isa, "quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "fp8"}
+        )
+        for isa in library.usable()[1:]
+    },
+}
+IN_FULL = ["bfloat16", "float32", "sliding window"]
+IN_PART = [name for name in SETTINGS if name not in IN_FULL]
+
+
+class Switches(NamedTuple):
+    """What must not change a bit. A small pool holds the longest request and little more: requests preempt others."""
+
+    block_size: int
+    prefix_cache: str
+    chunk: int
+    small_pool: bool
+    threads: int = 1
+
+
+PART = [Switches(16, "radix", 40, True), Switches(32, "hash", 2048, False, threads=2), Switches(64, "off", 173, True)]
 
 
 def prompts() -> list[list[int]]:
@@ -61,19 +110,20 @@ def run(engine: Engine, indices: list[int], first_id: int = 0, stagger: int = 0)
     return outcomes
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32", "bfloat16, sliding window"])
-def checkpoint(request, tmp_path_factory) -> Path:
-    dtype, _, windowed = request.param.partition(", ")
-    folder = tmp_path_factory.mktemp(dtype)
-    if windowed:
-        return save_checkpoint(folder, "mistral", dtype=DTYPES[dtype], num_hidden_layers=2, sliding_window=100)
-    return save_checkpoint(folder, "qwen3", dtype=DTYPES[dtype], num_hidden_layers=2)
+@pytest.fixture(scope="module", params=SETTINGS)
+def setting(request, tmp_path_factory) -> dict[str, Any]:
+    """The engine's options: a checkpoint, and how it is computed."""
+    chosen = SETTINGS[request.param]
+    architecture, more = ("mistral", {"sliding_window": chosen.window}) if chosen.window else ("qwen3", {})
+    folder = tmp_path_factory.mktemp("model")
+    save_checkpoint(folder, architecture, dtype=chosen.dtype, num_hidden_layers=2, **more)
+    return {"model": str(folder), "threads": 1, **chosen.options}
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint) -> dict[int, Outcome]:
+def alone(setting) -> dict[int, Outcome]:
     """Each prompt on its own, in one chunk, without a cache."""
-    engine = Engine(EngineConfig(model=str(checkpoint), prefix_cache="off"))
+    engine = Engine(EngineConfig(**setting, prefix_cache="off"))
     outcomes: dict[int, Outcome] = {}
     for index in range(len(prompts())):
         outcomes |= run(engine, [index])
@@ -82,41 +132,54 @@ def alone(checkpoint) -> dict[int, Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("cache", ["radix", "hash", "off"])
-def test_nothing_around_a_request_changes_its_tokens(checkpoint, alone, block_size, cache):
+def assert_switches_change_nothing(
+    setting: dict[str, Any], alone: dict[int, Outcome], product: Iterable[Switches]
+) -> None:
+    """Every prompt beside the others, at once and then one by one with a warm cache, gives what it gives alone."""
     order = list(range(len(prompts())))
     preemptions = 0
-    for chunk, small_pool in itertools.product([40, 173, 2048], [False, True]):
-        # A small pool holds the longest request and little more, so requests preempt one another.
-        blocks = 320 // block_size + 2 if small_pool else 400
+    for switches in product:
         engine = Engine(
             EngineConfig(
-                model=str(checkpoint),
-                block_size=block_size,
-                prefix_cache=cache,
-                num_kv_blocks=blocks,
+                **{**setting, "threads": switches.threads},
+                block_size=switches.block_size,
+                prefix_cache=switches.prefix_cache,
+                num_kv_blocks=320 // switches.block_size + 2 if switches.small_pool else 400,
                 max_model_len=320,
-                max_num_batched_tokens=chunk,
+                max_num_batched_tokens=switches.chunk,
                 max_num_seqs=8,
                 check_invariants=True,
             )
         )
         cold = run(engine, order)
         warm = run(engine, order[::-1], first_id=100, stagger=2)
-        where = f"chunk {chunk}, small pool {small_pool}"
-        assert cold == alone, f"cold, {where}"
-        assert warm == alone, f"warm, {where}"
-        assert (engine.stats.cached_tokens > 0) == (cache != "off")
+        assert cold == alone, f"cold, {switches}"
+        assert warm == alone, f"warm, {switches}"
+        assert (engine.stats.cached_tokens > 0) == (switches.prefix_cache != "off")
         preemptions += engine.stats.preemptions
     assert preemptions > 0
 
 
+@pytest.mark.parametrize("setting", IN_FULL, indirect=True)
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("cache", ["radix", "hash", "off"])
+def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size, cache):
+    rest = itertools.product([40, 173, 2048], [False, True])
+    product = [Switches(block_size, cache, chunk, small_pool) for chunk, small_pool in rest]
+    assert_switches_change_nothing(setting, alone, product)
+
+
+@pytest.mark.parametrize("setting", IN_PART, indirect=True)
+def test_nothing_around_a_request_changes_its_tokens_in_any_kernels_and_formats(setting, alone):
+    assert_switches_change_nothing(setting, alone, PART)
+
+
+@pytest.mark.parametrize("setting", IN_FULL, indirect=True)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_in_flight_do_not_change_tokens(checkpoint, alone, depth):
+def test_steps_in_flight_do_not_change_tokens(setting, alone, depth):
     for blocks in (22, 400):
         config = EngineConfig(
-            model=str(checkpoint), num_kv_blocks=blocks, max_model_len=320, max_num_batched_tokens=64, max_num_seqs=8
+            **setting, num_kv_blocks=blocks, max_model_len=320, max_num_batched_tokens=64, max_num_seqs=8
         )
         engine = Engine(config)
         engine._depth = depth
@@ -125,11 +188,11 @@ def test_steps_in_flight_do_not_change_tokens(checkpoint, alone, depth):
         assert run(engine, order[::-1], first_id=100, stagger=2) == alone
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks_or_company(checkpoint):
+def test_prompt_logprobs_do_not_depend_on_chunks_or_company(setting):
     prompt = prompts()[4]
 
     def score(chunk: int, company: bool) -> list[tuple[int, ...]]:
-        engine = Engine(EngineConfig(model=str(checkpoint), max_num_batched_tokens=chunk, max_num_seqs=8))
+        engine = Engine(EngineConfig(**setting, max_num_batched_tokens=chunk, max_num_seqs=8))
         if company:
             engine.add(Request(1, prompts()[3], params(0), max_tokens=40))
         engine.add(Request(0, prompt, SamplingParams(prompt_logprobs=3, seed=0).resolved(), max_tokens=1))
@@ -145,9 +208,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_company(checkpoint):
     assert score(37, company=True) == base
 
 
-def test_a_seed_gives_the_same_tokens_in_another_engine_and_another_seed_does_not(checkpoint):
+@pytest.mark.parametrize("setting", IN_FULL, indirect=True)
+def test_a_seed_gives_the_same_tokens_in_another_engine_and_another_seed_does_not(setting):
     def sample(seed: int) -> list[int]:
-        engine = Engine(EngineConfig(model=str(checkpoint)))
+        engine = Engine(EngineConfig(**setting))
         engine.add(Request(0, prompts()[3], SamplingParams(seed=seed, temperature=1.0).resolved(), max_tokens=30))
         tokens: list[int] = []
         while not engine.idle:

@@ -65,7 +65,16 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "data type of weights and KV; auto is the checkpoint's"
     )
+    quantization: Literal["int8", "int4"] | None = option(
+        None, "quantize the linear layers' weights as they are loaded; int4 keeps the head in int8; default: as stored"
+    )
+    quantization_group_size: Literal[32, 64, 128] | None = option(
+        None, "int4: inputs that share a scale, default 64; smaller is more exact and larger in memory"
+    )
     device: Literal["cpu"] = option("cpu", "where the model runs")
+    cpu_kernels: Literal["auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot"] = option(
+        "auto", "instruction set of the compiled kernels, or torch for none; auto: the fastest that runs here"
+    )
     threads: int | None = option(
         None, "threads of a step; default: one a core, fewer for a small model", low=1, high=1024
     )
@@ -73,6 +82,9 @@ class EngineConfig:
         None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1, high=2**40
     )
     block_size: Literal[16, 32, 64, 128, 256] = option(16, "tokens a KV block")
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = option(
+        "auto", "how KV is stored: the model's data type, or 8-bit codes with a scale a token and head (fp8: e4m3)"
+    )
     num_kv_blocks: int | None = option(None, "KV blocks, in place of what the memory plan finds", low=2, high=2**40)
     kv_cache_memory: str | None = option(None, "memory for KV, e.g. 4GiB; default: a fair share of what is free")
     prefix_cache: Literal["radix", "hash", "off"] = option(
@@ -104,6 +116,11 @@ class EngineConfig:
             raise ConfigError("model is empty; give a folder, org/name, or 'demo'")
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
+        if self.quantization == "int8" and self.quantization_group_size is not None:
+            raise ConfigError(
+                f"quantization_group_size={self.quantization_group_size} is for int4, but quantization=int8 has one "
+                "scale an output; leave the group size out, or choose int4"
+            )
         self._check_budgets()
 
     def _check_budgets(self) -> None:

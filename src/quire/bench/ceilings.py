@@ -2,8 +2,9 @@
 
 A step reads its weights and its requests' keys and values at least once, and does at least the multiplications
 of the model. So it takes no less than its bytes over the machine's read rate, nor than its operations over the
-machine's matrix rate. Both rates are measured, by this process, with the threads that the engine uses. A model
-so small that the processor's caches hold it can beat the read rate, which is that of memory.
+machine's matrix rate. A quantized model's products are those of 8-bit integers, which have a rate of their own;
+attention has that of the model's data type. All rates are measured, by this process, with the threads that the
+engine uses. A model so small that the processor's caches hold it can beat the read rate, which is that of memory.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from quire.bench.cells import Cell, Timing, shape_of
 from quire.models.model import Model
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
 
 READ_BYTES = 512 * 2**20
 """Far more than any cache holds."""
@@ -24,24 +28,43 @@ READ_BYTES = 512 * 2**20
 SQUARE = 2048
 """Rows and columns of the matrices: large enough for the full rate, small enough for a quick look."""
 
+INT8_SQUARE = 1024
+"""The same of 8-bit integers, whose products are done sooner."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the machine does at best, with `threads` threads: bytes and floating-point operations per second."""
+    """What the machine does at best, with `threads` threads: bytes and operations per second.
+
+    A multiplication and its addition are two operations. `matrix_rate` is that of the model's data type.
+    """
 
     threads: int
     read_rate: float
     matrix_rate: float
+    int8_rate: float
 
 
 def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7) -> Machine:
-    """Read rate of a long sum, and the rate of a matrix product in `dtype`: each the best of `repeat`."""
+    """Read rate of a long sum, and the rates of matrix products in `dtype` and int8: each the best of `repeat`.
+
+    The rate of int8 is at least that of `dtype`, whose product could be taken in its place.
+    """
     torch.set_num_threads(threads)
     big = torch.ones(READ_BYTES // 4)
     read = READ_BYTES / _best(big.sum, repeat)
     x, weight = (torch.randn(SQUARE, SQUARE).to(dtype) for _ in range(2))
     matrix = 2 * SQUARE**3 / _best(lambda: torch.nn.functional.linear(x, weight), repeat)
-    return Machine(threads, read, matrix)
+    return Machine(threads, read, matrix, max(matrix, _int8_rate(2 * repeat)))
+
+
+def _int8_rate(repeat: int) -> float:
+    """Rate of a product of 8-bit integers with sums of 32 bits; 0 where torch (whose private API it is) has none."""
+    x, weight = (torch.randint(-127, 128, (INT8_SQUARE, INT8_SQUARE), dtype=torch.int8) for _ in range(2))
+    try:
+        return 2 * INT8_SQUARE**3 / _best(lambda: torch._int_mm(x, weight), repeat)
+    except (AttributeError, RuntimeError):
+        return 0.0
 
 
 def _best(call: Callable[[], object], repeat: int) -> float:
@@ -55,6 +78,14 @@ def _best(call: Callable[[], object], repeat: int) -> float:
     return min(times)
 
 
+class Cost(NamedTuple):
+    """What a step cannot do without: bytes that are read, operations of the products with weights and of attention."""
+
+    num_bytes: int
+    products: int
+    attention: int
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a model asks of a machine.
@@ -66,6 +97,7 @@ class Work:
         kv_bytes: of one token's keys and values in one layer.
         attention_ops: operations of one token against one earlier one in one layer.
         windows: per layer, how many tokens back it sees; None where all.
+        int8_products: the products with weights are those of 8-bit integers.
     """
 
     weight_bytes: int
@@ -74,10 +106,11 @@ class Work:
     kv_bytes: int
     attention_ops: int
     windows: tuple[int | None, ...]
+    int8_products: bool = False
 
     @classmethod
-    def of(cls, model: Model) -> Work:
-        """The work of a loaded model."""
+    def of(cls, model: Model, kv_bytes_per_token: int) -> Work:
+        """The work of a loaded model, whose cache takes that many bytes a token in all layers."""
         config = model.config
         table = config.vocab_size * config.layer.hidden_size
         tables = table if config.tie_word_embeddings else 2 * table
@@ -85,26 +118,33 @@ class Work:
             weight_bytes=model.weight_bytes,
             body_parameters=model.num_parameters - tables,
             head_parameters=table,
-            kv_bytes=2 * model.num_kv_heads * model.head_dim * model.dtype.itemsize,
+            kv_bytes=kv_bytes_per_token // model.num_layers,
             attention_ops=4 * config.layer.num_heads * model.head_dim,
             windows=model.windows,
+            int8_products=model.quantization is not None,
         )
 
     def seen(self, context: int) -> int:
         """Tokens that the last of `context` tokens attends to, itself included, summed over the layers."""
         return sum(context if window is None else min(context, window) for window in self.windows)
 
-    def step(self, batch: int, context: int) -> tuple[int, int]:
-        """(bytes, operations) of a step that decodes one token for each of `batch` requests."""
+    def step(self, batch: int, context: int) -> Cost:
+        """Of a step that decodes one token for each of `batch` requests."""
         seen = batch * self.seen(context)
         products = 2 * batch * (self.body_parameters + self.head_parameters)
-        return self.weight_bytes + seen * self.kv_bytes, products + seen * self.attention_ops
+        return Cost(self.weight_bytes + seen * self.kv_bytes, products, seen * self.attention_ops)
 
-    def prompts(self, batch: int, prompt: int) -> tuple[int, int]:
-        """(bytes, operations) of computing `batch` whole prompts, with one sampled token each, in one step."""
+    def prompts(self, batch: int, prompt: int) -> Cost:
+        """Of computing `batch` whole prompts, with one sampled token each, in one step."""
         products = 2 * batch * (prompt * self.body_parameters + self.head_parameters)
         seen = batch * sum(self.seen(context) for context in range(1, prompt + 1))
-        return self.weight_bytes + batch * self.seen(prompt) * self.kv_bytes, products + seen * self.attention_ops
+        num_bytes = self.weight_bytes + batch * self.seen(prompt) * self.kv_bytes
+        return Cost(num_bytes, products, seen * self.attention_ops)
+
+
+def work_of(llm: LLM) -> Work:
+    """The work of an engine's model, with its cache as it is stored."""
+    return Work.of(llm.model, llm.memory_plan.kv_bytes_per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +154,17 @@ class Ceilings:
     work: Work
     machine: Machine
 
-    def seconds(self, work: tuple[int, int]) -> float:
-        """Least time for (bytes, operations)."""
-        num_bytes, ops = work
-        return max(num_bytes / self.machine.read_rate, ops / self.machine.matrix_rate)
+    def seconds(self, cost: Cost) -> float:
+        """Least time of a step."""
+        return max(self._reading(cost), self._computing(cost))
+
+    def _reading(self, cost: Cost) -> float:
+        return cost.num_bytes / self.machine.read_rate
+
+    def _computing(self, cost: Cost) -> float:
+        machine = self.machine
+        rate = machine.int8_rate if self.work.int8_products else machine.matrix_rate
+        return cost.products / rate + cost.attention / machine.matrix_rate
 
     def prefill_seconds(self, cell: Cell) -> float:
         """Least time of the run for one token a request."""
@@ -129,8 +176,8 @@ class Ceilings:
 
     def decode_bound(self, cell: Cell) -> str:
         """Which rate limits the last decode step: "memory" or "compute"."""
-        num_bytes, ops = self.work.step(cell.batch, cell.prompt + cell.output - 1)
-        return "memory" if num_bytes / self.machine.read_rate >= ops / self.machine.matrix_rate else "compute"
+        cost = self.work.step(cell.batch, cell.prompt + cell.output - 1)
+        return "memory" if self._reading(cost) >= self._computing(cost) else "compute"
 
 
 def record(cell: Cell, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:

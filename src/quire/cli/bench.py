@@ -143,16 +143,15 @@ def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
 
 def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> list[Cell]:
     """Run and report each cell; returns those that were refused."""
-    from quire.bench.ceilings import Ceilings, Work, measure_machine, record
+    from quire.bench.ceilings import Ceilings, measure_machine, record, work_of
     from quire.bench.cells import measure, refusal, shape_of, warm_up
     from quire.cli.terminal import loading
 
-    model = llm.model
     with loading("machine") as on_load:
         if on_load:
             on_load("measuring its ceilings", 0.0)
-        machine = measure_machine(model.dtype, llm.threads)
-    ceilings = Ceilings(Work.of(model), machine)
+        machine = measure_machine(llm.model.dtype, llm.threads)
+    ceilings = Ceilings(work_of(llm), machine)
     report.machine(machine)
     warm_up(llm)
     refused = []
@@ -206,14 +205,23 @@ class Report:
             "engine": "quire",
             "model": model,
             "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "quantization": None if llm.model.quantization is None else str(llm.model.quantization),
             "startup_s": round(startup, 2),
         }
 
     def machine(self, machine: Machine) -> None:
         """What the shares are of."""
-        read, matrix = round(machine.read_rate / 1e9, 1), round(machine.matrix_rate / 1e9, 1)
-        self._common |= {"threads": machine.threads, "read_gb_s": read, "matrix_gflop_s": matrix}
-        ceilings = f"{read} GB/s read, {matrix:,} GFLOP/s with {machine.threads} threads"
+        read, matrix, int8 = (
+            round(rate / 1e9, 1) for rate in (machine.read_rate, machine.matrix_rate, machine.int8_rate)
+        )
+        self._common |= {
+            "threads": machine.threads,
+            "read_gb_s": read,
+            "matrix_gflop_s": matrix,
+            "int8_gop_s": int8,
+        }
+        rates = f"{read} GB/s read, {matrix:,} GFLOP/s {self._common['dtype']}, {int8:,} GOP/s int8"
+        ceilings = f"{rates} with {machine.threads} threads"
         print(f"Started in {self._common['startup_s']} s. Ceilings: {ceilings}.", file=self._table)
         self._row(self.HEADINGS)
 

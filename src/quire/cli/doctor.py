@@ -24,9 +24,10 @@ INSTRUCTION_SETS = (
     "amx_bf16",
     "amx_int8",
     "asimd",
+    "asimddp",
     "bf16",
 )
-"""Flags of /proc/cpuinfo that the kernels can make use of; the last two are ARM's."""
+"""Flags of /proc/cpuinfo that torch or the kernels can make use of; the last three are ARM's."""
 
 PACKAGES = (
     "torch",
@@ -53,9 +54,11 @@ class Problem(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `quire doctor`."""
-    parser.usage = "quire doctor [--json] [--threads N]"
+    parser.usage = "quire doctor [--json] [--cpu-kernels NAME]"
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--threads", type=int, default=None, metavar="N", help="threads of the self-test")
+    parser.add_argument(
+        "--cpu-kernels", default="auto", metavar="NAME", help="test these kernels: an instruction set, torch, or auto"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     }
     problems = missing_packages(versions)
     if not any(problem.fatal for problem in problems):
-        report |= _of_torch(args.threads)
+        report |= _of_torch(args.cpu_kernels)
+        problems += lost_kernels()
         problems += slow_instruction_sets(report["machine"]["instruction_sets"])
         problems += _failed(report)
     report["problems"] = [msgspec.to_builtins(problem) for problem in problems]
@@ -150,30 +154,43 @@ def slow_instruction_sets(present: list[str]) -> list[Problem]:
     ]
 
 
-def _of_torch(threads: int | None) -> dict[str, Any]:
-    """Threads, kernels, self-test and demo model: all that needs torch."""
+def lost_kernels() -> list[Problem]:
+    """Compiled kernels that this machine could run, and that are not there."""
+    from quire.ops.cpu import library
+
+    lost = library.missed()
+    return [Problem(lost.what, lost.remedy)] if lost else []
+
+
+def _of_torch(cpu_kernels: str) -> dict[str, Any]:
+    """Threads, kernels, self-test and demo model: all that needs torch.
+
+    Raises:
+        ConfigError: these kernels were not built, or this machine cannot run them.
+    """
     import torch
 
     from quire.models.hub import resolve
-    from quire.ops import attention_plan, self_test
-    from quire.ops.linear import can_pack
+    from quire.ops import choose_kernels, self_test
+    from quire.ops.cpu import library
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    cpu = torch.device("cpu")
-    kernels = {
-        f"linear {name}": "oneDNN, packed weights" if can_pack(dtype, cpu) else "torch, tiles of fixed height"
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16))
-    }
-    kernels["attention"] = f"torch, tiles of {attention_plan.KEY_TILE} keys"
+    kernels = choose_kernels(cpu_kernels)
     demo = resolve("demo") / "model.safetensors"
     return {
         "threads": torch.get_num_threads(),
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "kernels": kernels,
+        "kernels": {
+            "built": list(library.built()),
+            "usable": library.usable(),
+            "chosen": kernels.name,
+            "described": {
+                str(dtype).removeprefix("torch."): kernels.describe(dtype)
+                for dtype in (torch.bfloat16, torch.float16, torch.float32)
+            },
+        },
         "self_test": [
             {"name": check.name, "cases": check.cases, "passed": check.passed, "failures": list(check.failures)}
-            for check in self_test.run()
+            for check in self_test.run(kernels)
         ],
         "demo_model": {"path": str(demo), "present": demo.is_file()},
     }
@@ -200,7 +217,7 @@ def _print(report: dict[str, Any], problems: list[Problem]) -> None:
     versions = report["versions"].items()
     print_table("Versions", [(name, version or "not installed") for name, version in versions], stderr=False)
     if "kernels" in report:
-        print_table("Kernels", report["kernels"].items(), stderr=False)
+        print_table("Kernels", _kernel_rows(report["kernels"]), stderr=False)
         print_table("Row-invariance self-test", [_check_row(check) for check in report["self_test"]], stderr=False)
     for problem in problems:
         print(f"{'PROBLEM' if problem.fatal else 'note'}: {problem.what}\n  -> {problem.remedy}")
@@ -223,6 +240,15 @@ def _machine_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             ("demo model", "present" if demo["present"] else f"missing: {demo['path']}"),
         ]
     return rows
+
+
+def _kernel_rows(kernels: dict[str, Any]) -> list[tuple[str, str]]:
+    names = [("built", kernels["built"]), ("usable here", kernels["usable"]), ("chosen", [kernels["chosen"]])]
+    rows = [(name, ", ".join(sets) or "none: only plain torch") for name, sets in names]
+    texts: dict[str, list[str]] = {}  # data types that have the same description stand in one row
+    for dtype, text in kernels["described"].items():
+        texts.setdefault(text, []).append(dtype)
+    return rows + [(", ".join(dtypes), text) for text, dtypes in texts.items()]
 
 
 def _check_row(check: dict[str, Any]) -> tuple[str, str]:

@@ -21,13 +21,12 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult
 from quire.errors import EngineClosedError
-from quire.models.checkpoint import resolve
+from quire.models.checkpoint import content_hash, resolve
 from quire.models.fields import Fields
 from quire.models.registry import load_model
-from quire.ops import KVCache
+from quire.ops import KVCache, choice_note, choose_kernels
 from quire.runner.memory_plan import MemoryPlan, free_memory, plan_memory
 from quire.runner.model_runner import ModelRunner
 
@@ -121,7 +120,16 @@ class Engine:
         self.config = config
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
-        self.model = load_model(self.path, config.dtype, lambda done, total: report("loading weights", done / total))
+        kernels = choose_kernels(config.cpu_kernels)
+        loading = f"quantizing weights to {config.quantization}" if config.quantization else "loading weights"
+        self.model = load_model(
+            self.path,
+            config.dtype,
+            lambda done, total: report(loading, done / total),
+            kernels,
+            config.quantization,
+            config.quantization_group_size,
+        )
         self.threads = config.threads or self._enough_threads()
         report("planning memory", 1.0)
         self.memory_plan: MemoryPlan = plan_memory(config, self.model, free_memory())
@@ -134,7 +142,13 @@ class Engine:
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
         model, plan = self.model, self.memory_plan
         self.kv_cache = KVCache(
-            plan.num_blocks, model.num_layers, model.num_kv_heads, model.head_dim, plan.block_size, model.dtype
+            plan.num_blocks,
+            model.num_layers,
+            model.num_kv_heads,
+            model.head_dim,
+            plan.block_size,
+            model.dtype,
+            config.kv_cache_dtype,
         )
         runner = ModelRunner(model, self.kv_cache, plan.logit_rows, self.threads)
         self.executor: Executor = InlineExecutor(runner)
@@ -156,7 +170,7 @@ class Engine:
 
     def _own_notes(self) -> list[str]:
         """What a user should know of options that act otherwise than their names say."""
-        notes = []
+        notes = [note] if (note := choice_note(self.config.cpu_kernels)) else []
         changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
         if changed:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
@@ -168,8 +182,8 @@ class Engine:
 
     def _kv_manager(self) -> KVManager:
         config = self.config
-        checkpoint = fingerprint.checkpoint(self.path)
-        root = f"{checkpoint}|{self.model.dtype}|block={config.block_size}|layout=1"
+        precision = f"{self.model.precision}|kv={config.kv_cache_dtype}"
+        root = f"{content_hash(self.path)}|{precision}|block={config.block_size}|layout=1"
         hasher = BlockHasher(secrets.token_bytes(32), root)
         return KVManager(
             self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, self.model.retention

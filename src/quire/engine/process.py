@@ -115,13 +115,14 @@ class EngineProcess:
         from quire.engine import fingerprint
 
         engine, plan, model = self.engine, self.engine.memory_plan, self.engine.model
+        how = model.quantization
         return wire.EngineInfo(
             boot=self._start.boot,
             path=str(engine.path),
             architecture=type(model).__name__,
             dtype=str(model.dtype).removeprefix("torch."),
             kernels=model.kernels.describe(model.dtype),
-            fingerprint=fingerprint.system(engine.path, model),
+            fingerprint=fingerprint.system(engine.path, model, engine.config.kv_cache_dtype),
             threads=engine.threads,
             vocab_size=model.vocab_size,
             max_model_len=engine.max_model_len,
@@ -141,6 +142,8 @@ class EngineProcess:
                 "max_model_len": engine.max_model_len,
                 "num_kv_blocks": plan.num_blocks,
                 "dtype": str(model.dtype).removeprefix("torch."),
+                "quantization": how.scheme if how else None,
+                "quantization_group_size": how.group if how else None,
             },
             startup_seconds=time.monotonic() - self._began,
         )

@@ -13,7 +13,7 @@ import torch
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
+from quire.ops import HeadNorm, Kernels, KVCache, LayerParts, RaggedBatch
 
 
 class LayerWeights(Protocol):
@@ -103,6 +103,24 @@ class DecoderLayer:
         self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
         self.gate_up = weights.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
         self.down = weights.linear("mlp.down_proj", bias=config.mlp_bias)
+        self._whole = weights.kernels.whole_layer(self._parts(config.num_heads))
+
+    def _parts(self, heads: int) -> LayerParts:
+        attention = self.attention
+        return LayerParts(
+            input_norm=self.input_norm.weight,
+            post_attention_norm=self.post_attention_norm.weight,
+            eps=self.input_norm.eps,
+            qkv=self.qkv.product,
+            output=self.output.product,
+            gate_up=self.gate_up.product,
+            down=self.down.product,
+            head_norm=attention.norm,
+            heads=heads,
+            scale=attention.scale,
+            window=attention.window,
+            layer=attention.layer,
+        )
 
     def __call__(
         self,
@@ -122,6 +140,9 @@ class DecoderLayer:
         Returns:
             (x, residual) for the next layer.
         """
+        if self._whole is not None:
+            kv.pulse[0] += 1
+            return self._whole(x, residual, tables, kv, batch)
         if x is None:
             x = self.input_norm(residual)
         else:

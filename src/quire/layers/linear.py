@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops import PackedWeight
+from quire.ops import Product
 
 
 class Linear:
     """`y = x W^T + b`, each row's bits independent of the other rows.
 
     Args:
-        weight: packed [out, in], as `Kernels.pack` gives it.
+        weight: packed [out, in], as `Kernels.pack` or `Kernels.pack_quantized` gives it.
     """
 
-    def __init__(self, weight: PackedWeight) -> None:
-        self._weight = weight
+    def __init__(self, weight: Product) -> None:
+        self.product = weight
         self.in_features = weight.in_features
         self.out_features = weight.out_features
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """x: [rows, in]. Returns [rows, out] in `out_dtype`, x's unless said."""
-        return self._weight.matmul(x, out_dtype)
+        return self.product.matmul(x, out_dtype)

@@ -6,8 +6,10 @@ Nothing of it is ever run, and no tensor is read before its header has been chec
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
+import blake3
 import torch
 
 from quire.errors import (
@@ -22,11 +24,12 @@ from quire.models.fields import Fields, has_file
 from quire.models.hub import resolve
 from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor, read_header
 
-__all__ = ["Checkpoint", "choose_dtype", "resolve"]
+__all__ = ["Checkpoint", "choose_dtype", "content_hash", "resolve"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20
+HASH_SAMPLES, HASH_SAMPLE_BYTES = 64, 4096
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -56,9 +59,28 @@ class Checkpoint:
         self.generation = Fields.read(folder / "generation_config.json")
         self.entries = _read_entries(folder)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
         """A tensor as a view of its mapped file: pages are read when touched, and freed with the view."""
-        return map_tensor(self.entries[name])
+        return map_tensor(self.entries[name], dtypes)
+
+
+def content_hash(folder: Path) -> str:
+    """A hash of a checkpoint: its configuration, and each weight file's length, head, tail and samples between.
+
+    Hashing gigabytes whole would take seconds at every start. Files that differ between the samples alone are
+    not told apart.
+    """
+    hasher = blake3.blake3()
+    for path in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        hasher.update(f"{path.name}|{size}|".encode())
+        with path.open("rb") as file:
+            for index in range(HASH_SAMPLES + 1):
+                file.seek(max(0, size - HASH_SAMPLE_BYTES) * index // HASH_SAMPLES)
+                hasher.update(file.read(HASH_SAMPLE_BYTES))
+    return hasher.hexdigest(length=16)
 
 
 def choose_dtype(checkpoint: Checkpoint, requested: str) -> tuple[torch.dtype, str | None]:
@@ -82,8 +104,9 @@ def choose_dtype(checkpoint: Checkpoint, requested: str) -> tuple[torch.dtype, s
     if field in fields:
         dtype = DTYPES[fields.choice(field, DTYPES)]
     else:
-        largest = max(checkpoint.entries.values(), key=lambda entry: entry.num_bytes)
-        dtype = FLOAT_DTYPES.get(largest.dtype, torch.float32)
+        floats = [entry for entry in checkpoint.entries.values() if entry.dtype in FLOAT_DTYPES]
+        largest = max(floats, key=lambda entry: entry.num_bytes, default=None)
+        dtype = torch.float32 if largest is None else FLOAT_DTYPES[largest.dtype]
     if dtype == torch.float16:
         return torch.float32, (
             "the checkpoint is fp16; computing in float32, which holds its weights exactly and is faster "

@@ -111,6 +111,13 @@ class Fields:
             raise self.error(name, " or ".join(repr(item) for item in sorted(allowed)))
         return value
 
+    def text(self, name: str) -> str:
+        """A string, which is required."""
+        value = self._values.get(name)
+        if not isinstance(value, str):
+            raise self.error(name, "a string")
+        return value
+
     def strings(self, name: str) -> list[str] | None:
         """A list of strings, or None where there is none."""
         value = self._values.get(name)

@@ -17,7 +17,8 @@ class Model(ABC):
 
     Attributes:
         config: what config.json says.
-        dtype: of weights, activations and KV.
+        dtype: of activations and KV, and of weights that are not quantized.
+        quantization: how the linear layers are quantized; None: they are not.
         kernels: the implementation that computes it.
         vocab_size: ids run from 0 to vocab_size - 1.
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
@@ -35,6 +36,7 @@ class Model(ABC):
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         self.config = config
         self.dtype = dtype = weights.dtype
+        self.quantization = weights.quantization
         self.kernels = weights.kernels
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
@@ -46,6 +48,12 @@ class Model(ABC):
         self.num_parameters = sum(math.prod(shape) for shape in config.tensor_shapes().values())
         table = 0 if config.tie_word_embeddings else config.vocab_size * config.layer.hidden_size
         self.weight_bytes = (self.num_parameters - table) * dtype.itemsize
+
+    @property
+    def precision(self) -> str:
+        """How its numbers are held, in words: whatever changes them changes this."""
+        name = str(self.dtype).removeprefix("torch.")
+        return name if self.quantization is None else f"{name}, weights {self.quantization}"
 
     @property
     def retention(self) -> int | None:

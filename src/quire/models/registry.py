@@ -10,8 +10,10 @@ from quire.errors import UnknownArchitectureError
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.fields import Fields
 from quire.models.model import Model
+from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Weights
-from quire.ops import Kernels, choose_kernels
+from quire.ops import Kernels, Quantization, choose_kernels
+from quire.ops.quantized import Scheme
 
 ARCHITECTURES = {
     "LlamaForCausalLM": ("quire.models.llama", "Llama"),
@@ -23,7 +25,12 @@ ARCHITECTURES = {
 
 
 def load_model(
-    path: Path | str, dtype: str = "auto", progress: Progress | None = None, kernels: Kernels | None = None
+    path: Path | str,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    kernels: Kernels | None = None,
+    quantization: Scheme | None = None,
+    group: int | None = None,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -32,22 +39,42 @@ def load_model(
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         progress: told (bytes read, bytes in all) as loading goes on.
         kernels: what computes it; the best that this machine has, unless said.
+        quantization: quantize its linear layers; None: take them as they are, in a quantized folder quantized.
+        group: int4: inputs that share a scale; None: the default.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
+        ConfigError: quantization is not possible as asked for.
     """
     checkpoint = Checkpoint(Path(path))
+    record = read_record(checkpoint.folder)
+    how = choose_quantization(checkpoint.folder, record, quantization, group)
+    model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored=record is not None)
+    return model
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    dtype: str,
+    progress: Progress | None,
+    kernels: Kernels,
+    quantization: Quantization | None,
+    stored: bool = False,
+) -> tuple[Model, Weights]:
+    """The model and what it was made of: see `load_model` and `Weights`."""
     name = _architecture(checkpoint.config)
     module, class_name = ARCHITECTURES[name]
     model_class = getattr(importlib.import_module(module), class_name)
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     config = model_class.read_config(checkpoint.config, checkpoint.generation)
-    kernels = kernels or choose_kernels()
+    tied = config.tie_word_embeddings
     shapes = config.tensor_shapes()
-    weights = Weights(checkpoint, shapes, compute_dtype, kernels, config.tie_word_embeddings, progress)
+    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored)
     model: Model = model_class(config, weights)
+    weights.check_all_taken()
+    model.weight_bytes -= weights.bytes_saved()
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
-    return model
+    return model, weights
 
 
 def _architecture(fields: Fields) -> str:

@@ -1,4 +1,4 @@
-"""Reading safetensors: a header that is checked before it is used, and tensors as views of the mapped file.
+"""Safetensors: a header that is checked before it is used, tensors as views of the mapped file, and writing.
 
 Format: eight bytes of header length (little-endian), a JSON object {name: {dtype, shape, data_offsets}}, then
 the data, without holes (https://huggingface.co/docs/safetensors). Each tensor gets a mapping of its own, so
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -30,6 +31,13 @@ ITEM_BYTES = {
 }  # fmt: skip
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that weights may have."""
+PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F32": torch.float32, "F16": torch.float16}
+"""The types of quantized weights' tensors."""
+
+ALIGNMENT = 64
+"""A written file's tensors begin at multiples of this, as vectors are loaded fastest."""
+WRITE_BYTES = 16 << 20
+"""Bytes that are written at a time: progress is told between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +88,23 @@ def _read_raw_header(file: Path) -> tuple[int, int, bytes]:
         return size, length, stream.read(length)
 
 
-def map_tensor(entry: TensorEntry) -> torch.Tensor:
+def map_tensor(entry: TensorEntry, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
     """The tensor as a view of the mapped file: pages are read when touched, and unmapped with the tensor.
 
     The mapping is private, so a write would never reach the file.
 
+    Args:
+        dtypes: the types that it may have.
+
     Raises:
-        TensorDtypeError: the tensor is not fp32, fp16 or bf16.
+        TensorDtypeError: it has another type.
         CheckpointError: the file can no longer be read, or has become shorter.
     """
-    dtype = FLOAT_DTYPES.get(entry.dtype)
+    dtype = dtypes.get(entry.dtype)
     if dtype is None:
         raise TensorDtypeError(
             f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype}; Quire reads "
-            f"{', '.join(sorted(FLOAT_DTYPES))}. Use a checkpoint that is not quantized."
+            f"{', '.join(sorted(dtypes))}. Use a checkpoint that is not quantized."
         )
     if entry.num_bytes == 0:
         return torch.empty(entry.shape, dtype=dtype)
@@ -108,6 +119,38 @@ def map_tensor(entry: TensorEntry) -> torch.Tensor:
         data = bytearray(view[skip:])
         return torch.frombuffer(data, dtype=dtype).view(entry.shape)
     return torch.frombuffer(view, dtype=dtype, count=math.prod(entry.shape), offset=skip).view(entry.shape)
+
+
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor], progress: Callable[[int, int], None]) -> None:
+    """Write a new file.
+
+    Tensors of a multiple of `ALIGNMENT` bytes come first, and the header is padded, so that they are all aligned:
+    a mapped file's can then be computed with where they lie.
+
+    Args:
+        tensors: contiguous ones, of any of the types that are read.
+        progress: told (bytes written, bytes in all) as it goes on.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
+    names = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES).items()}
+    ordered = sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNMENT > 0)
+    entries: dict[str, Any] = {}
+    total = 0
+    for name, tensor in ordered:
+        offsets = [total, total + tensor.nbytes]
+        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        total += tensor.nbytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % ALIGNMENT)
+    written = 0
+    with file.open("xb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        for _, tensor in ordered:
+            for part in torch.split(tensor.detach().flatten().view(torch.uint8), WRITE_BYTES):
+                written += stream.write(part.numpy().data)
+                progress(written, total)
 
 
 def _corrupt(file: Path, what: str) -> CorruptSafetensorsError:

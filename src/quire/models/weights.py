@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from quire.errors import MissingTensorError, TensorDtypeError, TensorShapeError, UnexpectedTensorError
+from quire.errors import (
+    CheckpointError,
+    MissingTensorError,
+    TensorDtypeError,
+    TensorShapeError,
+    UnexpectedTensorError,
+)
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.checkpoint import Checkpoint
+from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
 from quire.models.safetensors_file import FLOAT_DTYPES
-from quire.ops import Kernels
+from quire.ops import Kernels, Quantization, QuantizedWeight
+from quire.ops.quantized import layout
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -33,11 +41,16 @@ class Weights:
 
     Args:
         checkpoint: where they lie.
-        shapes: every tensor that the model needs, by name.
+        shapes: every tensor that the model has before it is quantized, by name.
         dtype: what they are converted to.
         kernels: the implementation that the layers are made for.
         tied: the head is the embedding table.
         progress: told how far loading is.
+        quantization: how the linear layers are quantized; None: they are not.
+        stored: the checkpoint holds them quantized; otherwise they are quantized as they are read.
+
+    Attributes:
+        products: every quantized weight that was asked for, by the name of its product.
 
     Raises:
         MissingTensorError, TensorShapeError, TensorDtypeError, UnexpectedTensorError: the checkpoint is not
@@ -52,14 +65,21 @@ class Weights:
         kernels: Kernels,
         tied: bool,
         progress: Progress | None = None,
+        quantization: Quantization | None = None,
+        stored: bool = False,
     ) -> None:
-        self.dtype, self.kernels = dtype, kernels
-        self._checkpoint = checkpoint
+        self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
+        self.products: dict[str, QuantizedWeight] = {}
+        self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
         self._progress = progress
-        _check_missing(checkpoint, shapes)
-        _check_shapes(checkpoint, shapes)
-        _check_left_over(checkpoint, shapes, tied)
-        self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in shapes)
+        plain = {name: shape for name, shape in shapes.items() if not stored or is_plain(name, shape)}
+        _check_missing(checkpoint, plain)
+        _check_shapes(checkpoint, plain)
+        if quantization is not None and not stored:
+            _check_quantization(checkpoint, shapes, quantization)
+        packed = [name for name in checkpoint.entries if stored and name.endswith((PACKED, SCALES))]
+        _check_left_over(checkpoint, {*plain, *packed}, tied)
+        self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in (*plain, *packed))
         self._bytes_read = 0
         self._taken: set[str] = set()
 
@@ -70,18 +90,56 @@ class Weights:
     def as_stored(self, name: str) -> torch.Tensor:
         """A tensor as a view of the file, in the file's type."""
         tensor = self._checkpoint.tensor(name)
-        if name not in self._taken:
-            self._taken.add(name)
-            self._bytes_read += self._checkpoint.entries[name].num_bytes
-            if self._progress is not None:
-                self._progress(self._bytes_read, self._bytes_total)
+        self._count(name)
         return tensor
+
+    def _count(self, *names: str) -> None:
+        """These tensors have been read."""
+        for name in names:
+            if name not in self._taken:
+                self._taken.add(name)
+                self._bytes_read += self._checkpoint.entries[name].num_bytes
+        if self._progress is not None:
+            self._progress(self._bytes_read, self._bytes_total)
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
         """The product with a weight; with several that read the same input, their outputs side by side."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        return Linear(self.kernels.pack(_joined(weights), None if biases is None else _joined(biases)))
+        joined_bias = None if biases is None else _joined(biases)
+        if self.quantization is None:
+            weight = _joined([self.tensor(f"{name}.weight") for name in names])
+            return Linear(self.kernels.pack(weight, joined_bias))
+        how = _how(f"{names[0]}.weight", self.quantization)
+        product = product_name(names)
+        quantized = self._read(names, product, how) if self._stored else self._quantized(names, product, how)
+        self.products[product] = quantized
+        return Linear(self.kernels.pack_quantized(quantized, joined_bias))
+
+    def _read(self, names: Sequence[str], product: str, how: Quantization) -> QuantizedWeight:
+        shapes = [self._shapes[f"{name}.weight"] for name in names]
+        quantized = read_weight(self._checkpoint, product, how, sum(shape[0] for shape in shapes), shapes[0][1])
+        self._count(product + PACKED, product + SCALES)
+        return quantized
+
+    def _quantized(self, names: Sequence[str], product: str, how: Quantization) -> QuantizedWeight:
+        """Quantized from the numbers as they are stored, so that the data type of the computation plays no part."""
+        weight = _joined([self.as_stored(f"{name}.weight") for name in names])
+        try:
+            return self.kernels.quantize(weight, how)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._checkpoint.folder}: {product}.weight cannot be {how}: {error}") from error
+
+    def check_all_taken(self) -> None:
+        """Once the model stands: no packed tensor is left for which it has no place."""
+        left = sorted(name for name in self._checkpoint.entries if self._stored and name not in self._taken)
+        left = [name for name in left if name.endswith((PACKED, SCALES))]
+        if left:
+            raise _no_place(self._checkpoint, left)
+
+    def bytes_saved(self) -> int:
+        """How many bytes less the quantized weights have than in the data type of the computation."""
+        sizes = (w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in self.products.values())
+        return sum(sizes)
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """A norm."""
@@ -113,6 +171,16 @@ class WeightsUnder:
         return self._weights.norm(self._prefix + name, eps)
 
 
+def is_plain(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor stays as it is in a quantized model: norms, biases, and the embedding table."""
+    return len(shape) == 1 or name == EMBEDDING
+
+
+def _how(name: str, quantization: Quantization) -> Quantization:
+    """How one weight of a quantized model is quantized."""
+    return quantization.of_head() if name in (EMBEDDING, HEAD) else quantization
+
+
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -126,6 +194,8 @@ def _check_missing(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
     missing = [name for name in shapes if name not in checkpoint.entries]
     if missing:
         hint = " If the head is the embedding table, say tie_word_embeddings: true." if missing == [HEAD] else ""
+        if any(name.endswith(PACKED) for name in checkpoint.entries):
+            hint = f" Its tensors are quantized: copy {RECORD_FILE}, which belongs to them, too."
         raise MissingTensorError(
             f"{checkpoint.folder}: {len(missing)} of the {len(shapes)} tensors that config.json implies are "
             f"missing: {_listed(missing)}. Is the download complete, and config.json its own?{hint}"
@@ -151,8 +221,17 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
         )
 
 
-def _check_left_over(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> None:
-    left_over = sorted(name for name in checkpoint.entries if name not in shapes and not ROTARY_BUFFER.fullmatch(name))
+def _check_quantization(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], how: Quantization) -> None:
+    for name, shape in shapes.items():
+        if not is_plain(name, shape):
+            try:
+                layout(_how(name, how), *shape)
+            except CheckpointError as error:
+                raise CheckpointError(f"{checkpoint.folder}: {name} cannot be {_how(name, how)}: {error}") from error
+
+
+def _check_left_over(checkpoint: Checkpoint, known: Collection[str], tied: bool) -> None:
+    left_over = sorted(name for name in checkpoint.entries if name not in known and not ROTARY_BUFFER.fullmatch(name))
     if tied and HEAD in left_over:
         if not _same(checkpoint, HEAD, EMBEDDING):
             raise UnexpectedTensorError(
@@ -161,10 +240,14 @@ def _check_left_over(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...
             )
         left_over.remove(HEAD)
     if left_over:
-        raise UnexpectedTensorError(
-            f"{checkpoint.folder}: the model has no place for {len(left_over)} tensors: {_listed(left_over)}. "
-            "Is config.json that of these weights?"
-        )
+        raise _no_place(checkpoint, left_over)
+
+
+def _no_place(checkpoint: Checkpoint, names: list[str]) -> UnexpectedTensorError:
+    return UnexpectedTensorError(
+        f"{checkpoint.folder}: the model has no place for {len(names)} tensors: {_listed(names)}. "
+        "Is config.json that of these weights?"
+    )
 
 
 def _same(checkpoint: Checkpoint, first: str, second: str) -> bool:

@@ -1,11 +1,12 @@
 """The kernels behind the layers, each offered once, by what it computes: see `kernels`."""
 
 from quire.ops.attention import paged_attention, store_kv
-from quire.ops.choose import choose_kernels
+from quire.ops.choose import choice_note, choose_kernels
 from quire.ops.elementwise import rms_norm, rotate, silu_mul
-from quire.ops.kernels import HeadNorm, Kernels
+from quire.ops.kernels import HeadNorm, Kernels, LayerParts
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache
-from quire.ops.linear import PackedWeight
+from quire.ops.linear import PackedWeight, Product
+from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 
 __all__ = [
@@ -13,8 +14,13 @@ __all__ = [
     "HeadNorm",
     "KVCache",
     "Kernels",
+    "LayerParts",
     "PackedWeight",
+    "Product",
+    "Quantization",
+    "QuantizedWeight",
     "RaggedBatch",
+    "choice_note",
     "choose_kernels",
     "paged_attention",
     "rms_norm",

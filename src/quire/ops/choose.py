@@ -17,3 +17,9 @@ def choose_kernels(name: str = "auto") -> Kernels:
     if name == "torch" or (name == "auto" and not usable):
         return Kernels()
     return CpuKernels(usable[0] if name == "auto" else name)
+
+
+def choice_note(name: str = "auto") -> str | None:
+    """What a user should know of what `choose_kernels` chose: that faster kernels could run here, and how."""
+    lost = library.missed() if name == "auto" else None
+    return f"{lost.what}; {lost.remedy}" if lost else None

@@ -1,4 +1,4 @@
-"""Row-wise and elementwise kernels: norm, gate, rotation.
+"""Norm, gate and rotation in plain torch: the definition that faster kernels round alike.
 
 Only operations whose result for an element does not depend on where the element lies are used: additions,
 products, divisions and roundings are exact to IEEE everywhere, and torch's `exp` gives the same bits at every

@@ -6,15 +6,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from quire.ops import attention, attention_plan, elementwise
+from quire.ops import attention, attention_plan, elementwise, logit_edits, sampling
 from quire.ops.kv_cache import KVCache
-from quire.ops.linear import PackedWeight, can_pack
+from quire.ops.linear import PackedWeight, Product, can_pack
+from quire.ops.logit_edits import Edits
+from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import RaggedBatch
+from quire.ops.sampling import Filters, TokenScores
 
 
 class HeadNorm(NamedTuple):
@@ -22,6 +26,46 @@ class HeadNorm(NamedTuple):
 
     weight: torch.Tensor
     eps: float
+
+
+class WholeLayer(Protocol):
+    """A decoder layer as one kernel: called as `DecoderLayer` is, with the same result."""
+
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What a decoder layer is made of: see `quire.layers.decoder`.
+
+    Attributes:
+        input_norm, post_attention_norm: their weights, [hidden].
+        eps: of both.
+        qkv, output, gate_up, down: the products.
+        head_norm: of each query and key head; None: none.
+        heads: query heads.
+        scale, window, layer: see `Kernels.attend`.
+    """
+
+    input_norm: torch.Tensor
+    post_attention_norm: torch.Tensor
+    eps: float
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    head_norm: HeadNorm | None
+    heads: int
+    scale: float
+    window: int | None
+    layer: int
 
 
 class Kernels:
@@ -41,9 +85,21 @@ class Kernels:
 
     # -- weights -------------------------------------------------------------------------------------------
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         """The weight [out, in] in the layout in which this implementation multiplies, with the product."""
         return PackedWeight(weight, bias)
+
+    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
+        """See `quantized.quantize`."""
+        return quantize(weight, how)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+        """The product with a quantized weight, whose tensors are used where they lie."""
+        return QuantizedProduct(weight, bias)
+
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        """A decoder layer in one call, where there is such a kernel; None: its kernels are called one by one."""
+        return None
 
     # -- row by row ----------------------------------------------------------------------------------------
 
@@ -58,7 +114,7 @@ class Kernels:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add, then normalize: (normalized sum, sum), both [rows, size]. `residual` may be overwritten."""
+        """Add, then normalize: (normalized sum, sum), both [rows, size]. Both inputs may be overwritten."""
         total = residual + x
         return elementwise.rms_norm(total, weight, eps), total
 
@@ -100,3 +156,24 @@ class Kernels:
     ) -> torch.Tensor:
         """See `attention.paged_attention`. Returns [tokens, heads * head_dim]."""
         return attention.paged_attention(q, kv, batch, layer, scale, window).flatten(1)
+
+    # -- sampling ------------------------------------------------------------------------------------------
+
+    def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Whether all of each row of x [rows, size] is finite: [rows] bool."""
+        return torch.isfinite(x).all(-1)
+
+    def edit_logits(self, logits: torch.Tensor, edits: Edits) -> torch.Tensor:
+        """Penalties, bias and masks, in place: see `logit_edits.edit_logits`."""
+        return logit_edits.edit_logits(logits, edits)
+
+    def sample(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
+        """A token a row: see `sampling.sample`. Tokens are the same in every implementation but for rare rounding.
+
+        That is where the top-p mass ahead of a token equals top_p to 6 digits, or two scores agree to 15.
+        """
+        return sampling.sample(logits, filters)
+
+    def token_scores(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, count: int) -> TokenScores:
+        """Log-probabilities of tokens: see `sampling.token_scores`."""
+        return sampling.token_scores(logits, rows, ids, count)

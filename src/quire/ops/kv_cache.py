@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Literal
 
 import torch
 
@@ -13,15 +14,32 @@ KEY, VALUE = 0, 1
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """What a block may hold. Attention reads whole runs of it, so its bits do not depend on the size."""
 
+KVCacheDtype = Literal["auto", "int8", "fp8"]
+"""How keys and values are stored: in the model's data type, or as codes of 8 bits with scales."""
+
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SCALE_BYTES = 4
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Each code type's largest number: a row's largest magnitude becomes it."""
+
 
 class KVCache:
     """The device's blocks.
 
-    `data` is [num_blocks, layers, kv_heads, 2, block_size, head_dim]: a block is one contiguous range of
-    bytes, and within it a head's keys (plane 0) and values (plane 1) are contiguous. Block 0 is null:
-    padding may write there, and nothing reads from it.
+    A block is one contiguous range of bytes: [layers, kv_heads, 2, plane], where a plane is one head's keys
+    (0) or values (1). Block 0 is null: padding may write there, and nothing reads from it.
 
-    `pulse[0]` grows with every layer that a step has computed; whoever wants to see that puts his own sequence there.
+    Attributes:
+        dtype: the model's data type.
+        stored_dtype: of `numbers`: `dtype`, or that of the codes.
+        data: plain, [num_blocks, layers, kv_heads, 2, block_size, head_dim] in `dtype`; quantized, the bytes
+            [num_blocks, layers, kv_heads, 2, plane bytes], of which `numbers` and `scales` are views.
+        numbers: [num_blocks, layers, kv_heads, 2, block_size, head_dim].
+        scales: [num_blocks, layers, kv_heads, 2, block_size] fp32, behind a plane's codes: a number is its
+            code times its token's scale. None for a plain cache.
+        pulse: `pulse[0]` grows with every layer that a step has computed; whoever wants to see that puts his
+            own sequence there.
     """
 
     def __init__(
@@ -32,6 +50,7 @@ class KVCache:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
         if block_size not in BLOCK_SIZES:
@@ -43,9 +62,18 @@ class KVCache:
             )
         self.num_blocks, self.layers, self.kv_heads = num_blocks, layers, kv_heads
         self.head_dim, self.block_size, self.dtype = head_dim, block_size, dtype
-        # Not zeroed: what no one has written is never read, and pages are only taken once they are used.
+        self.stored_dtype = CODE_DTYPES.get(kv_cache_dtype, dtype)
         self.pulse: array[int] | memoryview[int] = array("q", [0])
-        self.data = torch.empty(num_blocks, layers, kv_heads, 2, block_size, head_dim, dtype=dtype)
+        # Not zeroed: what no one has written is never read, and pages are only taken once they are used.
+        planes, shape = (num_blocks, layers, kv_heads, 2), (block_size, head_dim)
+        self.scales: torch.Tensor | None = None
+        if kv_cache_dtype == "auto":
+            self.data = self.numbers = torch.empty(*planes, *shape, dtype=dtype)
+        else:
+            codes = block_size * head_dim
+            self.data = torch.empty(*planes, codes + block_size * SCALE_BYTES, dtype=torch.uint8)
+            self.numbers = self.data[..., :codes].view(self.stored_dtype).view(*planes, *shape)
+            self.scales = self.data[..., codes:].view(torch.float32)
 
     @property
     def bytes_per_block(self) -> int:
@@ -57,4 +85,30 @@ class KVCache:
         (source, destination, tokens). The rest of the destination is left as it is. In the list's order.
         """
         for source, destination, tokens in copies:
-            self.data[destination, :, :, :, :tokens].copy_(self.data[source, :, :, :, :tokens])
+            self.numbers[destination, :, :, :, :tokens].copy_(self.numbers[source, :, :, :, :tokens])
+            if self.scales is not None:
+                self.scales[destination, :, :, :, :tokens].copy_(self.scales[source, :, :, :, :tokens])
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers, with their scales."""
+    row = head_dim + SCALE_BYTES if kv_cache_dtype in CODE_DTYPES else head_dim * dtype.itemsize
+    return 2 * layers * kv_heads * row
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., size] in `dtype` and scales [...] fp32 of rows x [..., size].
+
+    A row's scale is its largest magnitude over the code type's largest number; codes are rounded to nearest, ties
+    to even. A row of zeros has scale 0. A row that is not finite has scale NaN, so that whoever reads it sees that.
+    """
+    x = x.float()
+    top = x.abs().amax(-1)
+    scales = top / torch.tensor(LARGEST[dtype])
+    usable = top.isfinite() & (scales > 0)
+    # A scale among the subnormal numbers is coarse: then the quotient may be above the largest.
+    codes = (x / scales.unsqueeze(-1)).clamp_(-LARGEST[dtype], LARGEST[dtype])
+    codes = torch.where(usable.unsqueeze(-1), codes, torch.zeros(()))
+    if dtype == torch.int8:
+        codes = codes.round_()
+    return codes.to(dtype), torch.where(top.isfinite(), scales, torch.full((), float("nan")))

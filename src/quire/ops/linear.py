@@ -8,6 +8,7 @@ other bits at 1, 2, 3, 5, 7 and 9 rows.
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,17 @@ MAX_ROWS = 2048
 
 TILE_ROWS = 64
 """Rows of each call of the fallback: always exactly this many, so that the same kernel runs."""
+
+
+class Product(Protocol):
+    """The product with a weight [out, in] that has been brought into some layout."""
+
+    in_features: int
+    out_features: int
+
+    def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
+        ...
 
 
 class PackedWeight:

@@ -18,8 +18,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CHUNK = 16
@@ -57,7 +60,7 @@ class Filters:
     """How to sample each of some rows; all tensors are [rows].
 
     Attributes:
-        temperature: fp32, above 0.
+        temperature: fp32; 0 takes the most likely token.
         log_min_p: fp32, the log of min_p; -inf is off.
         top_k: int64; the vocabulary's size is off.
         top_p: fp64; inf is off.
@@ -95,12 +98,26 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def noise_stream(seed: int, choice: int, purpose: Purpose) -> int:
+    """The generator's state for all positions of one choice, as an unsigned 64-bit integer."""
+    state = _mix(seed & _MASK)
+    for part in (choice, int(purpose)):
+        state = _mix((state + (part + 1) * _GAMMA) & _MASK)
+    return state
+
+
 def noise_key(seed: int, choice: int, purpose: Purpose, position: int) -> int:
     """The generator's state for one position of one choice, as a signed 64-bit integer."""
-    state = _mix(seed & _MASK)
-    for part in (choice, int(purpose), position):
-        state = _mix((state + (part + 1) * _GAMMA) & _MASK)
-    return _signed(state)
+    return _signed(_mix((noise_stream(seed, choice, purpose) + (position + 1) * _GAMMA) & _MASK))
+
+
+def noise_keys(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`noise_key` of many streams (`noise_stream`), each at its position."""
+    state = streams + (positions + 1).astype(np.uint64) * np.uint64(_GAMMA)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
+    keys: NDArray[np.int64] = (state ^ (state >> np.uint64(31))).view(np.int64)
+    return keys
 
 
 def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
@@ -350,3 +367,65 @@ def _contenders(
     scaled = (values - best[index]) / filters.temperature[index]
     scores = (scaled.double() + gumbel(bits)).masked_fill_(scaled < filters.log_min_p[index], -math.inf)
     return scores.flatten(), ids.flatten(), index.expand_as(ids).flatten()
+
+
+# --- a step -----------------------------------------------------------------------------------------------
+
+
+def sample(logits: Tensor, filters: Filters) -> Tensor:
+    """Samples a token a row of logits [rows, vocab] fp32: [rows] int64, -1 for a row that is not finite.
+
+    A row is not finite where it holds a NaN or +infinity, or nothing but -infinity.
+    """
+    maxima = chunk_maxima(logits)
+    finite = torch.isfinite(maxima.amax(-1))
+    noisy = filters.temperature > 0
+    ordered = (filters.top_k < logits.shape[1]) | (filters.top_p < math.inf)
+    tokens = torch.full_like(filters.keys, -1)
+    greedy = (finite & ~noisy).nonzero().flatten()
+    if len(greedy):
+        tokens[greedy] = argmax(logits, maxima, greedy)
+    for kind, kernel in ((ordered, sample_filtered), (~ordered, sample_open)):
+        rows = (finite & noisy & kind).nonzero().flatten()
+        if len(rows):
+            tokens[rows] = kernel(logits, maxima, rows, filters.of(rows))
+    return tokens
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities in n rows: of one given token each, then of the best ones in rank order.
+
+    Attributes:
+        values: [n, 1 + count] fp64, natural logarithms; NaN in a row that is not finite.
+        ids: [n, 1 + count] int64. What they are behind the given token says nothing in a row that is not finite.
+        ranks: [n] int64, of the given token; 1 is the most likely.
+    """
+
+    values: Tensor
+    ids: Tensor
+    ranks: Tensor
+
+
+def token_scores(logits: Tensor, rows: Tensor, ids: Tensor, count: int) -> TokenScores:
+    """Log-probabilities of one token `ids` of each of `rows` (both [n] int64), and of the `count` best.
+
+    A vocabulary smaller than `count` has only that many.
+    """
+    count = min(count, logits.shape[1])
+    values = torch.full((len(rows), 1 + count), math.nan, dtype=torch.float64, device=logits.device)
+    scored = TokenScores(values, ids[:, None].repeat(1, 1 + count), torch.ones_like(ids))
+    maxima = chunk_maxima(logits)
+    good = torch.isfinite(maxima[rows].amax(-1)).nonzero().flatten()
+    rows, ids = rows[good], ids[good]
+    if not len(rows):
+        return scored
+    best = maxima[rows].amax(-1)
+    log_sums = exp_sums(logits, maxima, rows, torch.ones_like(best)).log()
+    found = logits[rows, ids][:, None]
+    if count:
+        top_logits, top_ids = top(logits, maxima, rows, count)
+        found = torch.cat([found, top_logits], 1)
+        scored.ids[good, 1:] = top_ids
+    scored.values[good] = (found - best[:, None]).double() - log_sums[:, None]
+    scored.ranks[good] = ranks(logits, maxima, rows, ids)
+    return scored

@@ -1,21 +1,23 @@
-"""Whether a row's bits depend on the rows beside it, tried on this machine with the kernels it chose.
+"""Whether a row's bits depend on the rows beside it, tried on this machine with the kernels that it chose.
 
 The promise that a request's tokens depend on nothing but the request stands on this. `quire doctor` runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from quire.ops.attention import paged_attention, store_kv
-from quire.ops.kv_cache import KVCache
-from quire.ops.linear import PackedWeight
+from quire.ops.kernels import Kernels
+from quire.ops.kv_cache import KVCache, KVCacheDtype
+from quire.ops.quantized import Quantization
 from quire.ops.ragged import RaggedBatch
 
 DTYPES = (torch.bfloat16, torch.float32)
+QUANTIZATIONS = (Quantization("int8"), Quantization("int4", 64))
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
 LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 """(outputs, inputs). Long sums show differences that short ones hide."""
@@ -23,6 +25,14 @@ LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 CONTEXT = 300
 CHUNKINGS = ((1, 299), (16, 284), (128, 128, 44), (129, 171), (255, 1, 44), (100, 100, 100), (299, 1))
 """Ways to cut a context into spans."""
+
+CACHES: tuple[tuple[torch.dtype, KVCacheDtype], ...] = (
+    (torch.bfloat16, "auto"),
+    (torch.bfloat16, "int8"),
+    (torch.bfloat16, "fp8"),
+    (torch.float32, "auto"),
+)
+"""Of activations, and of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,41 +48,80 @@ class Check:
         return not self.failures
 
 
-def run() -> list[Check]:
-    """All checks; about a second on an idle machine."""
-    checks = [check_linear(dtype) for dtype in DTYPES]
-    return checks + [check_attention(dtype) for dtype in DTYPES]
+def run(kernels: Kernels) -> list[Check]:
+    """All checks, each with one thread and with two; about a second on an idle machine."""
+    checks = [check_linear(kernels, dtype) for dtype in DTYPES]
+    checks += [check_quantized_linear(kernels, how) for how in QUANTIZATIONS]
+    checks += [check_norm_and_gate(kernels, dtype) for dtype in DTYPES]
+    return checks + [check_attention(kernels, dtype, cache) for dtype, cache in CACHES]
 
 
-def check_linear(dtype: torch.dtype) -> Check:
-    """`PackedWeight.matmul` of some of the rows against the same rows of all of them."""
+def check_linear(kernels: Kernels, dtype: torch.dtype) -> Check:
+    """The product of some of the rows against the same rows of all of them."""
     generator = torch.Generator().manual_seed(0)
     failures, cases = [], 0
     for shape in LINEAR_SHAPES:
-        weight = PackedWeight(torch.randn(shape, generator=generator).to(dtype))
+        weight = kernels.pack(torch.randn(shape, generator=generator).to(dtype))
         x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(dtype)
-        whole = weight.matmul(x)
-        for rows in ROW_COUNTS:
-            for first in (0, 7):
-                part = slice(first, first + rows)
-                cases += 1
-                if not torch.equal(weight.matmul(x[part]), whole[part]):
-                    failures.append(f"{shape[1]} to {shape[0]}, rows {first} to {first + rows - 1}")
+        differing, tried = _compare_rows(weight.matmul, x)
+        failures += [f"{shape[1]} to {shape[0]}, {where}" for where in differing]
+        cases += tried
     return Check(f"linear {_name(dtype)}", cases, tuple(failures))
 
 
-def check_attention(dtype: torch.dtype) -> Check:
+def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
+    """As `check_linear`, with a weight in 8 or 4 bits."""
+    generator = torch.Generator().manual_seed(0)
+    weight = kernels.pack_quantized(kernels.quantize(torch.randn(320, 704, generator=generator), how))
+    x = torch.randn(2 * max(ROW_COUNTS), 704, generator=generator).bfloat16()
+    failures, cases = _compare_rows(weight.matmul, x)
+    return Check(f"linear {how.scheme}", cases, tuple(failures))
+
+
+def check_norm_and_gate(kernels: Kernels, dtype: torch.dtype) -> Check:
+    """The norm and the gate of some of the rows against the same rows of all of them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * max(ROW_COUNTS), 1408, generator=generator).to(dtype)
+    weight = torch.randn(1408, generator=generator).to(dtype)
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([kernels.rms_norm(rows, weight, 1e-6), kernels.silu_mul(rows)], dim=1)
+
+    failures, cases = _compare_rows(compute, x)
+    return Check(f"norm and gate {_name(dtype)}", cases, tuple(failures))
+
+
+def _compare_rows(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[list[str], int]:
+    """The cases, in words, in which `compute` gives other bits for a part of x than for all of it; and all cases."""
+    failures, cases = [], 0
+    with _threads(1):
+        whole = compute(x)
+    for threads, first, counts in ((1, 0, ROW_COUNTS), (1, 7, ROW_COUNTS), (2, 0, (1, 8, 65, len(x)))):
+        with _threads(threads):
+            for rows in counts:
+                part = slice(first, first + rows)
+                cases += 1
+                if not torch.equal(compute(x[part]), whole[part]):
+                    failures.append(f"rows {first} to {first + rows - 1} with {threads} thread{'s' * (threads > 1)}")
+    return failures, cases
+
+
+def check_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """A context's attention cut into chunks, and beside another request, against all of it at once."""
     failures, cases = [], 0
-    whole = _Attention(dtype, 16)([CONTEXT])
-    for block_size, neighbour in ((16, 0), (64, 37)):
-        attend = _Attention(dtype, block_size)
+    with _threads(1):
+        whole = _Attention(kernels, dtype, kv_cache_dtype, 16)([CONTEXT])
+    for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
+        attend = _Attention(kernels, dtype, kv_cache_dtype, block_size)
         for chunks in CHUNKINGS:
             cases += 1
-            if not torch.equal(attend(chunks, neighbour), whole):
-                beside = f" beside {neighbour} other rows" if neighbour else ""
+            with _threads(threads):
+                same = torch.equal(attend(chunks, neighbour), whole)
+            if not same:
+                beside = f" beside {neighbour} other rows, {threads} threads" if neighbour else ""
                 failures.append(f"block size {block_size}, chunks {list(chunks)}{beside}")
-    return Check(f"attention {_name(dtype)}", cases, tuple(failures))
+    cache = "" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} cache"
+    return Check(f"attention {_name(dtype)}{cache}", cases, tuple(failures))
 
 
 class _Attention:
@@ -80,21 +129,20 @@ class _Attention:
 
     heads, kv_heads, dim = 4, 2, 64
 
-    def __init__(self, dtype: torch.dtype, block_size: int) -> None:
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        shapes = (
-            (CONTEXT, self.heads, self.dim),
-            (CONTEXT, self.kv_heads, self.dim),
-            (CONTEXT, self.kv_heads, self.dim),
-        )
-        self.q, self.k, self.v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        self.qkv = torch.randn(CONTEXT, (self.heads + 2 * self.kv_heads) * self.dim, generator=generator).to(dtype)
+        angles = torch.randn(CONTEXT, self.dim // 2, generator=generator)
+        self.cos, self.sin = angles.cos(), angles.sin()
         self.blocks = -(-CONTEXT // block_size)
         self.table = torch.randperm(self.blocks, generator=generator) + 1
-        self.dtype, self.block_size = dtype, block_size
+        self.kernels, self.dtype, self.kv_cache_dtype, self.block_size = kernels, dtype, kv_cache_dtype, block_size
 
     def __call__(self, chunks: Sequence[int], neighbour: int = 0) -> torch.Tensor:
-        """[CONTEXT, heads, dim]. Each chunk shares its step with `neighbour` rows of another request."""
-        cache = KVCache(2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size, self.dtype)
+        """[CONTEXT, heads * dim]. Each chunk shares its step with `neighbour` rows of another request."""
+        cache = KVCache(
+            2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size, self.dtype, self.kv_cache_dtype
+        )
         cache.data.zero_()
         out, start = [], 0
         for length in chunks:
@@ -102,11 +150,11 @@ class _Attention:
             if neighbour:
                 spans.insert(0, (0, neighbour, self.table + self.blocks))
             batch = _batch(spans, self.block_size)
-            q, k, v = (
-                torch.cat([x[first : first + rows] for first, rows, _ in spans]) for x in (self.q, self.k, self.v)
+            qkv, cos, sin = (
+                torch.cat([x[first : first + rows] for first, rows, _ in spans]) for x in (self.qkv, self.cos, self.sin)
             )
-            store_kv(k, v, cache, batch, 0)
-            out.append(paged_attention(q, cache, batch, 0, self.dim**-0.5, None)[-length:])
+            q = self.kernels.rotate_and_store(qkv, None, (cos, sin), cache, batch, 0)
+            out.append(self.kernels.attend(q, cache, batch, 0, self.dim**-0.5, None)[-length:])
             start += length
         return torch.cat(out)
 
@@ -128,6 +176,17 @@ def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int) -> R
         block_tables=torch.stack([table for _, _, table in spans]),
         block_size=block_size,
     )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """For a while, this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
 from quire.models.model import Model
+from quire.ops.kv_cache import kv_bytes_per_token
 
 LOGIT_SLICE_BYTES = 64 * 2**20
 """Logits of prompts are made in slices of about this size."""
@@ -21,7 +22,7 @@ class MemoryPlan:
     """What the memory is used for. Sizes are bytes.
 
     Attributes:
-        weights: packed weights.
+        weights: packed weights. quantization: how they are quantized, for people; None: they are not.
         activations: the largest step's intermediate results.
         kv_bytes_per_token: all layers.
         num_blocks: of the pool, the null block included.
@@ -39,6 +40,7 @@ class MemoryPlan:
     max_model_len: int
     logit_rows: int
     notes: tuple[str, ...] = ()
+    quantization: str | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -53,7 +55,7 @@ class MemoryPlan:
         """Rows to print: what, and how much."""
         blocks_each = -(-self.max_model_len // self.block_size)
         return [
-            ("weights", format_size(self.weights)),
+            ("weights", ", ".join(filter(None, (format_size(self.weights), self.quantization)))),
             ("activations, largest step", format_size(self.activations)),
             ("KV cache", f"{format_size(self.kv_bytes)} ({format_size(self.kv_bytes_per_token)} a token)"),
             ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} tokens: {self.kv_tokens:,} tokens"),
@@ -78,7 +80,9 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPl
     """
     notes: list[str] = []
     block_size = config.block_size
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    token_bytes = kv_bytes_per_token(
+        model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, config.kv_cache_dtype
+    )
     longest = _longest_context(config, model)
     logit_rows = max(8, LOGIT_SLICE_BYTES // (model.vocab_size * 4))
     activations = activation_bytes(config, model, logit_rows)
@@ -122,6 +126,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPl
         max_model_len=longest,
         logit_rows=logit_rows,
         notes=tuple(notes),
+        quantization=None if model.quantization is None else model.quantization.of_model(),
     )
 
 

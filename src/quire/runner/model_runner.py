@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
@@ -32,10 +35,11 @@ class ModelRunner:
     def __init__(self, model: Model, kv: KVCache, logit_rows: int, threads: int) -> None:
         self.model = model
         self.kv = kv
-        self.sampler = Sampler(model.vocab_size)
+        self.sampler = Sampler(model.vocab_size, model.kernels)
         self._logit_rows = logit_rows
         self._threads = threads
         self._requests: dict[int, _Request] = {}
+        self._tables = _BlockTables()
         self._next_number = 0
 
     @torch.inference_mode()
@@ -70,40 +74,42 @@ class ModelRunner:
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
-        for request in plan.ended:
-            self._requests.pop(request, None)
-            self.sampler.end(request)
+        for number in plan.ended:
+            request = self._requests.pop(number, None)
+            if request is not None:
+                self._tables.give_back(request.table)
+            self.sampler.end(number)
         for info in plan.started:
-            self._requests[info.request] = _Request(info.params.prompt_logprobs)
+            self._requests[info.request] = _Request(self._tables.take(), info.params.prompt_logprobs or 0)
             self.sampler.start(info)
         for span in plan.spans:
-            self._requests[span.request].set_blocks(span)
+            if span.blocks:
+                self._tables.set(self._requests[span.request].table, span.table_start, span.blocks)
             if span.copies:
                 self.kv.copy(list(span.copies))
 
     def _batch(self, spans: list[Span]) -> RaggedBatch:
         """All spans one after the other."""
         size = self.kv.block_size
-        tokens: list[int] = []
-        row_starts, context_lens, positions, slots = [0], [], [], []
-        width = max(-(-(span.start + len(span.tokens)) // size) for span in spans)
-        tables = np.zeros((len(spans), width), dtype=np.int64)
-        for index, span in enumerate(spans):
-            request, end = self._requests[span.request], span.start + len(span.tokens)
-            tokens += [request.last_token if token == FROM_PREVIOUS else token for token in span.tokens]
-            at = np.arange(span.start, end)
-            positions.append(at)
-            slots.append(request.table[at // size] * size + at % size)
-            row_starts.append(len(tokens))
-            context_lens.append(end)
-            tables[index, : -(-end // size)] = request.table[: -(-end // size)]
+        requests = [self._requests[span.request] for span in spans]
+        tables = np.array([request.table for request in requests])
+        starts = np.array([span.start for span in spans])
+        lengths = np.array([len(span.tokens) for span in spans])
+        row_starts = np.zeros(len(spans) + 1, np.int64)
+        np.cumsum(lengths, out=row_starts[1:])
+        tokens = np.array(list(chain.from_iterable(span.tokens for span in spans)), np.int64)
+        span_of_row = np.repeat(np.arange(len(spans)), lengths)  # [tokens]
+        previous = (tokens == FROM_PREVIOUS).nonzero()[0]
+        tokens[previous] = [requests[i].last_token for i in span_of_row[previous].tolist()]
+        positions = np.arange(len(tokens)) + (starts - row_starts[:-1])[span_of_row]
+        blocks, offsets = np.divmod(positions, size)
         return RaggedBatch(
-            token_ids=torch.tensor(tokens),
-            positions=torch.from_numpy(np.concatenate(positions)),
-            slots=torch.from_numpy(np.concatenate(slots)),
-            row_starts=row_starts,
-            context_lens=context_lens,
-            block_tables=torch.from_numpy(tables),
+            token_ids=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(self._tables.at(tables[span_of_row], blocks) * size + offsets),
+            row_starts=row_starts.tolist(),
+            context_lens=(starts + lengths).tolist(),
+            block_tables=torch.from_numpy(self._tables.heads(tables, -(-(starts + lengths) // size))),
             block_size=size,
         )
 
@@ -115,7 +121,7 @@ class ModelRunner:
         A key or value that is not finite makes its own row so, since each token attends to itself: rows
         without logits are checked too, or a bad block could be shared.
         """
-        finite = torch.isfinite(hidden).all(dim=-1)
+        finite = self.model.kernels.finite_rows(hidden)
         if bool(finite.all()):
             return [SpanResult([]) for _ in batch.context_lens]
         pairs = zip(batch.row_starts, batch.row_starts[1:], strict=False)
@@ -143,7 +149,7 @@ class ModelRunner:
         if not chosen:
             return
         last_rows = [batch.row_starts[i + 1] - 1 for i in chosen]
-        rows = hidden if len(last_rows) == len(hidden) else hidden[last_rows]
+        rows = hidden if len(last_rows) == len(hidden) else hidden.index_select(0, torch.tensor(last_rows))
         places = [(spans[i].request, batch.context_lens[i]) for i in chosen]
         for i, row in zip(chosen, self.sampler.sample(self.model.logits(rows), places), strict=True):
             request = self._requests[spans[i].request]
@@ -164,23 +170,54 @@ class ModelRunner:
         return not request.failed
 
 
+@dataclass(slots=True)
 class _Request:
-    """What the runner keeps of a request: its block table and its last token."""
+    """What the runner keeps of a request; `table` is its row in the block tables."""
 
-    __slots__ = ("failed", "last_token", "prompt_logprobs", "table")
+    table: int
+    prompt_logprobs: int
+    last_token: int = 0
+    failed: bool = False
 
-    def __init__(self, prompt_logprobs: int | None) -> None:
-        self.table = np.zeros(64, dtype=np.int64)
-        self.last_token = 0
-        self.failed = False
-        self.prompt_logprobs = prompt_logprobs or 0
 
-    def set_blocks(self, span: Span) -> None:
-        """Entries of the table from `span.table_start` on."""
-        end = span.table_start + len(span.blocks)
-        if end > len(self.table):
-            self.table = np.concatenate([self.table, np.zeros(max(end, len(self.table)), dtype=np.int64)])
-        self.table[span.table_start : end] = span.blocks
+class _BlockTables:
+    """The block tables of all requests: rows of one matrix that grows, so that a step gathers them at once."""
+
+    def __init__(self) -> None:
+        self._blocks = np.zeros((16, 64), np.int64)
+        self._free = list(range(len(self._blocks)))
+
+    def take(self) -> int:
+        """A row of zeros, for a new request."""
+        if not self._free:
+            rows = len(self._blocks)
+            self._free = list(range(rows, 2 * rows))
+            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
+        row = self._free.pop()
+        self._blocks[row] = 0
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def set(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """Entries of a row from `start` on."""
+        end, width = start + len(blocks), self._blocks.shape[1]
+        if end > width:
+            self._blocks = np.pad(self._blocks, ((0, 0), (0, max(end - width, width))))
+        self._blocks[row, start:end] = blocks
+
+    def at(self, rows: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Single entries."""
+        found: NDArray[np.int64] = self._blocks[rows, indices]
+        return found
+
+    def heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first `lengths` entries of some rows, [rows, longest], with zeros behind them."""
+        width = lengths.max()
+        heads: NDArray[np.int64] = self._blocks[:, :width][rows]
+        heads *= np.arange(width) < lengths[:, None]
+        return heads
 
 
 def _slices(length: int, size: int) -> Iterator[tuple[int, int]]:

@@ -10,15 +10,42 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, TokenLogprobs
+from quire.ops import Kernels, choose_kernels
 from quire.ops import sampling as ops
+from quire.ops.logit_edits import Edits, Lists
+
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias and min_tokens mask all"
+
+_NO_IDS = np.zeros(0, np.int64)
+_NO_VALUES = np.zeros(0, np.float32)
+
+_STATE = np.dtype(
+    [
+        ("next", np.int64),  # the position that the next token takes
+        ("stream", np.uint64),  # `noise_stream`
+        ("temperature", np.float32),  # 0: greedy
+        ("log_min_p", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("logprobs", np.int64),  # how many to report beside the token's; -1: none at all
+        ("edited", np.bool_),
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+    ]
+)
+"""What a request's row of the sampler's table says, so that a step is prepared for all requests at once."""
 
 
 @dataclass(slots=True)
@@ -33,69 +60,75 @@ class SampledRow:
 class TokenCounts:
     """The different tokens of one request, and how often each stands in the output: for penalties.
 
-    Kept as tensors that grow, so that a step does not convert a long history again.
+    Kept as arrays that grow, so that a step does not convert a long history again.
     """
 
-    def __init__(self, prompt: Sequence[int], output: Sequence[int], device: torch.device) -> None:
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
         distinct = list(dict.fromkeys([*prompt, *output]))
         self._place = {token: i for i, token in enumerate(distinct)}
-        self._ids = torch.tensor(distinct, dtype=torch.int64, device=device)
-        self._counts = torch.tensor([counts[token] for token in distinct], device=device).float()
+        self._ids = np.array(distinct, np.int64)
+        self._counts = np.array([counts[token] for token in distinct], np.float32)
 
     def add(self, token: int) -> None:
         place = self._place.setdefault(token, len(self._place))
         if place == len(self._ids):
             room = max(64, place)
-            self._ids = torch.cat([self._ids, self._ids.new_zeros(room)])
-            self._counts = torch.cat([self._counts, self._counts.new_zeros(room)])
+            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
         self._ids[place] = token
         self._counts[place] += 1
 
     @property
-    def ids(self) -> Tensor:
-        """Each different token of prompt and output once: int64."""
+    def ids(self) -> NDArray[np.int64]:
+        """Each different token of prompt and output once."""
         return self._ids[: len(self._place)]
 
     @property
-    def counts(self) -> Tensor:
-        """How often each of `ids` stands in the output: fp32."""
+    def counts(self) -> NDArray[np.float32]:
+        """How often each of `ids` stands in the output."""
         return self._counts[: len(self._place)]
 
 
 @dataclass(slots=True)
-class _Request:
-    """What the sampler keeps of a request between steps."""
+class _Edited:
+    """What the sampler keeps of a request whose logits are edited, beside its row of the table.
 
-    params: SamplingParams
-    choice: int
+    Attributes:
+        prompt_length: tokens before the output.
+        output: tokens so far; kept only for `bad_words`.
+        counts: for penalties; None: there are none.
+        allowed: no id: all are.
+        stop_ids: banned before `min_tokens`.
+    """
+
     prompt_length: int
     output: list[int]
     counts: TokenCounts | None
-    bias_ids: list[int]
-    biases: list[float]
-    allowed: Tensor | None
+    bias_ids: NDArray[np.int64]
+    biases: NDArray[np.float32]
+    allowed: NDArray[np.int64]
     stop_ids: list[int]
+    min_tokens: int
     bad_words: list[list[int]]
-    edits: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        masked = self.allowed is not None or bool(self.bias_ids) or bool(self.bad_words)
-        self.edits = self.counts is not None or masked or self.params.min_tokens > 0
 
     def append(self, token: int) -> None:
-        self.output.append(token)
+        if self.bad_words:
+            self.output.append(token)
         if self.counts is not None:
             self.counts.add(token)
 
-    def banned(self) -> list[int]:
+    def banned(self, position: int) -> NDArray[np.int64]:
         """Ids that must not come next: stop ids before `min_tokens`, ends of bad words."""
-        ids = list(self.stop_ids) if len(self.output) < self.params.min_tokens else []
+        ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
+        if not self.bad_words and not ids:
+            return _NO_IDS
+        found = set(ids)
         for word in self.bad_words:
             before = len(word) - 1
             if before <= len(self.output) and self.output[len(self.output) - before :] == word[:-1]:
-                ids.append(word[-1])
-        return ids
+                found.add(word[-1])
+        return np.array(sorted(found), np.int64)
 
 
 class Sampler:
@@ -103,43 +136,98 @@ class Sampler:
 
     Args:
         vocab_size: width of the logits.
+        kernels: what computes; the best that this machine has, unless said.
         device: where the logits are.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, vocab_size: int, kernels: Kernels | None = None, device: torch.device | str = "cpu") -> None:
         self._vocab_size = vocab_size
+        self._kernels = kernels or choose_kernels()
         self._device = torch.device(device)
-        self._requests: dict[int, _Request] = {}
+        self._table = np.zeros(64, _STATE)
+        self._free = list(range(len(self._table)))
+        self._slots: dict[int, int] = {}
+        self._edited: dict[int, _Edited] = {}
 
     def start(self, info: RequestInfo) -> None:
-        """Takes up a request. Raises `ValueError` when its parameters have no seed."""
+        """Takes up a request.
+
+        Raises:
+            ValueError: its parameters have no seed, or a token id is not one of the vocabulary's.
+        """
         params = info.params.resolved()
         if params.seed is None and not params.greedy:
             raise ValueError(f"request {info.request} has no seed; the engine sets one at admission")
-        penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-        bias = params.logit_bias or {}
-        self._requests[info.request] = _Request(
-            params=params,
-            choice=info.choice,
+        edited = self._edited_state(info)
+        vocab = self._vocab_size
+        state = {
+            "next": len(info.prompt_token_ids) + len(info.output_token_ids),
+            "stream": ops.noise_stream(params.seed or 0, info.choice, ops.Purpose.SAMPLE),
+            "temperature": 0.0 if params.greedy else params.temperature,
+            "log_min_p": math.log(params.min_p) if params.min_p else -math.inf,
+            "top_k": min(params.top_k or vocab, vocab),
+            "top_p": params.top_p if params.top_p and params.top_p < 1 else math.inf,
+            "logprobs": -1 if params.logprobs is None else params.logprobs,
+            "edited": edited is not None,
+            "repetition": params.repetition_penalty or 1.0,
+            "frequency": params.frequency_penalty,
+            "presence": params.presence_penalty,
+        }
+        if not self._free:
+            self._free = list(range(len(self._table), 2 * len(self._table)))
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+        slot = self._slots[info.request] = self._free.pop()
+        self._table[slot] = tuple(state[name] for name in _STATE.names or ())
+        if edited is not None:
+            self._edited[info.request] = edited
+
+    def _edited_state(self, info: RequestInfo) -> _Edited | None:
+        """None where nothing changes the request's logits."""
+        params, vocab = info.params, self._vocab_size
+        repetition = params.repetition_penalty or 1.0
+        penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or repetition != 1
+        bias, allowed = params.logit_bias or {}, set(params.allowed_token_ids or ())
+        # What cannot be sampled need not be banned, and a word cannot be completed that holds such a token.
+        bad_words = [word for word in info.bad_words if word and max(word) < vocab]
+        if not (penalized or bias or allowed or bad_words or params.min_tokens > 0):
+            return None
+        if penalized:
+            self._check_ids(info, "prompt_token_ids", info.prompt_token_ids)
+            self._check_ids(info, "output_token_ids", info.output_token_ids)
+        self._check_ids(info, "logit_bias", bias)
+        self._check_ids(info, "allowed_token_ids", allowed)
+        return _Edited(
             prompt_length=len(info.prompt_token_ids),
-            output=list(info.output_token_ids),
-            counts=TokenCounts(info.prompt_token_ids, info.output_token_ids, self._device) if penalized else None,
-            bias_ids=list(bias),
-            biases=list(bias.values()),
-            allowed=self._ids(sorted(set(params.allowed_token_ids))) if params.allowed_token_ids else None,
-            stop_ids=sorted(info.stop_token_ids),
-            bad_words=[word for word in info.bad_words if word],
+            output=list(info.output_token_ids) if bad_words else [],
+            counts=TokenCounts(info.prompt_token_ids, info.output_token_ids) if penalized else None,
+            bias_ids=np.array(list(bias), np.int64),
+            biases=np.array(list(bias.values()), np.float32),
+            allowed=np.array(sorted(allowed), np.int64),
+            stop_ids=sorted(token for token in info.stop_token_ids if 0 <= token < vocab),
+            min_tokens=params.min_tokens,
+            bad_words=bad_words,
         )
+
+    def _check_ids(self, info: RequestInfo, name: str, ids: Iterable[int]) -> None:
+        low, high = min(ids, default=0), max(ids, default=0)
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(
+                f"request {info.request}: {name} has the token id {low if low < 0 else high}; "
+                f"it must be from 0 to {self._vocab_size - 1}"
+            )
 
     def end(self, request: int) -> None:
         """Forgets a request; one that is not known is ignored."""
-        self._requests.pop(request, None)
+        slot = self._slots.pop(request, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._edited.pop(request, None)
 
     def sample(self, logits: Tensor, rows: list[tuple[int, int]]) -> list[SampledRow]:
-        """Samples one token a row, and appends it to its request's output.
+        """Samples one token a row, and remembers that its request has gone on.
 
         Args:
-            logits: [rows, vocab] fp32, contiguous. They are overwritten.
+            logits: [rows, vocab] fp32, contiguous. They may be overwritten.
             rows: per row, the request and the absolute position that the sampled token will take. A
                 request has at most one row.
 
@@ -152,34 +240,25 @@ class Sampler:
         """
         if not rows:
             return []
-        requests = [self._request_at(request, position) for request, position in rows]
-        maxima = ops.chunk_maxima(logits)
-        errors = [
-            None if fine else "the model's logits are not finite (NaN or infinity)"
-            for fine in torch.isfinite(maxima.amax(-1)).tolist()
-        ]
-        asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None and errors[i] is None]
-        raw, raw_maxima, raw_rows = logits, maxima, asked
-        if any(requests[i].edits for i in asked):  # then keep copies, since what follows changes them
-            raw, raw_maxima, raw_rows = logits[asked], maxima[asked], list(range(len(asked)))
-        self._edit(logits, maxima, requests)
-        for i, fine in enumerate(torch.isfinite(maxima.amax(-1)).tolist()):
-            if not fine and errors[i] is None:
-                errors[i] = "no token is left: allowed_token_ids, bad_words, logit_bias and min_tokens mask all"
-        good = [i for i, error in enumerate(errors) if error is None]
-        tokens = self._choose(logits, maxima, requests, good, [position for _, position in rows])
-        for i in good:
-            requests[i].append(tokens[i])
-        told = [(i, row) for i, row in zip(asked, raw_rows, strict=True) if errors[i] is None]
-        logprobs = _token_logprobs(
-            raw,
-            raw_maxima,
-            [row for _, row in told],
-            [tokens[i] for i, _ in told],
-            [requests[i].params.logprobs or 0 for i, _ in told],
-        )
-        by_row = {i: entry for (i, _), entry in zip(told, logprobs, strict=True)}
-        return [SampledRow(tokens.get(i, -1), by_row.get(i), errors[i]) for i in range(len(rows))]
+        slots = np.array([self._slots[request] for request, _ in rows])
+        state = self._table[slots]
+        self._check_positions(state["next"], rows)
+        asked, edited = (state["logprobs"] >= 0).nonzero()[0], state["edited"].nonzero()[0]
+        raw, raw_rows = logits, asked
+        if len(asked) and state["edited"][asked].any():  # then keep copies, since what follows changes them
+            raw, raw_rows = logits[torch.from_numpy(asked)], np.arange(len(asked))
+        finite = np.ones(len(rows), np.bool_)
+        if len(edited):
+            finite[edited] = self._edit(logits, state, edited, [rows[i][0] for i in edited.tolist()])
+        tokens = self._kernels.sample(logits, self._filters(state)).cpu().numpy()
+        good = finite & (tokens >= 0)
+        self._table["next"][slots[good]] += 1
+        for i in edited.tolist():
+            if good[i]:
+                self._edited[rows[i][0]].append(int(tokens[i]))
+        told = good[asked]
+        logprobs = self._logprobs(raw, raw_rows[told], tokens[asked[told]], state["logprobs"][asked[told]])
+        return _sampled_rows(tokens, good, finite & state["edited"], asked[told], logprobs)
 
     def score(self, logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens, for prompts.
@@ -192,134 +271,75 @@ class Sampler:
         Returns:
             One entry a row. A row whose logits are not finite has NaN as the value of its target, alone.
         """
-        if not targets:
-            return []
-        maxima = ops.chunk_maxima(logits)
-        good: list[int] = torch.isfinite(maxima.amax(-1)).nonzero().flatten().tolist()
-        scored = _token_logprobs(logits, maxima, good, [targets[i] for i in good], [top] * len(good))
-        by_row = dict(zip(good, scored, strict=True))
-        return [by_row.get(i, TokenLogprobs([target], [math.nan], [1])) for i, target in enumerate(targets)]
+        count = len(targets)
+        return self._logprobs(logits, np.arange(count), np.array(targets, np.int64), np.full(count, top))
 
-    def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+    # -- parts ---------------------------------------------------------------------------------------------
 
-    def _numbers(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+    def _tensor(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values.copy()).to(self._device)
 
-    def _request_at(self, request: int, position: int) -> _Request:
-        state = self._requests[request]
-        expected = state.prompt_length + len(state.output)
-        if position != expected:
-            raise ValueError(f"request {request} samples position {position}, but its next is {expected}")
-        return state
+    def _check_positions(self, expected: NDArray[np.int64], rows: list[tuple[int, int]]) -> None:
+        wrong = (expected != [position for _, position in rows]).nonzero()[0]
+        if len(wrong):
+            request, position = rows[wrong[0]]
+            raise ValueError(f"request {request} samples position {position}, but its next is {expected[wrong[0]]}")
 
-    def _edit(self, logits: Tensor, maxima: Tensor, requests: list[_Request]) -> None:
-        """Applies penalties, bias and masks to logits, in place, and brings `maxima` up to date."""
-        edited = [i for i, request in enumerate(requests) if request.edits]
-        if not edited:
-            return
-        self._penalize(logits, [(i, requests[i]) for i in edited])
-        flat = logits.view(-1)
-        bias_at = [i * self._vocab_size + token for i in edited for token in requests[i].bias_ids]
-        if bias_at:
-            at = self._ids(bias_at)
-            flat[at] += self._numbers([bias for i in edited for bias in requests[i].biases])
-        for i in edited:
-            allowed = requests[i].allowed
-            if allowed is not None:
-                kept = logits[i, allowed]
-                logits[i].fill_(-math.inf)
-                logits[i, allowed] = kept
-        banned = [i * self._vocab_size + token for i in edited for token in requests[i].banned()]
-        if banned:
-            flat[self._ids(banned)] = -math.inf
-        for i in edited:
-            maxima[i : i + 1] = ops.chunk_maxima(logits[i : i + 1])
+    def _edit(self, logits: Tensor, state: NDArray[Any], index: NDArray[np.int64], requests: list[int]) -> NDArray[Any]:
+        """Edits the rows `index`; says which of them were finite before."""
+        held, state, none = [self._edited[request] for request in requests], state[index], (_NO_IDS, _NO_VALUES)
+        seen = [(e.counts.ids, e.counts.counts) if e.counts else none for e in held]
+        banned = [e.banned(position) for e, position in zip(held, state["next"].tolist(), strict=True)]
+        edits = Edits(
+            rows=self._tensor(index),
+            repetition=self._tensor(state["repetition"]),
+            frequency=self._tensor(state["frequency"]),
+            presence=self._tensor(state["presence"]),
+            seen=Lists.of([ids for ids, _ in seen], [counts for _, counts in seen], self._device),
+            bias=Lists.of([e.bias_ids for e in held], [e.biases for e in held], self._device),
+            allowed=Lists.of([e.allowed for e in held], device=self._device),
+            banned=Lists.of(banned, device=self._device),
+        )
+        finite: NDArray[Any] = self._kernels.edit_logits(logits, edits).cpu().numpy()
+        return finite
 
-    def _penalize(self, logits: Tensor, requests: list[tuple[int, _Request]]) -> None:
-        """Repetition, frequency and presence penalties of all rows at once."""
-        held = [(i, request.params, request.counts) for i, request in requests if request.counts is not None]
-        if not held:
-            return
-        lengths = torch.tensor([len(counts.ids) for _, _, counts in held], device=self._device)
-
-        def spread(values: Sequence[float]) -> Tensor:
-            return self._numbers(values).repeat_interleave(lengths)
-
-        counts = torch.cat([counts.counts for _, _, counts in held])
-        at = torch.cat([counts.ids + i * self._vocab_size for i, _, counts in held])
-        flat = logits.view(-1)
-        values = flat[at]
-        repetition = spread([p.repetition_penalty or 1.0 for _, p, _ in held])
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= spread([p.frequency_penalty for _, p, _ in held]) * counts
-        values -= spread([p.presence_penalty for _, p, _ in held]) * (counts > 0)
-        flat[at] = values
-
-    def _choose(
-        self, logits: Tensor, maxima: Tensor, requests: list[_Request], good: list[int], positions: list[int]
-    ) -> dict[int, int]:
-        """The token of each good row: greedy, filtered and open rows are done a kind at a time."""
-        greedy = [i for i in good if requests[i].params.greedy]
-        noisy = [i for i in good if not requests[i].params.greedy]
-        filtered = [i for i in noisy if self._has_order(requests[i].params)]
-        free = [i for i in noisy if not self._has_order(requests[i].params)]
-        chosen: dict[int, int] = {}
-        if greedy:
-            picked = ops.argmax(logits, maxima, self._ids(greedy))
-            chosen.update(zip(greedy, picked.tolist(), strict=True))
-        for rows, kernel in ((filtered, ops.sample_filtered), (free, ops.sample_open)):
-            if rows:
-                filters = self._filters([requests[i] for i in rows], [positions[i] for i in rows])
-                chosen.update(zip(rows, kernel(logits, maxima, self._ids(rows), filters).tolist(), strict=True))
-        return chosen
-
-    def _has_order(self, params: SamplingParams) -> bool:
-        """Whether a filter needs the tokens in order."""
-        return 0 < (params.top_k or 0) < self._vocab_size or (params.top_p or 1.0) < 1.0
-
-    def _filters(self, requests: list[_Request], positions: list[int]) -> ops.Filters:
-        params = [request.params for request in requests]
-        keys = [
-            ops.noise_key(request.params.seed or 0, request.choice, ops.Purpose.SAMPLE, position)
-            for request, position in zip(requests, positions, strict=True)
-        ]
-        top_p = [p.top_p if p.top_p and p.top_p < 1 else math.inf for p in params]
+    def _filters(self, state: NDArray[Any]) -> ops.Filters:
         return ops.Filters(
-            temperature=self._numbers([p.temperature or 1.0 for p in params]),
-            log_min_p=self._numbers([math.log(p.min_p) if p.min_p else -math.inf for p in params]),
-            top_k=self._ids([min(p.top_k or self._vocab_size, self._vocab_size) for p in params]),
-            top_p=self._numbers(top_p, torch.float64),
-            keys=self._ids(keys),
+            temperature=self._tensor(state["temperature"]),
+            log_min_p=self._tensor(state["log_min_p"]),
+            top_k=self._tensor(state["top_k"]),
+            top_p=self._tensor(state["top_p"]),
+            keys=self._tensor(ops.noise_keys(state["stream"], state["next"])),
         )
 
+    def _logprobs(
+        self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], tops: NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
+        """Raw log-probabilities of some rows: each row's token, then its best ones."""
+        if not len(rows):
+            return []
+        scores = self._kernels.token_scores(logits, self._tensor(rows), self._tensor(tokens), int(tops.max()))
+        table = zip(scores.ids.tolist(), scores.values.tolist(), scores.ranks.tolist(), tops.tolist(), strict=True)
+        return [_token_logprobs(ids, values, rank, top) for ids, values, rank, top in table]
 
-def _token_logprobs(
-    logits: Tensor, maxima: Tensor, rows: list[int], tokens: list[int], tops: list[int]
-) -> list[TokenLogprobs]:
-    """Raw log-probabilities of some rows: each row's token, then its best ones."""
-    if not rows:
-        return []
-    index, ids = torch.tensor([rows, tokens], dtype=torch.int64, device=logits.device)
-    best = maxima[index].amax(-1)
-    log_sums = ops.exp_sums(logits, maxima, index, torch.ones_like(best)).log()
-    values = logits[index, ids][:, None]
-    ranks = ops.ranks(logits, maxima, index, ids)
-    top_values, top_ids = ops.top(logits, maxima, index, max(tops))
 
-    def logprobs(of: Tensor) -> Tensor:
-        return (of - best[:, None]).double() - log_sums[:, None]
+def _token_logprobs(ids: list[int], values: list[float], rank: int, top: int) -> TokenLogprobs:
+    """`top` is how many of the best to report, fewer where the vocabulary ends, and none for a row not finite."""
+    count = 0 if math.isnan(values[0]) else min(top, len(ids) - 1)
+    return TokenLogprobs(ids[: 1 + count], values[: 1 + count], [rank, *range(1, 1 + count)])
 
-    table = zip(
-        tokens,
-        logprobs(values).flatten().tolist(),
-        ranks.tolist(),
-        logprobs(top_values).tolist(),
-        top_ids.tolist(),
-        tops,
-        strict=True,
-    )
-    return [
-        TokenLogprobs([token, *best_ids[:n]], [value, *others[:n]], [rank, *range(1, len(best_ids[:n]) + 1)])
-        for token, value, rank, others, best_ids, n in table
-    ]
+
+def _sampled_rows(
+    tokens: NDArray[np.int64],
+    good: NDArray[np.bool_],
+    masked: NDArray[np.bool_],
+    told: NDArray[np.int64],
+    logprobs: list[TokenLogprobs],
+) -> list[SampledRow]:
+    """`masked`: rows that failed for their edits, if they did; `told`: to which rows `logprobs` belong."""
+    sampled = [SampledRow(token) for token in tokens.tolist()]
+    for i in (~good).nonzero()[0].tolist():
+        sampled[i] = SampledRow(-1, error=NOTHING_LEFT if masked[i] else NOT_FINITE)
+    for i, entry in zip(told.tolist(), logprobs, strict=True):
+        sampled[i].logprobs = entry
+    return sampled

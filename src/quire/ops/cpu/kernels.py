@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.cpu import rows
-from quire.ops.cpu.library import Library
-from quire.ops.kernels import Kernels
+from quire.ops.cpu import attention, linear, quantize, rows, sampling
+from quire.ops.cpu.library import VERSION, Library
+from quire.ops.cpu.memory import Scratch
+from quire.ops.kernels import HeadNorm, Kernels
+from quire.ops.kv_cache import KVCache
+from quire.ops.linear import Product
+from quire.ops.logit_edits import Edits
+from quire.ops.quantized import Quantization, QuantizedWeight
+from quire.ops.ragged import RaggedBatch
+from quire.ops.sampling import Filters, TokenScores
 
 
 class CpuKernels(Kernels):
@@ -21,7 +28,64 @@ class CpuKernels(Kernels):
 
     def __init__(self, isa: str) -> None:
         self.name = isa
-        self._lib = Library(isa, rows.PROTOTYPES)
+        self._lib = Library(
+            isa, attention.PROTOTYPES | rows.PROTOTYPES | linear.PROTOTYPES | quantize.PROTOTYPES | sampling.PROTOTYPES
+        )
+        self._scratch = Scratch()
+
+    def describe(self, dtype: torch.dtype) -> str:
+        level = torch.backends.cpu.get_cpu_capability()  # of what is left to torch, such as the rotary tables
+        return f"C++ kernels {VERSION} for {self.name}, torch {torch.__version__} with {level}"
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+        return linear.CpuProduct(self._lib, weight, bias, self._scratch)
+
+    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
+        return quantize.quantize(self._lib, weight, how)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+        return linear.CpuProduct(self._lib, weight, bias, self._scratch)
+
+    def embed(self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (
+            rows.embed(self._lib, ids, weight, dtype) if rows.can_embed(weight) else super().embed(ids, weight, dtype)
+        )
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rows.rms_norm(self._lib, x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows.add_rms_norm(self._lib, x, residual, weight, eps)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         return rows.silu_mul(self._lib, x)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        norm: HeadNorm | None,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        return rows.rotate_and_store(self._lib, qkv, norm, tables, kv, batch, layer)
+
+    def attend(
+        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+    ) -> torch.Tensor:
+        return attention.attend(self._lib, q, kv, batch, layer, scale, window)
+
+    def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return sampling.finite_rows(self._lib, x)
+
+    def edit_logits(self, logits: torch.Tensor, edits: Edits) -> torch.Tensor:
+        return sampling.edit_logits(self._lib, logits, edits)
+
+    def sample(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
+        return sampling.sample(self._lib, logits, filters)
+
+    def token_scores(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, count: int) -> TokenScores:
+        return sampling.token_scores(self._lib, logits, rows, ids, count)

@@ -11,9 +11,10 @@ import ctypes
 import functools
 import platform
 import re
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,18 +24,37 @@ I32, I64, F32, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.
 Prototype = tuple[Any, Sequence[Any]]
 """Result type (or None) and argument types of a function."""
 
+VERSION = 1
+"""Of the kernels: raised here and in library.cpp whenever their bits, or a function's arguments, change. Part of
+the fingerprint; and a library that an older or newer source was compiled to is refused."""
+
+PROTOTYPES: dict[str, Prototype] = {"version": (I32, ()), "threads": (I32, ())}
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """How the C++ side names data types (`DType` in simd.h)."""
 
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}
+_AVX512_BF16 = {*_AVX512, "avx512_bf16", "avx512_vnni"}
 NEEDS = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "f16c"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"},
+    "amx": {*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"},
+    "avx512_bf16": _AVX512_BF16,
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
     "sse2": {"sse2"},
-    "neon_dot": {"asimddp"},
+    "neon_dot": {"asimddp", "atomics"},
     "neon": {"asimd"},
 }
 """Each library's instruction set, the fastest first, and the flags of /proc/cpuinfo that it needs."""
+
+MACHINES = ("x86_64", "aarch64")
+"""For these, on Linux, an installation with a C++ compiler builds kernels."""
+
+
+class Lost(NamedTuple):
+    """Something that this machine could do, and does not: `what`, and the `remedy`."""
+
+    what: str
+    remedy: str
 
 
 class Library:
@@ -45,36 +65,58 @@ class Library:
         prototypes: by name, without the prefix `quire_`, of every function that is used.
 
     Raises:
-        ConfigError: it was not built, or this machine cannot run it.
+        ConfigError: it was not built, this machine cannot run it, or it was compiled from other sources.
     """
 
     def __init__(self, isa: str, prototypes: Mapping[str, Prototype]) -> None:
         self.isa = isa
-        path = built().get(isa)
-        if path is None:
-            known = ", ".join(built()) or "none: was there a C++ compiler when Quire was installed?"
-            raise ConfigError(f"the kernels for {isa!r} were not built; built are: {known}")
-        lacking = NEEDS[isa] - cpu_flags()
-        if lacking:
-            raise ConfigError(
-                f"this machine cannot run the kernels for {isa!r}: it lacks {', '.join(sorted(lacking))}; "
-                f"it can run: {', '.join(usable())}"
-            )
-        self._handle = ctypes.CDLL(str(path))
-        for name, (result, arguments) in prototypes.items():
-            function = getattr(self._handle, f"quire_{name}")
+        handle = _load(isa)
+        for name, (result, arguments) in {**PROTOTYPES, **prototypes}.items():
+            function = getattr(handle, f"quire_{name}", None)
+            if function is None:
+                raise ConfigError(f"the kernels for {isa!r} have no function quire_{name}: {STALE}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
+        if self.version() != VERSION:
+            raise ConfigError(f"the kernels for {isa!r} are version {self.version()}, not {VERSION}: {STALE}")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the kernels for {self.isa} have no function {name!r}")
 
 
+STALE = "they were compiled from another version of the sources; install Quire again ('make' in a checkout)"
+
+
+def _load(isa: str) -> ctypes.CDLL:
+    path = built().get(isa)
+    if path is None:
+        raise ConfigError(f"the kernels for {isa!r} were not built; {_choices()}")
+    lacking = NEEDS[isa] - cpu_flags()
+    if lacking:
+        raise ConfigError(
+            f"this machine cannot run the kernels for {isa!r}: it lacks {', '.join(sorted(lacking))}; {_choices()}"
+        )
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ConfigError(f"the kernels for {isa!r} cannot be loaded: {error}; install Quire again") from error
+
+
+def _choices() -> str:
+    """What may be asked for here, in words."""
+    names = usable()
+    if names:
+        return f"this machine has kernels for {', '.join(names)}, and plain torch: 'torch'"
+    remedy = f"; to have others, {lost.remedy}" if (lost := missed()) else ""
+    return f"there is only plain torch: 'torch'{remedy}"
+
+
 @functools.cache
 def built() -> dict[str, Path]:
-    """The libraries that the installation built, by instruction set, the fastest first."""
-    found = {path.name.removeprefix("lib_").split(".")[0]: path for path in Path(__file__).parent.glob("lib_*.so")}
-    return {isa: found[isa] for isa in NEEDS if isa in found}
+    """The libraries that the installation built for this Python, by instruction set, the fastest first."""
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+    paths = {isa: Path(__file__).with_name(f"lib_{isa}{suffix}") for isa in NEEDS}
+    return {isa: path for isa, path in paths.items() if path.is_file()}
 
 
 def usable() -> list[str]:
@@ -82,9 +124,41 @@ def usable() -> list[str]:
     return [isa for isa in built() if NEEDS[isa] <= cpu_flags()]
 
 
+def missed() -> Lost | None:
+    """The fastest kernels that this machine could run, if they were not built; None where nothing is lost."""
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine not in MACHINES:
+        what = f"there are no compiled kernels for {machine} on {platform.system()}: the slower torch path runs"
+        return Lost(what, "run Quire on Linux on x86_64 or aarch64")
+    best = next((isa for isa, needs in NEEDS.items() if needs <= cpu_flags()), None)
+    if best is None or best in built():
+        return None
+    again = "then install Quire again ('make' in a checkout, else pip install --force-reinstall --no-deps)"
+    if not built():
+        return Lost("the compiled kernels were not built: the slower torch path runs", f"install g++, {again}")
+    what = f"the kernels for {best}, which this machine could run, were not built: slower ones run"
+    return Lost(what, f"install a newer g++ (12 knows them all), {again}")
+
+
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What this machine's processor says of itself."""
+    """What this machine's processor says of itself, less the tile registers where the system does not grant them."""
+    flags = _processor_flags()
+    return flags - {"amx_tile"} if "amx_tile" in flags and not _granted_tiles() else flags
+
+
+def _granted_tiles() -> bool:
+    """Ask Linux for AMX's tile registers, as every process has to once; its threads and forks have them too.
+
+    It refuses where it is too old (before 5.16), or where a thread's stack for signals is too small for them.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # see arch/x86/include/uapi/asm/prctl.h
+    syscall = getattr(ctypes.CDLL(None), "syscall", None)
+    arguments = map(ctypes.c_long, (arch_prctl, request_permission, tile_data))
+    return syscall is not None and syscall(*arguments) == 0
+
+
+def _processor_flags() -> frozenset[str]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,31 +1,220 @@
-// What is done row by row: norms, the gate, rotation with the store of keys and values, the embedding.
+// What is done row by row: the embedding, norms, the gate, rotation with the store of keys and values.
+//
+// Each row, or head of a row, is computed by one thread in one order: no bit depends on the other rows or on the
+// number of threads. Numbers are rounded to the data type T where the reference (`elementwise.py`) rounds.
+#include <algorithm>
+#include <type_traits>
+
+#include "kv_store.h"
 #include "simd.h"
 
 namespace quire {
 namespace {
 
-template <class T>
-void silu_mul(const T* x, T* out, int64_t rows, int64_t size) {
+// Numbers up to which a call stays on one thread: waking another takes about as long as working on them.
+constexpr int64_t SERIAL = 16384;
+
+// body(0) .. body(items - 1), each of which works on about `numbers` numbers.
+template <class Body>
+void for_each(int64_t items, int64_t numbers, const Body& body) {
+    if (items * numbers <= SERIAL) {
+        for (int64_t i = 0; i < items; i++) body(i);
+    } else {
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *gate = x + row * 2 * size, *up = gate + size;
-        T* to = out + row * size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            const int n = size - i < LANES ? size - i : LANES;
-            f32x16 g = load_some(gate + i, n), u = load_some(up + i, n);
-            store_some(to + i, rounded(g / (1.0f + exp(-g)), to) * u, n);
-        }
+        for (int64_t i = 0; i < items; i++) body(i);
     }
 }
+
+// Calls body with a null pointer of the type that `dtype` names.
+template <class Body>
+void with_type(int32_t dtype, const Body& body) {
+    if (dtype == F32) body((float*)nullptr);
+    if (dtype == BF16) body((bf16*)nullptr);
+    if (dtype == F16) body((f16*)nullptr);
+}
+
+// Whether every one of the ids is in 0 .. limit - 1.
+bool within(const int64_t* ids, int64_t count, int64_t limit) {
+    bool all = true;
+    for (int64_t i = 0; i < count; i++) all &= (uint64_t)ids[i] < (uint64_t)limit;
+    return all;
+}
+
+// -- norms --------------------------------------------------------------------------------------------------------
+
+// 1 / rms from the sums of squares in 16 lanes.
+INLINE float norm_scale(f32x16 squares, int64_t size, float eps) {
+    return 1.0f / std::sqrt(sum(squares) / (float)size + eps);
+}
+
+// x * scale * weight, rounded before the weight is applied.
+template <class T>
+INLINE f32x16 normalized(f32x16 x, float scale, const T* weight, int64_t left) {
+    return rounded(x * scale, weight) * load_some(weight, left);
+}
+
+template <class T>
+INLINE f32x16 sum_of_squares(const T* x, int64_t size) {
+    f32x16 squares = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 v = load_some(x + i, size - i);
+        squares = fma(v, v, squares);
+    }
+    return squares;
+}
+
+template <class T>
+INLINE void apply_norm(const T* x, f32x16 squares, const T* weight, T* out, int64_t size, float eps) {
+    const float scale = norm_scale(squares, size, eps);
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 v = load_some(x + i, size - i);
+        store_some(out + i, normalized(v, scale, weight + i, size - i), size - i);
+    }
+}
+
+template <class T>
+void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
+    apply_norm(x, sum_of_squares(x, size), weight, out, size, eps);
+}
+
+template <class T>
+void add_rms_norm_row(T* x, T* residual, const T* weight, int64_t size, float eps) {
+    f32x16 squares = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 v = rounded(load_some(residual + i, size - i) + load_some(x + i, size - i), x);
+        store_some(residual + i, v, size - i);
+        squares = fma(v, v, squares);
+    }
+    apply_norm(residual, squares, weight, x, size, eps);
+}
+
+// -- gate and embedding -------------------------------------------------------------------------------------------
+
+constexpr int64_t GATE_PART = 2048;  // numbers of a row that are one piece of work
+
+template <class T>
+void silu_mul_part(const T* gate, const T* up, T* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 g = load_some(gate + i, size - i), u = load_some(up + i, size - i);
+        store_some(out + i, rounded(g / (1.0f + exp(-g)), out) * u, size - i);
+    }
+}
+
+template <class From, class To>
+void embed(const int64_t* ids, const From* table, To* out, int64_t tokens, int64_t size) {
+    for_each(tokens, size, [=](int64_t row) { convert_row(table + ids[row] * size, size, out + row * size); });
+}
+
+// -- queries, keys and values -------------------------------------------------------------------------------------
+
+// Turns dimension i with dimension i + size / 2, after the norm where there is one. `out` may be `x`.
+template <class T>
+void turn_head(const T* x, const T* weight, float eps, const float* cos, const float* sin, T* out, int64_t size) {
+    const int64_t half = size / 2;
+    const float scale = weight ? norm_scale(sum_of_squares(x, size), size, eps) : 1.0f;
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int64_t left = half - i;
+        f32x16 a = load_some(x + i, left), b = load_some(x + half + i, left);
+        if (weight) {
+            a = rounded(normalized(a, scale, weight + i, left), x);
+            b = rounded(normalized(b, scale, weight + half + i, left), x);
+        }
+        f32x16 c = load_some(cos + i, left), s = load_some(sin + i, left);
+        store_some(out + i, a * c - b * s, left);
+        store_some(out + half + i, b * c + a * s, left);
+    }
+}
+
+// All of a step's rows and one layer of the cache.
+template <class T>
+struct Rotation {
+    T *qkv, *queries;          // [tokens, heads + 2 * kv_heads, head_dim], [tokens, heads, head_dim]
+    const T* weight;           // of the norm, [heads + kv_heads, head_dim], or null
+    const float *cos, *sin;    // [tokens, head_dim / 2]
+    const int64_t* slots;      // [tokens]
+    int64_t heads, layer;
+    float eps;
+    KvCache kv;
+
+    // One head of one token: a query, or a key or value, which goes into the cache.
+    void head(int64_t token, int64_t head) const {
+        const int64_t size = kv.head_dim, turned = heads + kv.kv_heads;
+        T* row = qkv + (token * (turned + kv.kv_heads) + head) * size;
+        if (head < turned) {
+            T* to = head < heads ? queries + (token * heads + head) * size : row;
+            const int64_t at = token * (size / 2);
+            turn_head(row, weight ? weight + head * size : nullptr, eps, cos + at, sin + at, to, size);
+        }
+        if (head >= turned) {
+            store_kv_row(kv, slots[token], layer, head - turned, VALUES, row);
+        } else if (head >= heads) {
+            store_kv_row(kv, slots[token], layer, head - heads, KEYS, row);
+        }
+    }
+};
 
 }  // namespace
 }  // namespace quire
 
 using namespace quire;
 
+// out[row] = table[ids[row]], converted. Returns 1, and writes nothing, where an id is outside the table.
+QUIRE_API int32_t quire_embed(int32_t table_dtype, int32_t dtype, const int64_t* ids, const void* table, void* out,
+                              int64_t tokens, int64_t vocabulary, int64_t size) {
+    if (!within(ids, tokens, vocabulary)) return 1;
+    with_type(table_dtype, [=](auto* from) {
+        with_type(dtype, [=](auto* to) { embed(ids, (decltype(from))table, (decltype(to))out, tokens, size); });
+    });
+    return 0;
+}
+
+// x / rms(x) * weight for x [rows, size]; statistics in fp32, the quotient rounded before the weight is applied.
+QUIRE_API void quire_rms_norm(int32_t dtype, const void* x, const void* weight, void* out, int64_t rows, int64_t size,
+                              float eps) {
+    with_type(dtype, [=](auto* type) {
+        using T = decltype(type);
+        for_each(rows, size, [=](int64_t row) {
+            rms_norm_row((T)x + row * size, (T)weight, (T)out + row * size, size, eps);
+        });
+    });
+}
+
+// residual += x, and then its norm takes the place of x; both [rows, size].
+QUIRE_API void quire_add_rms_norm(int32_t dtype, void* x, void* residual, const void* weight, int64_t rows,
+                                  int64_t size, float eps) {
+    with_type(dtype, [=](auto* type) {
+        using T = decltype(type);
+        for_each(rows, size, [=](int64_t row) {
+            const int64_t at = row * size;
+            add_rms_norm_row((T)x + at, (T)residual + at, (T)weight, size, eps);
+        });
+    });
+}
+
 // silu(gate) * up for x [rows, 2 * size] = gate | up; silu is rounded to the data type before the product.
 QUIRE_API void quire_silu_mul(int32_t dtype, const void* x, void* out, int64_t rows, int64_t size) {
-    if (dtype == F32) silu_mul((const float*)x, (float*)out, rows, size);
-    if (dtype == BF16) silu_mul((const bf16*)x, (bf16*)out, rows, size);
-    if (dtype == F16) silu_mul((const f16*)x, (f16*)out, rows, size);
+    const int64_t parts = (size + GATE_PART - 1) / GATE_PART;
+    with_type(dtype, [=](auto* type) {
+        using T = decltype(type);
+        for_each(rows * parts, std::min(size, GATE_PART), [=](int64_t i) {
+            const int64_t row = i / parts, first = i % parts * GATE_PART;
+            const T gate = (T)x + row * 2 * size + first;
+            silu_mul_part(gate, gate + size, (T)out + row * size + first, std::min(size - first, GATE_PART));
+        });
+    });
+}
+
+// Normalizes (where `weight` is not null) and turns queries and keys, and stores keys and values in layer `layer` of
+// the cache. `qkv` is overwritten. Returns 1, and does nothing, where a slot is outside the cache's `blocks`.
+QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, void* qkv, void* queries, const void* weight, float eps,
+                                         const float* cos, const float* sin, const int64_t* slots, int64_t tokens,
+                                         int64_t heads, int64_t layer, int64_t blocks, const KvCache* kv) {
+    if (!within(slots, tokens, blocks * kv->block_size)) return 1;
+    with_type(dtype, [=](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        const Rotation<T> step{(T*)qkv, (T*)queries, (const T*)weight, cos, sin, slots, heads, layer, eps, *kv};
+        const int64_t all = heads + 2 * kv->kv_heads;
+        for_each(tokens * all, kv->head_dim, [=](int64_t i) { step.head(i / all, i % all); });
+    });
+    return 0;
 }

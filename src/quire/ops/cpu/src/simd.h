@@ -77,8 +77,58 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {  // a * b + c, rounded once wh
 #endif
 }
 
+// GCC takes a vector that is wider than the machine's apart: for arithmetic into two or four, but for comparisons and
+// choices number by number. So these are done on vectors of the machine's width.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 64;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 32;
+#else
+constexpr int WIDTH = 16;
+#endif
+template <class T>
+struct Parts {
+    typedef T Part __attribute__((vector_size(WIDTH)));
+    Part part[64 / WIDTH];
+};
+
+// f of each part of a and b, which hold Ts; what it yields holds Rs.
+template <class R, class T, class V, class F>
+INLINE auto by_parts(V a, V b, F f) {
+    typedef R Result __attribute__((vector_size(64)));
+    auto x = bits_of<Parts<T>>(a), y = bits_of<Parts<T>>(b);
+    Parts<R> result;
+    for (int i = 0; i < 64 / WIDTH; i++) result.part[i] = f(x.part[i], y.part[i]);
+    return bits_of<Result>(result);
+}
+
 // As the scalar std::max(a, b) = a < b ? b : a, so a NaN in `a` stays.
-INLINE f32x16 max(f32x16 a, f32x16 b) { return a < b ? b : a; }
+INLINE f32x16 max(f32x16 a, f32x16 b) {
+    return by_parts<float, float>(a, b, [](auto x, auto y) { return x < y ? y : x; });
+}
+
+// All bits of a lane are set where it holds. None holds for a NaN.
+INLINE i32x16 less(f32x16 a, f32x16 b) {
+    return by_parts<int32_t, float>(a, b, [](auto x, auto y) { return x < y; });
+}
+INLINE i32x16 less(i32x16 a, i32x16 b) {
+    return by_parts<int32_t, int32_t>(a, b, [](auto x, auto y) { return x < y; });
+}
+INLINE i32x16 less_equal(f32x16 a, f32x16 b) {
+    return by_parts<int32_t, float>(a, b, [](auto x, auto y) { return x <= y; });
+}
+INLINE i32x16 equal(f32x16 a, f32x16 b) {
+    return by_parts<int32_t, float>(a, b, [](auto x, auto y) { return x == y; });
+}
+
+template <class V>
+INLINE V select(i32x16 mask, V yes, V no) {  // of 16 numbers of 32 bits
+#if defined(__AVX512F__)
+    return mask ? yes : no;
+#else
+    return bits_of<V>((mask & bits_of<i32x16>(yes)) | (~mask & bits_of<i32x16>(no)));
+#endif
+}
 
 INLINE float sum(f32x16 v) {  // a fixed tree: halves, quarters, ...
     float lane[LANES];
@@ -88,12 +138,37 @@ INLINE float sum(f32x16 v) {  // a fixed tree: halves, quarters, ...
     return lane[0];
 }
 
+INLINE int32_t sum(i32x16 v) {
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
 INLINE float max_of(f32x16 v) {
     float lane[LANES];
     std::memcpy(lane, &v, sizeof v);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
     return lane[0];
+}
+
+template <class Part>
+INLINE bool any_bit(Part part) {  // of a vector of the machine's width
+    static_assert(sizeof part == WIDTH);
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)part, (__m512i)part) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)part, (__m256i)part);
+#else
+    typedef uint64_t Pair __attribute__((vector_size(16)));
+    return (((Pair)part)[0] | ((Pair)part)[1]) != 0;
+#endif
+}
+
+INLINE bool any(i32x16 mask) {  // whether a comparison held in any lane
+    auto parts = bits_of<Parts<int32_t>>(mask);
+    for (int i = 1; i < 64 / WIDTH; i++) parts.part[0] |= parts.part[i];
+    return any_bit(parts.part[0]);
 }
 
 // -- loads and stores, which convert ----------------------------------------------------------------------------
@@ -117,7 +192,7 @@ INLINE f32x16 from_f16(u16x16 x) {
     u32x16 w = widen(x), sign = (w & 0x8000u) << 16, rest = (w & 0x7fffu) << 13;
     f32x16 scaled = bits_of<f32x16>(rest) * 0x1p112f;
     u32x16 special = rest | 0x7f800000u;  // infinity and NaN
-    return bits_of<f32x16>(sign | (u32x16)(rest >= 0x0f800000u ? special : bits_of<u32x16>(scaled)));
+    return bits_of<f32x16>(sign | select(less((i32x16)rest, splat(0x0f800000)), bits_of<u32x16>(scaled), special));
 #endif
 }
 
@@ -137,18 +212,24 @@ INLINE u16x16 to_f16(f32x16 v) {
     u32x16 x = bits_of<u32x16>(v), sign = (x >> 16) & 0x8000u, a = x & 0x7fffffffu;
     u32x16 normal = (a - 0x38000000u + 0x0fffu + ((a >> 13) & 1u)) >> 13;
     u32x16 small = bits_of<u32x16>(bits_of<f32x16>(a) + 0.5f) - 0x3f000000u;  // adding 0.5 rounds to 2^-24
-    u32x16 out = a < 0x38800000u ? small : normal;
-    out = a >= 0x477ff000u ? (u32x16{} + 0x7c00u) : out;
-    out = a > 0x7f800000u ? (u32x16{} + 0x7e00u) : out;
+    i32x16 size = (i32x16)a;
+    u32x16 out = select(less(size, splat(0x38800000)), small, normal);
+    out = select(less(size, splat(0x477ff000)), out, u32x16{} + 0x7c00u);
+    out = select(less(splat(0x7f800000), size), u32x16{} + 0x7e00u, out);
     return narrow(out | sign);
 #endif
 }
 
-// Rounds to nearest, ties to even, as torch does; a NaN stays one.
+// Rounds to nearest, ties to even, as torch does; a NaN stays one. The instruction makes subnormal numbers 0.
 INLINE u16x16 to_bf16(f32x16 v) {
+#if defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
     u32x16 x = bits_of<u32x16>(v);
     u32x16 rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
-    return narrow((x & 0x7fffffffu) > 0x7f800000u ? (u32x16{} + 0x7fc0u) : rounded);
+    i32x16 nan = less(splat(0x7f800000), (i32x16)(x & 0x7fffffffu));
+    return narrow(select(nan, u32x16{} + 0x7fc0u, rounded));
+#endif
 }
 
 INLINE f32x16 from_bf16(u16x16 x) { return bits_of<f32x16>(widen(x) << 16); }
@@ -178,15 +259,17 @@ INLINE void store(f16* p, f32x16 v) {
     std::memcpy(p, &n, sizeof n);
 }
 
-// The first n of 16 numbers; what is not loaded is 0, what is not stored stays.
+// The first n of 16 numbers, all of them where n is 16 or more; what is not loaded is 0, what is not stored stays.
 template <class T>
-INLINE f32x16 load_some(const T* p, int n) {
+INLINE f32x16 load_some(const T* p, int64_t n) {
+    if (n >= LANES) return load(p);
     T part[LANES] = {};
     std::memcpy(part, p, n * sizeof(T));
     return load(part);
 }
 template <class T>
-INLINE void store_some(T* p, f32x16 v, int n) {
+INLINE void store_some(T* p, f32x16 v, int64_t n) {
+    if (n >= LANES) return store(p, v);
     T part[LANES];
     store(part, v);
     std::memcpy(p, part, n * sizeof(T));
@@ -201,7 +284,7 @@ INLINE f32x16 rounded(f32x16 v, const f16*) { return from_f16(to_f16(v)); }
 
 // e^x to about 1 ulp (Cephes' expf: x = n ln 2 + r, a polynomial in r); 0 below -87.3, infinity above 88.7.
 INLINE f32x16 exp(f32x16 x) {
-    f32x16 clamped = max(x < splat(88.8f) ? x : splat(88.8f), splat(-87.4f));
+    f32x16 clamped = max(select(less(x, splat(88.8f)), x, splat(88.8f)), splat(-87.4f));
     f32x16 shifted = fma(clamped, splat(1.44269504f), splat(12582912.0f));  // 1.5 * 2^23: rounds to an integer
     f32x16 n = shifted - 12582912.0f;
     f32x16 r = fma(n, splat(-0.693359375f), clamped);
@@ -216,9 +299,9 @@ INLINE f32x16 exp(f32x16 x) {
     // 2^n in two steps, so that neither leaves the range of normal numbers
     i32x16 e = bits_of<i32x16>(shifted) - 0x4b400000, half = e >> 1;
     f32x16 y = p * bits_of<f32x16>((half + 127) << 23) * bits_of<f32x16>((e - half + 127) << 23);
-    y = x < splat(-87.3f) ? splat(0.0f) : y;
-    y = x > splat(88.72284f) ? splat(std::numeric_limits<float>::infinity()) : y;
-    return x != x ? x : y;
+    y = select(less(x, splat(-87.3f)), splat(0.0f), y);
+    y = select(less(splat(88.72284f), x), splat(std::numeric_limits<float>::infinity()), y);
+    return select(equal(x, x), y, x);  // a NaN stays
 }
 
 // -- dot products -----------------------------------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""The checkpoint in each engine's format: random weights in one model's shape, converted when first asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.common import tell
+from benchmarks.peers.recipes import RECIPES, PeerError, environment, log_file, run
+from quire.bench.random_checkpoint import random_checkpoint
+
+PEERS = {recipe.name: recipe for recipe in RECIPES}
+
+
+def make(kind: str, shape: str, work: Path) -> Path:
+    """The file or folder of a checkpoint, which is written at the first call.
+
+    Args:
+        kind: "hf" (a Hugging Face folder), "gguf-bf16", "gguf-q8_0", "gguf-q4_0", "openvino-fp16",
+            "openvino-int8" or "openvino-int4".
+        shape: of `quire.bench.random_checkpoint`.
+        work: the folder that holds them all.
+
+    Raises:
+        PeerError: it could not be converted.
+    """
+    folder = work / "checkpoints"
+    if kind == "hf":
+        if not (folder / shape).exists():
+            tell(f"writing random weights to {folder / shape}")
+        with random_checkpoint(shape, str(folder)) as path:
+            return path
+    path = folder / f"{shape}-{kind}"
+    if not path.exists():
+        tell(f"converting to {path.name}")
+        partial = path.with_name(f"{path.name}.partial")
+        _remove(partial)
+        family, _, form = kind.partition("-")
+        convert = {"gguf": _to_gguf, "openvino": _to_openvino}[family]
+        convert(form, shape, partial, work)
+        if not partial.exists():
+            raise PeerError(f"converting to {path.name} wrote nothing; see {work / 'logs'}")
+        partial.rename(path)
+    return path
+
+
+def _to_gguf(form: str, shape: str, target: Path, work: Path) -> None:
+    source = make("hf" if form == "bf16" else "gguf-bf16", shape, work)
+    python = environment(PEERS["llama.cpp"], work)
+    quantize = [] if form == "bf16" else ["--to", form]
+    command = [str(python), "-m", "benchmarks.peers.make_gguf", str(source), str(target), *quantize]
+    run(command, log_file(work, f"convert-gguf-{form}"))
+
+
+def _to_openvino(form: str, shape: str, target: Path, work: Path) -> None:
+    source = _with_tokenizer(make("hf", shape, work))
+    python = environment(PEERS["OpenVINO GenAI"], work)
+    export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(source)]
+    more = ["--task", "text-generation-with-past", "--weight-format", form, str(target)]
+    run([*export, *more], log_file(work, f"convert-openvino-{form}"))
+
+
+def _with_tokenizer(checkpoint: Path) -> Path:
+    """The checkpoint with a tokenizer of single bytes beside it: some tools want one, though prompts are token ids."""
+    folder = checkpoint.with_name(f"{checkpoint.name}-with-tokenizer")
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        link = folder / name
+        if not link.exists():
+            os.symlink(checkpoint / name, link)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(["<bos>", "<eos>", *alphabet])}, merges=[]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.add_special_tokens(["<bos>", "<eos>"])
+    bpe.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,48 @@
+"""OpenVINO GenAI's continuous batching pipeline. The checkpoint is a folder that `optimum-cli` exported."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino
+import openvino_genai
+
+from benchmarks.peers.protocol import Options, Watch, serve
+
+CACHE_GB = 4
+
+
+class OpenVino:
+    version = openvino_genai.__version__
+
+    def __init__(self, options: Options) -> None:
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = CACHE_GB, 2048, 64
+        scheduler.enable_prefix_caching, scheduler.dynamic_split_fuse = False, True
+        properties = {
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_NUM_THREADS": options.threads,
+        }
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(options.checkpoint, scheduler, "CPU", properties)
+        self._next_id = 0
+
+    def run(self, prompts: list[list[int]], output: int, watch: Watch) -> None:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = output, True, False
+        tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        watch.start()
+        handles = []  # one that is dropped cancels its request
+        for tensor in tensors:
+            handles.append(self._pipeline.add_request(self._next_id, tensor, config))
+            self._next_id += 1
+        made = [0] * len(handles)
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            for i, handle in enumerate(handles):
+                while handle.can_read():
+                    made[i] += sum(len(part.generated_ids) for part in handle.read().values())
+            watch.step(sum(count > 0 for count in made), sum(made))
+
+
+if __name__ == "__main__":
+    serve(OpenVino)

@@ -1,0 +1,170 @@
+"""What quantized weights and quantized KV change: the next token's distribution, against bf16, on the same text.
+
+The embedded model reads Python sources of the standard library, in windows; most of them it was trained on, some
+were held out. A model of random weights in the shape of Qwen3-0.6B reads random tokens: its numbers say how errors
+grow with width and depth, not how a trained model behaves. Each position is one sample: the divergence of the
+quantized model's distribution from bf16's, and whether the likeliest token is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from benchmarks.common import Options, Result, checkpoint, main, tell, tokens
+from quire.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import QuireError
+from quire.models.hub import resolve
+from quire.ops import RaggedBatch
+
+TEXTS = ("fractions.py", "webbrowser.py", "multiprocessing/managers.py", "json/decoder.py", "argparse.py", "random.py")
+"""The first three were held out of the embedded model's training."""
+
+WINDOW, WINDOWS = 512, 3
+"""Tokens that are read at once, and how many times of each text."""
+QUICK = 64
+LOGIT_ROWS = 64
+"""Rows whose distributions are compared at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What a model reads: `windows` of token ids, each from an empty context."""
+
+    model: str
+    folder: Path
+    windows: list[list[int]]
+
+
+def run(options: Options) -> Result:
+    result = Result(("model", "numbers", "weights", "mean divergence, nats", "99 %", "same likeliest token", "loss"))
+    for text in (_demo(options), _random(options)):
+        references = None
+        for name, settings in _variants():
+            tell(f"quality: {text.model}, {name}")
+            try:
+                logits, weight_bytes = _logits(text, settings, options.threads)
+            except QuireError as error:
+                tell(f"left out: {error}")
+                continue
+            references = references or logits
+            _row(result, text, name, weight_bytes, references, logits)
+    return result
+
+
+def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, engine options), bf16 first; of the KV types those that this version offers."""
+    yield "bf16", {}
+    yield "fp32: what bf16 itself changes", {"dtype": "float32"}
+    yield "int8 weights", {"quantization": "int8"}
+    for group in (32, 64, 128):
+        name = f"int4 weights in groups of {group}, head int8"
+        yield name, {"quantization": "int4", "quantization_group_size": group}
+    fields = {field.name: field for field in dataclasses.fields(EngineConfig)}
+    if "kv_cache_dtype" in fields:
+        for choice in get_args(get_type_hints(EngineConfig)["kv_cache_dtype"]):
+            if choice not in (fields["kv_cache_dtype"].default, "bfloat16", "bf16", None):
+                yield f"{choice} KV", {"kv_cache_dtype": choice}
+
+
+def _demo(options: Options) -> Text:
+    folder = resolve("demo")
+    tokenizer = Tokenizer.load(folder)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    windows: list[list[int]] = []
+    for name in TEXTS:
+        ids = tokenizer.encode((library / name).read_text("utf-8"))
+        windows += [ids[start : start + WINDOW] for start in range(0, len(ids) - WINDOW + 1, WINDOW)][:WINDOWS]
+    return Text("embedded", folder, [windows[0][:QUICK]] if options.quick else windows)
+
+
+def _random(options: Options) -> Text:
+    generator = random.Random(0)
+    windows = [tokens(generator, QUICK if options.quick else WINDOW) for _ in range(1 if options.quick else 2)]
+    return Text("random 0.6B", checkpoint(options), windows)
+
+
+def _logits(text: Text, settings: dict[str, Any], threads: int | None) -> tuple[list[torch.Tensor], int]:
+    """Every window's logits, [tokens, vocabulary] fp32, and the bytes of the weights that a step reads."""
+    blocks = -(-WINDOW // 16)
+    sizes: dict[str, Any] = {"num_kv_blocks": blocks, "max_model_len": WINDOW, "threads": threads}
+    config = EngineConfig(model=str(text.folder), **sizes | {"dtype": "bfloat16"} | settings)
+    engine = Engine(config)
+    try:
+        with torch.inference_mode():
+            logits = []
+            for window in text.windows:
+                hidden = engine.model.forward(_batch(window, config.block_size), engine.kv_cache)
+                parts = [engine.model.logits(part) for part in hidden.split(LOGIT_ROWS)]
+                logits.append(torch.cat(parts))
+        return logits, engine.model.weight_bytes
+    finally:
+        engine.close()
+
+
+def _batch(window: list[int], block_size: int) -> RaggedBatch:
+    """One span of a whole window, in the blocks from 1 on."""
+    positions = torch.arange(len(window))
+    return RaggedBatch(
+        token_ids=torch.tensor(window),
+        positions=positions,
+        slots=positions + block_size,
+        row_starts=[0, len(window)],
+        context_lens=[len(window)],
+        block_tables=torch.arange(1, -(-len(window) // block_size) + 1)[None].contiguous(),
+        block_size=block_size,
+    )
+
+
+def _row(
+    result: Result,
+    text: Text,
+    name: str,
+    weight_bytes: int,
+    references: list[torch.Tensor],
+    logits: list[torch.Tensor],
+) -> None:
+    divergences, same, losses = [], 0, []
+    for window, reference, found in zip(text.windows, references, logits, strict=True):
+        for start in range(0, len(window), LOGIT_ROWS):
+            rows = slice(start, start + LOGIT_ROWS)
+            p, q = (x[rows].double().log_softmax(1) for x in (reference, found))
+            divergences.append((p.exp() * (p - q)).sum(1))
+            same += int((p.argmax(1) == q.argmax(1)).sum())
+            following = torch.tensor(window[start + 1 : start + 1 + LOGIT_ROWS])
+            losses.append(-q[: len(following)].gather(1, following[:, None])[:, 0])
+    divergence, loss = torch.cat(divergences), float(torch.cat(losses).mean())
+    count = len(divergence)
+    mean, most = float(divergence.mean()), float(divergence.quantile(0.99))
+    result.add(
+        (
+            text.model,
+            name,
+            f"{weight_bytes / 2**20:,.1f} MiB",
+            f"{mean:.2g}",
+            f"{most:.2g}",
+            f"{same / count:.1%}",
+            f"{loss:.4f}",
+        ),
+        model=text.model,
+        numbers=name,
+        weight_bytes=weight_bytes,
+        positions=count,
+        mean_divergence=mean,
+        divergence_99=most,
+        agreement=same / count,
+        loss=loss,
+    )
+
+
+if __name__ == "__main__":
+    main(run)

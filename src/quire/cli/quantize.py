@@ -1,0 +1,74 @@
+"""Quantize a model's weights into a folder of its own.
+
+The folder is used like any checkpoint, e.g. 'quire generate DIR', and starts at once: its weights are mapped, not
+read. The linear layers become int8 or int4 (an int4 model's head stays in int8); norms, biases and the embedding
+table stay as they are. The folder appears under its name only when it is complete."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quire.errors import ConfigError
+
+SCHEMES = ("int8", "int4")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments and flags of `quire quantize`."""
+    parser.usage = "quire quantize MODEL --to {int8,int4} --output DIR [options]"
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, org/name to download, or 'demo'")
+    parser.add_argument("--to", required=True, choices=SCHEMES, help="what the linear layers' weights become")
+    parser.add_argument("--output", required=True, metavar="DIR", help="a folder that does not exist yet, or is empty")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="{32,64,128}",
+        help="int4: inputs that share a scale; smaller is more exact and larger (default: 64)",
+    )
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a downloaded model")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: one a core")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no closing table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantize it."""
+    output = _output(args.output)
+    if args.threads is not None and not 1 <= args.threads <= 1024:
+        raise ConfigError(f"--threads {args.threads} is out of range; allowed: from 1 to 1024")
+
+    from quire.cli.terminal import loading, print_table
+
+    with loading(args.model) as on_load:
+        report = (on_load if not args.quiet else None) or (lambda phase, share: None)
+        report("importing torch", 0.0)
+        import torch
+
+        from quire.models.hub import resolve
+        from quire.models.quantize import check_output, quantize_folder
+        from quire.ops.quantized import Quantization
+
+        how = Quantization.of(args.to, args.group_size)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        check_output(output)  # before a download
+        base = resolve(args.model, args.revision)
+        if how is not None:
+            quantize_folder(base, output, how, report)
+    if not args.quiet:
+        sizes = [(str(folder), f"{_weight_bytes(folder) / 2**20:,.1f} MiB") for folder in (base, output)]
+        print_table(f"Weights, quantized to {how}", sizes)
+    return 0
+
+
+def _output(text: str) -> Path:
+    if not text:
+        raise ConfigError("--output is empty; name a folder that does not exist yet")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"--output {text!r}: there is no such user's home folder") from error
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

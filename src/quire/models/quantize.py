@@ -1,0 +1,104 @@
+"""Quantizing a checkpoint into a folder of its own, whose next load is a memory map: see `quantized_folder`."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from quire.errors import ConfigError
+from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
+from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, Record, read_record
+from quire.models.registry import build_model
+from quire.models.safetensors_file import write_file
+from quire.models.weights import is_plain
+from quire.ops import Kernels, Quantization, choose_kernels
+
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*")
+"""What is taken over beside the weights: configuration, tokenizer, chat template, licence."""
+
+OnProgress = Callable[[str, float], None]
+"""Told (phase, share of it done from 0 to 1)."""
+
+
+def quantize_folder(
+    base: Path, output: Path, how: Quantization, on_progress: OnProgress | None = None, kernels: Kernels | None = None
+) -> None:
+    """Write a quantized copy of a checkpoint.
+
+    The folder appears under its name only when it is complete; whatever ends this before then, nothing is left.
+
+    Args:
+        base: folder of the checkpoint.
+        output: a folder that does not exist yet, or is empty.
+        how: of its linear layers.
+        kernels: what quantizes; the best that this machine has, unless said.
+
+    Raises:
+        ConfigError: `output` is not empty or cannot be written, or `base` is quantized already.
+        CheckpointError: the checkpoint is not right, or cannot be quantized in this way.
+    """
+    report = on_progress or (lambda phase, share: None)
+    check_output(output)
+    _check_not_quantized(base)
+    checkpoint, base_hash = Checkpoint(base), content_hash(base)
+    partial = output.with_name(f"{output.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.mkdir(parents=True)
+        tensors = _tensors(checkpoint, how, report, kernels or choose_kernels())
+        write_file(partial / SINGLE_FILE, tensors, lambda done, total: report("writing", done / total))
+        _copy_small_files(base, partial)
+        record = Record(how.scheme, how.group, str(base.resolve()), base_hash, content_hash(partial), version("quire"))
+        record.write(partial)
+        partial.rename(output)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder with something in it, before any work is done.
+
+    Raises:
+        ConfigError: nothing is ever overwritten.
+    """
+    try:
+        taken = (output.exists() or output.is_symlink()) and not (output.is_dir() and not any(output.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be read: {error.strerror or error}; choose another output") from error
+    if taken:
+        raise ConfigError(f"{output} exists and is not an empty folder; nothing is overwritten, choose another output")
+
+
+def _check_not_quantized(base: Path) -> None:
+    record = read_record(base)
+    if record is not None:
+        raise ConfigError(
+            f"{base} is quantized already, to {record.how}; give the model that it was made from, {record.base}"
+        )
+
+
+def _tensors(
+    checkpoint: Checkpoint, how: Quantization, report: OnProgress, kernels: Kernels
+) -> dict[str, torch.Tensor]:
+    """Everything that the quantized folder's file holds, by name; what stays as it is is still mapped."""
+    phase = f"quantizing to {how}"
+    report(phase, 0.0)
+    model, weights = build_model(checkpoint, "auto", lambda done, total: report(phase, done / total), kernels, how)
+    tensors = {}
+    for name, product in weights.products.items():
+        tensors[name + PACKED], tensors[name + SCALES] = product.packed, product.scales
+    plain = [name for name, shape in model.config.tensor_shapes().items() if is_plain(name, shape)]
+    return tensors | {name: checkpoint.tensor(name) for name in plain}
+
+
+def _copy_small_files(base: Path, folder: Path) -> None:
+    """Nothing but regular files (or links to them) at the top; the tensors' index is that of other files."""
+    for path in sorted({path for pattern in COPIED for path in base.glob(pattern)}):
+        if path.is_file() and path.name not in (INDEX_FILE, RECORD_FILE):
+            shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,178 @@
+"""Attention over the paged cache, in C++: see attention.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
+from quire.ops.kv_cache import KVCache
+from quire.ops.ragged import RaggedBatch
+
+PROTOTYPES: dict[str, Prototype] = {
+    "attention_scratch_bytes": (I64, (POINTER,)),
+    "attend": (None, (POINTER, I64, POINTER, I64, POINTER)),
+}
+
+KV_FORMATS = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
+"""How the C++ side names what the cache holds (`KvFormat` in kv_store.h)."""
+
+ROW_TILE = 128
+"""Most rows (tokens times the query heads that share a KV head) of an item of work. Does not change bits."""
+
+
+ITEMS_A_THREAD = 8
+"""At least so many items a thread, as far as there are heads: then the last to end keeps the others waiting briefly."""
+
+
+class CCache(ctypes.Structure):
+    """`KvCache` of kv_store.h."""
+
+    _fields_ = (
+        ("data", POINTER),
+        ("layers", I64),
+        ("kv_heads", I64),
+        ("block_size", I64),
+        ("head_dim", I64),
+        ("format", I32),
+    )
+
+
+class CStep(ctypes.Structure):
+    """`AttentionStep` of attention.cpp."""
+
+    _fields_ = (
+        ("kv", CCache),
+        ("dtype", I64),
+        ("heads", I64),
+        ("window", I64),
+        ("table_width", I64),
+        ("items", I64),
+        ("most_rows", I64),
+        ("threads", I64),
+        ("scratch_bytes", I64),
+        ("tables", POINTER),
+        ("item", POINTER),
+        ("scratch", POINTER),
+        ("scale", F32),
+    )
+
+
+class Step:
+    """A step's attention as C++ needs it, made once for all layers that agree in its arguments: see `prepare`.
+
+    Attributes:
+        pointer: of `AttentionStep`. Valid while this object and the cache live.
+    """
+
+    def __init__(
+        self,
+        lib: Library,
+        heads: int,
+        dtype: torch.dtype,
+        scale: float,
+        window: int | None,
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> None:
+        if heads % kv.kv_heads or dtype != kv.dtype:
+            raise ValueError(f"{heads} heads in {dtype} do not fit a cache of {kv.kv_heads} KV heads and {kv.dtype}")
+        tile_rows = max(1, ROW_TILE * kv.kv_heads // heads)
+        threads = torch.get_num_threads()
+        self.items = plan_items(batch.row_starts, batch.context_lens, tile_rows, kv.kv_heads, threads)
+        self.tables = _checked_tables(batch, kv)
+        self.struct = CStep(
+            kv=describe(kv),
+            dtype=DTYPES[dtype],
+            heads=heads,
+            window=window or 0,
+            table_width=self.tables.shape[1],
+            items=len(self.items),
+            most_rows=tile_rows * (heads // kv.kv_heads),
+            threads=threads,
+            tables=self.tables.data_ptr(),
+            item=self.items.ctypes.data,
+            scale=scale,
+        )
+        self.pointer = ctypes.addressof(self.struct)
+        each = lib.attention_scratch_bytes(self.pointer)
+        self.scratch = torch.empty(threads * each + 64, dtype=torch.uint8)
+        self.struct.scratch_bytes = each
+        self.struct.scratch = -(-self.scratch.data_ptr() // 64) * 64
+
+
+def describe(kv: KVCache) -> CCache:
+    """The cache as C++ sees it. The tensor must outlive it."""
+    return CCache(kv.data.data_ptr(), kv.layers, kv.kv_heads, kv.block_size, kv.head_dim, KV_FORMATS[kv.stored_dtype])
+
+
+def attend(
+    lib: Library, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+) -> torch.Tensor:
+    """See `Kernels.attend`."""
+    tokens, heads, head_dim = q.shape
+    if not (0 <= layer < kv.layers and head_dim == kv.head_dim and tokens == batch.row_starts[-1]):
+        raise ValueError(
+            f"queries [{tokens}, {heads}, {head_dim}] for layer {layer} do not fit a batch of {batch.row_starts[-1]} "
+            f"rows and a cache of {kv.layers} layers with head_dim {kv.head_dim}"
+        )
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        q = q.contiguous()
+    step = prepare(lib, heads, q.dtype, scale, window, kv, batch)
+    out = q.new_empty(tokens, heads * head_dim)
+    lib.attend(step.pointer, layer, q.data_ptr(), q.stride(0), out.data_ptr())
+    return out
+
+
+def prepare(
+    lib: Library, heads: int, dtype: torch.dtype, scale: float, window: int | None, kv: KVCache, batch: RaggedBatch
+) -> Step:
+    """What all layers of a step share that agree in these arguments.
+
+    Raises:
+        ValueError: the batch, or the number or type of the heads, does not fit the cache.
+    """
+    key = ("attend", heads, dtype, scale, window, id(kv))
+    return batch.once(key, lambda: Step(lib, heads, dtype, scale, window, kv, batch))
+
+
+def plan_items(
+    row_starts: list[int], context_lens: list[int], tile_rows: int, kv_heads: int, threads: int
+) -> npt.NDArray[np.int64]:
+    """Items of work [items, 6]: span, first row, rows (at most `tile_rows`), the first row's position, first KV head,
+    KV heads.
+
+    The longest come first, so that the threads end together. An item has as many heads as leave each thread some
+    items: from one head to the next, memory is read ahead.
+    """
+    starts, context = np.array(row_starts), np.array(context_lens)
+    lengths = np.diff(starts)
+    tiles = -(-lengths // tile_rows)
+    span = np.repeat(np.arange(len(lengths)), tiles)
+    offset = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * tile_rows
+    rows = np.minimum(tile_rows, lengths[span] - offset)
+    position = (context - lengths)[span] + offset
+    parts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    count = next((n for n in parts if n * len(span) >= ITEMS_A_THREAD * threads), kv_heads)
+    order = np.repeat(np.argsort(-rows * (position + rows), kind="stable"), count)
+    head = np.tile(np.arange(count) * (kv_heads // count), len(span))
+    columns = [span[order], (starts[span] + offset)[order], rows[order], position[order], head]
+    return np.stack([*columns, np.full(len(head), kv_heads // count)], axis=1)
+
+
+def _checked_tables(batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+    """The block tables, of which every entry that is read lies in the cache."""
+    tables = batch.block_tables.contiguous()
+    longest = max(batch.context_lens)
+    if kv.block_size != batch.block_size or tables.shape[1] * kv.block_size < longest:
+        raise ValueError(
+            f"a context of {longest} tokens does not fit {tables.shape[1]} blocks of {batch.block_size} tokens "
+            f"(of a cache with blocks of {kv.block_size})"
+        )
+    low, high = (int(x) for x in torch.aminmax(tables))
+    if low < 0 or high >= kv.num_blocks:
+        raise ValueError(f"block tables name blocks {low} to {high}; the cache has 0 to {kv.num_blocks - 1}")
+    return tables

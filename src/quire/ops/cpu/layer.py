@@ -1,0 +1,124 @@
+"""A whole decoder layer in one call: see layer.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from quire.ops.cpu import attention
+from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
+from quire.ops.cpu.linear import CpuProduct
+from quire.ops.cpu.memory import Scratch
+from quire.ops.kernels import LayerParts
+from quire.ops.kv_cache import KVCache
+from quire.ops.ragged import RaggedBatch
+
+PROTOTYPES: dict[str, Prototype] = {
+    "layer": (I32, (POINTER, POINTER, I32, POINTER, POINTER, POINTER)),
+    "layer_workspace": (I64, (POINTER, POINTER, I64)),
+}
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` in layer.cpp."""
+
+    _fields_ = (
+        *(("dtype", I32), ("eps", F32), ("head_eps", F32)),
+        *((name, I64) for name in ("layer", "hidden", "inner", "heads")),
+        *((name, POINTER) for name in ("input_norm", "head_norm", "post_attention_norm")),
+        *((name, POINTER) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+
+class _LayerStep(ctypes.Structure):
+    """`LayerStep` in layer.cpp."""
+
+    _fields_ = (
+        *(("tokens", I64), ("blocks", I64)),
+        *((name, POINTER) for name in ("cos", "sin", "slots", "kv", "attention")),
+    )
+
+
+class _Step:
+    """What all layers of a step share, and what must live as long."""
+
+    def __init__(
+        self,
+        lib: Library,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        attend: attention.Step,
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> None:
+        cos, sin = (table.contiguous() for table in tables)
+        slots, cache = batch.slots.contiguous(), attention.describe(kv)
+        self.struct = _LayerStep(
+            tokens=len(slots),
+            blocks=kv.num_blocks,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slots=slots.data_ptr(),
+            kv=ctypes.addressof(cache),
+            attention=attend.pointer,
+        )
+        self.pointer = ctypes.addressof(self.struct)
+        self.held = (cos, sin, slots, cache, attend)
+
+
+class CpuLayer:
+    """A decoder layer as one call; its bits are those of the kernels called one by one.
+
+    Args:
+        parts: what it is made of; its products are this implementation's.
+        scratch: room for intermediate results, shared by all layers.
+    """
+
+    def __init__(self, lib: Library, parts: LayerParts, scratch: Scratch) -> None:
+        self._lib, self._parts, self._scratch = lib, parts, scratch
+        products = {name: getattr(parts, name) for name in ("qkv", "output", "gate_up", "down")}
+        if not all(isinstance(product, CpuProduct) for product in products.values()):
+            raise TypeError(f"the layer's products are {[type(product).__name__ for product in products.values()]}")
+        self._struct = _Layer(
+            dtype=DTYPES[parts.input_norm.dtype],
+            eps=parts.eps,
+            head_eps=parts.head_norm.eps if parts.head_norm else 0.0,
+            layer=parts.layer,
+            hidden=len(parts.input_norm),
+            inner=parts.down.in_features,
+            heads=parts.heads,
+            input_norm=parts.input_norm.data_ptr(),
+            head_norm=parts.head_norm.weight.data_ptr() if parts.head_norm else None,
+            post_attention_norm=parts.post_attention_norm.data_ptr(),
+            **{name: product.address for name, product in products.items()},
+        )
+        self._pointer = ctypes.addressof(self._struct)
+        self._dtype, self._key = parts.input_norm.dtype, ("layer", parts.scale, parts.window)
+
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DecoderLayer.__call__`. `x` and `residual` are overwritten.
+
+        Raises:
+            IndexError: a slot outside the cache.
+            ValueError: a cache of another shape or data type.
+        """
+        step, workspace = batch.once(self._key, lambda: self._prepare(tables, kv, batch))
+        out = torch.empty_like(residual) if x is None else x
+        address = self._scratch.at_least(workspace)
+        if self._lib.layer(self._pointer, step.pointer, x is None, out.data_ptr(), residual.data_ptr(), address):
+            raise IndexError(f"a slot of the step lies outside the cache's {kv.num_blocks} blocks")
+        return out, residual
+
+    def _prepare(self, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch) -> tuple[_Step, int]:
+        """The step as this layer and those like it see it, and the bytes of workspace they need."""
+        parts = self._parts
+        attend = attention.prepare(self._lib, parts.heads, self._dtype, parts.scale, parts.window, kv, batch)
+        step = _Step(self._lib, tables, attend, kv, batch)
+        return step, self._lib.layer_workspace(self._pointer, step.struct.kv, step.struct.tokens)

@@ -1,0 +1,105 @@
+"""Matrix products in C++: see linear.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
+from quire.ops.cpu.memory import Scratch, collapse, huge
+from quire.ops.quantized import QuantizedWeight
+
+PROTOTYPES: dict[str, Prototype] = {
+    "linear": (None, (POINTER, POINTER, I32, I64, POINTER, I32, POINTER)),
+    "linear_scratch": (I64, (POINTER, I64)),
+    "packed_bytes": (I64, (POINTER,)),
+    "pack": (None, (POINTER, POINTER, POINTER)),
+    "sum_codes": (None, (POINTER, POINTER)),
+}
+INT8, INT4 = 3, 4
+"""Formats beside the dense ones, which have their data type's number."""
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` in linear.cpp."""
+
+    _fields_ = (
+        ("format", I32),
+        ("group", I32),
+        ("in_features", I64),
+        ("out_features", I64),
+        ("data", POINTER),
+        ("scales", POINTER),
+        ("sums", POINTER),
+        ("bias", POINTER),
+    )
+
+
+class CpuProduct:
+    """The product with a weight [out, in], dense or quantized, whose panels of 32 outputs C++ reads as one stream.
+
+    Args:
+        weight: a dense one is copied into panels; a quantized one is used where it lies.
+        scratch: what all products share for the length of a call.
+    """
+
+    def __init__(
+        self, lib: Library, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, scratch: Scratch
+    ) -> None:
+        if isinstance(weight, QuantizedWeight):
+            self.in_features, self.out_features = weight.in_features, weight.out_features
+        else:
+            self.out_features, self.in_features = weight.shape
+        self._weight = _Weight(in_features=self.in_features, out_features=self.out_features)
+        self.address = ctypes.addressof(self._weight)
+        self._held: list[torch.Tensor] = []  # what the addresses in the structure point to
+        if isinstance(weight, QuantizedWeight):
+            self._use_quantized(lib, weight)
+            self._dtypes = tuple(DTYPES)
+        else:
+            self._dtypes = (weight.dtype,)
+            self._pack(lib, weight)
+        if bias is not None:
+            self._weight.bias = self._hold(bias.detach().float().contiguous().clone())
+        self._linear, self._scratch = lib.linear, scratch
+        self._row_scratch = lib.linear_scratch(self.address, 16) // 16
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _pack(self, lib: Library, weight: torch.Tensor) -> None:
+        weight = weight.contiguous()
+        self._weight.format = DTYPES[weight.dtype]
+        self._weight.data = self._hold(huge(lib.packed_bytes(self.address)))
+        lib.pack(self.address, weight.data_ptr(), self._weight.data)
+
+    def _use_quantized(self, lib: Library, weight: QuantizedWeight) -> None:
+        collapse(weight.packed)
+        self._weight.data, self._weight.scales = self._hold(weight.packed), self._hold(weight.scales)
+        if weight.group is None:
+            self._weight.format = INT8
+            sums = torch.empty(weight.scales.numel(), dtype=torch.int32)
+            lib.sum_codes(self.address, sums.data_ptr())
+            self._weight.sums = self._hold(sums)
+        else:
+            self._weight.format, self._weight.group = INT4, weight.group
+
+    def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in x's type or fp32."""
+        if x.shape[1] != self.in_features or x.dtype not in self._dtypes:
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)}; the product takes {self.in_features} columns of {self._dtypes}"
+            )
+        if out_dtype is None:
+            out_dtype = x.dtype
+        elif out_dtype not in (x.dtype, torch.float32):
+            raise ValueError(f"out_dtype is {out_dtype}; allowed are {x.dtype} and torch.float32")
+        x = x.contiguous()
+        rows = x.shape[0]
+        out = torch.empty(rows, self.out_features, dtype=out_dtype)
+        if rows:
+            scratch = self._scratch.at_least(rows * self._row_scratch + 128)
+            self._linear(self.address, x.data_ptr(), DTYPES[x.dtype], rows, out.data_ptr(), DTYPES[out_dtype], scratch)
+        return out

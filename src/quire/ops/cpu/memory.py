@@ -1,0 +1,53 @@
+"""Memory for the C++ kernels."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+HUGE_PAGE = 2 * 2**20
+_ADVISE_HUGE_PAGES, _COLLAPSE = 14, 25  # Linux: MADV_HUGEPAGE; MADV_COLLAPSE, since 6.1
+
+
+class Scratch:
+    """A buffer for what a kernel needs for the length of a call; it grows to the largest need and stays."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def at_least(self, size: int) -> int:
+        """The address of `size` bytes, aligned to a cache line. They belong to the caller until the next call."""
+        if size + 64 > len(self._buffer):
+            self._buffer = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
+        address: int = self._buffer.data_ptr()
+        return address + -address % 64
+
+
+def huge(size: int) -> torch.Tensor:
+    """`size` bytes for something that every step reads, in huge pages where the system has them.
+
+    A weight is read in long streams: with pages of 4 KiB the processor looks up an address every 64 lines.
+    """
+    buffer = torch.empty(size + HUGE_PAGE, dtype=torch.uint8) if size >= HUGE_PAGE else torch.empty(size + 64).byte()
+    first = -buffer.data_ptr() % (HUGE_PAGE if size >= HUGE_PAGE else 64)
+    part = buffer[first : first + size]
+    if size >= HUGE_PAGE:
+        _madvise(part.data_ptr(), size, _ADVISE_HUGE_PAGES)
+    return part
+
+
+def collapse(tensor: torch.Tensor) -> None:
+    """Bring memory that is in use into huge pages, where the system can; a mapped file stays as it is."""
+    first = tensor.data_ptr() + -tensor.data_ptr() % HUGE_PAGE
+    size = (tensor.data_ptr() + tensor.nbytes - first) // HUGE_PAGE * HUGE_PAGE
+    if size > 0:
+        _madvise(first, size, _ADVISE_HUGE_PAGES)
+        _madvise(first, size, _COLLAPSE)
+
+
+def _madvise(address: int, size: int, advice: int) -> None:
+    """Advice to the system, which may not know it: then nothing changes."""
+    function = getattr(ctypes.CDLL(None), "madvise", None)
+    if function is not None:
+        function(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice))

@@ -1,0 +1,343 @@
+// Causal grouped-query attention over the paged cache, for any mixture of spans.
+//
+// The work is cut into items: some KV heads of a row tile, which is some consecutive rows of one span. A head's rows
+// are the tokens' query heads that share it, token by token. For each head, an item goes over the key tiles that its
+// rows can see: packs a tile's keys and values from the cache once (while the next tile's are on their way), multiplies,
+// and merges the tile into the rows' running softmax (https://arxiv.org/abs/2205.14135).
+//
+// Why a row's bits depend on nothing else: key tiles lie at constant absolute positions; a score and an output number
+// have one fp32 accumulator each, over head dimensions and over keys in ascending order; a tile, or 16 keys, that a
+// row cannot see changes none of its numbers, so it does not matter which of them are left out.
+#include <omp.h>
+
+#include "attention_pack.h"
+
+namespace quire {
+namespace {
+
+// Rows and vectors of accumulators of the products: what fits into the registers. Does not change bits.
+constexpr int ROWS = 6;
+#if defined(__AVX512F__)
+constexpr int VECTORS = 4;
+#else
+constexpr int VECTORS = 1;
+#endif
+
+// Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN.
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
+
+constexpr float LOG2_E = 1.44269504f;
+
+}  // namespace
+
+// What the layers of a step share. Python fills it in: see attention.py, which has the same fields.
+struct AttentionStep {
+    KvCache kv;
+    int64_t dtype, heads, window, table_width, items, most_rows, threads, scratch_bytes;
+    const int64_t* tables;  // [spans, table_width]
+    const int64_t* item;    // [items, 6]: span, first row of the batch, rows, position of the first, KV head, KV heads
+    char* scratch;          // [threads, scratch_bytes]
+    float scale;
+};
+
+namespace {
+
+// -- products ---------------------------------------------------------------------------------------------------
+
+// Where a product's numbers lie; `a` and `b` in lanes, b in panels of [depth, 16].
+template <class Lane>
+struct Operands {
+    const Lane* a;
+    int64_t a_stride;
+    const Lane* b;
+    int64_t b_stride;  // of a panel
+    int64_t depth;
+    float* c;
+    int64_t c_stride;
+    const float* factor;  // of each row of c
+};
+
+// c = c * factor + a b (MERGE), or c = a b, for a [R, depth] and V panels of b.
+template <class L, bool MERGE, int R, int V>
+void product(const Operands<typename L::lane>& o) {
+    f32x16 sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++)
+            sum[r][v] = MERGE ? load(o.c + r * o.c_stride + v * LANES) * o.factor[r] : f32x16{};
+    for (int64_t d = 0; d < o.depth; d++) {
+        typename L::vector b[V];
+        for (int v = 0; v < V; v++) std::memcpy(&b[v], o.b + v * o.b_stride + d * LANES, sizeof b[v]);
+        for (int r = 0; r < R; r++) {
+            const typename L::vector a = L::repeat(o.a[r * o.a_stride + d]);
+            for (int v = 0; v < V; v++) sum[r][v] = L::dot(sum[r][v], a, b[v]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(o.c + r * o.c_stride + v * LANES, sum[r][v]);
+}
+
+// The product for a number of rows and vectors known only now, at most R and V.
+template <class L, bool MERGE, int R = ROWS, int V = VECTORS>
+void multiply(int64_t rows, int64_t vectors, const Operands<typename L::lane>& o) {
+    if constexpr (R > 1)
+        if (rows < R) return multiply<L, MERGE, R - 1, V>(rows, vectors, o);
+    if constexpr (V > 1)
+        if (vectors < V) return multiply<L, MERGE, R, V - 1>(rows, vectors, o);
+    product<L, MERGE, R, V>(o);
+}
+
+// -- an item ----------------------------------------------------------------------------------------------------
+
+// A thread's memory for an item. `m` is its rows: tokens times query heads.
+template <class L>
+struct Scratch {
+    using lane = typename L::lane;
+    Packed<L> tile;
+    lane* q;           // [m, depth]
+    float* scores;     // [m, KEY_TILE]
+    lane* weights;     // [m, KEY_TILE / NUMBERS]: of the values
+    float* out;        // [m, dims]
+    f32x16* total;     // [m], lanes not yet summed
+    float *top, *shrink;  // [m]
+
+    // Lays it out from `at` on; the bytes that it takes.
+    int64_t lay_out(char* at, int64_t m, const KvCache& kv) {
+        char* const begin = at;
+        auto take = [&](auto*& pointer, int64_t count) {
+            pointer = (std::remove_reference_t<decltype(pointer)>)at;
+            at += (count * sizeof(*pointer) + 63) / 64 * 64;
+        };
+        tile.depth = (kv.head_dim + L::NUMBERS - 1) / L::NUMBERS;
+        tile.dims = (kv.head_dim + LANES * L::NUMBERS - 1) / (LANES * L::NUMBERS) * (LANES * L::NUMBERS);
+        tile.panel = (tile.depth + LANES - 1) / LANES * LANES * LANES;
+        take(tile.keys, GROUPS * tile.panel);
+        take(tile.values, KEY_TILE / L::NUMBERS * tile.dims);
+        take(tile.key_scales, KEY_TILE);
+        take(tile.value_scales, KEY_TILE);
+        take(tile.zeros, kv.row_bytes());
+        take(q, m * tile.depth);
+        take(scores, m * KEY_TILE);
+        take(weights, m * KEY_TILE / L::NUMBERS);
+        take(out, m * tile.dims);
+        take(total, m);
+        take(top, m);
+        take(shrink, m);
+        return at - begin;
+    }
+};
+
+// Groups of 16 keys of a tile: those that some rows can see.
+struct Groups {
+    int64_t first, end;
+};
+
+template <class T, class L, class S>
+struct Item {
+    const AttentionStep& step;
+    Scratch<L>& scratch;
+    int64_t span, row, tokens, position, head, heads, layer;
+
+    int64_t group() const { return step.heads / step.kv.kv_heads; }
+    int64_t rows() const { return tokens * group(); }  // of a head
+    // The keys that a row sees: first_seen .. position of its token.
+    int64_t position_of(int64_t r) const { return position + r / group(); }
+    int64_t first_seen(int64_t at) const { return step.window ? std::max<int64_t>(0, at - step.window + 1) : 0; }
+
+    Groups groups(int64_t tile, int64_t r, int64_t end) const {
+        const int64_t from = first_seen(position_of(r)) - tile * KEY_TILE;
+        const int64_t to = position_of(end - 1) + 1 - tile * KEY_TILE;
+        return {std::max<int64_t>(0, from) / LANES, std::min((std::max<int64_t>(0, to) + LANES - 1) / LANES, GROUPS)};
+    }
+
+    void run(const T* q, int64_t q_stride, T* out) {
+        const int64_t first = first_seen(position) / KEY_TILE, last = (position + tokens - 1) / KEY_TILE;
+        for (int64_t h = head; h < head + heads; h++) {
+            begin(h, q, q_stride);
+            for (int64_t tile = first; tile <= last; tile++) {
+                const bool more = tile < last;
+                const TileSource next = source(more ? h : h + 1, more ? tile + 1 : first);
+                attend(source(h, tile), more || h + 1 < head + heads ? &next : nullptr);
+            }
+            finish(h, out);
+        }
+    }
+
+    TileSource source(int64_t h, int64_t tile) const {
+        const int64_t* table = step.tables + span * step.table_width;
+        return {step.kv, table, layer, h, tile * KEY_TILE, first_seen(position), position + tokens};
+    }
+
+    // Where row r of KV head h lies in [tokens, heads, head_dim], as a query head.
+    int64_t query_head(int64_t h, int64_t r) const { return h * group() + r % group(); }
+
+    void begin(int64_t h, const T* q, int64_t q_stride) {
+        const int64_t size = step.kv.head_dim;
+        for (int64_t r = 0; r < rows(); r++) {
+            const T* from = q + (row + r / group()) * q_stride + query_head(h, r) * size;
+            pack_query<L>(from, size, scratch.q + r * scratch.tile.depth);
+            scratch.top[r] = LOWEST;
+            scratch.total[r] = f32x16{};
+        }
+        std::memset(scratch.out, 0, rows() * scratch.tile.dims * sizeof(float));
+    }
+
+    void finish(int64_t h, T* out) {
+        const int64_t size = step.kv.head_dim;
+        for (int64_t r = 0; r < rows(); r++) {
+            T* to = out + ((row + r / group()) * step.heads + query_head(h, r)) * size;
+            const float *from = scratch.out + r * scratch.tile.dims, total = sum(scratch.total[r]);
+            for (int64_t i = 0; i < size; i += LANES)
+                store_some(to + i, load(from + i) / total, int(std::min<int64_t>(size - i, LANES)));
+        }
+    }
+
+    // One key tile, merged into all rows.
+    void attend(const TileSource& source, const TileSource* next) {
+        const int64_t tile = source.start / KEY_TILE;
+        const Groups seen = groups(tile, 0, rows());
+        pack_keys<L, S>(source, next, seen.first, seen.end, scratch.tile);
+        multiply_keys(tile);
+        each_block(tile, [&](int64_t r, int64_t n, Groups g) {
+            for (int64_t i = r; i < r + n; i++) softmax(tile, i, g);
+        });
+        pack_values<L, S>(source, next, seen.first, seen.end, scratch.tile);
+        multiply_values(tile);
+    }
+
+    void multiply_keys(int64_t tile) {
+        const Packed<L>& p = scratch.tile;
+        for (int64_t first = 0; first < GROUPS; first += VECTORS)
+            each_block(tile, [&](int64_t r, int64_t n, Groups g) {
+                const int64_t from = std::max(first, g.first), to = std::min(first + VECTORS, g.end);
+                if (from >= to) return;
+                const typename L::lane* q = scratch.q + r * p.depth;
+                float* scores = scratch.scores + r * KEY_TILE + from * LANES;
+                multiply<L, false>(n, to - from, {q, p.depth, p.keys + from * p.panel, p.panel, p.depth,
+                                                  scores, KEY_TILE, nullptr});
+            });
+    }
+
+    void multiply_values(int64_t tile) {
+        const Packed<L>& p = scratch.tile;
+        constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, STEP = LANES / L::NUMBERS;  // lanes of a tile and of a group
+        const int64_t panels = (step.kv.head_dim + LANES - 1) / LANES;
+        for (int64_t first = 0; first < panels; first += VECTORS)
+            each_block(tile, [&](int64_t r, int64_t n, Groups g) {
+                if (g.first >= g.end) return;
+                const typename L::lane* weights = scratch.weights + r * LENGTH + g.first * STEP;
+                const typename L::lane* values = p.values + (first * LENGTH + g.first * STEP) * LANES;
+                float* out = scratch.out + r * p.dims + first * LANES;
+                multiply<L, true>(n, std::min<int64_t>(VECTORS, panels - first),
+                                  {weights, LENGTH, values, LENGTH * LANES, (g.end - g.first) * STEP,
+                                   out, p.dims, scratch.shrink + r});
+            });
+    }
+
+    // Calls work(first row, rows, groups that they see) for the rows in blocks of the products' size.
+    template <class F>
+    void each_block(int64_t tile, F work) const {
+        for (int64_t r = 0; r < rows(); r += ROWS) {
+            const int64_t n = std::min<int64_t>(ROWS, rows() - r);
+            work(r, n, groups(tile, r, r + n));
+        }
+    }
+
+    // Row r's scores become weights 2^(score - top); also its running top and total, and how much to shrink what it
+    // has so far.
+    void softmax(int64_t tile, int64_t r, Groups g) {
+        const int64_t at = position_of(r) - tile * KEY_TILE, from = first_seen(position_of(r)) - tile * KEY_TILE;
+        auto all_seen = [&](int64_t group) { return group * LANES >= from && group * LANES + LANES - 1 <= at; };
+        auto where_seen = [&](int64_t group, f32x16 v, float hidden) {
+            constexpr i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            const i32x16 key = lanes + int32_t(group * LANES);
+            v = select(less(splat(int32_t(std::min<int64_t>(at, KEY_TILE))), key), splat(hidden), v);
+            return select(less(key, splat(int32_t(std::max<int64_t>(from, 0)))), splat(hidden), v);
+        };
+        float* scores = scratch.scores + r * KEY_TILE;
+        f32x16 highest = splat(scratch.top[r]);
+        for (int64_t i = g.first; i < g.end; i++) {
+            f32x16 s = load(scores + i * LANES) * (step.scale * LOG2_E);
+            if constexpr (is_code<S>) s *= load(scratch.tile.key_scales + i * LANES);
+            if (!all_seen(i)) s = where_seen(i, s, -std::numeric_limits<float>::infinity());
+            highest = max(highest, s);
+            store(scores + i * LANES, s);
+        }
+        const float top = largest_of(highest);
+        f32x16 total = {};
+        for (int64_t i = g.first; i < g.end; i++) {
+            f32x16 weight = exp2_of_negative(load(scores + i * LANES) - top);
+            total += weight;
+            if constexpr (is_code<S>) {
+                weight *= load(scratch.tile.value_scales + i * LANES);
+                if (!all_seen(i)) weight = where_seen(i, weight, 0.0f);  // an unseen scale may be NaN
+            }
+            L::store_weights(scratch.weights + (r * KEY_TILE + i * LANES) / L::NUMBERS, weight);
+        }
+        const float shrink = exp2_of_negative(splat(scratch.top[r] - top))[0];
+        scratch.total[r] = scratch.total[r] * shrink + total;
+        scratch.top[r] = top;
+        scratch.shrink[r] = shrink;
+    }
+};
+
+// -- a layer ----------------------------------------------------------------------------------------------------
+
+template <class T, class L, class S>
+void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stride, T* out) {
+#pragma omp parallel num_threads(step.threads)
+    {
+        Scratch<L> scratch;
+        scratch.lay_out(step.scratch + omp_get_thread_num() * step.scratch_bytes, step.most_rows, step.kv);
+        std::memset(scratch.tile.zeros, 0, step.kv.row_bytes());
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < step.items; i++) {
+            const int64_t* item = step.item + i * 6;
+            Item<T, L, S> work{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], layer};
+            work.run(q, q_stride, out);
+        }
+    }
+}
+
+template <class T>
+struct LanesOf {
+    using type = FloatLanes;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct LanesOf<bf16> {
+    using type = PairLanes;
+};
+#endif
+
+template <class T>
+void attend(const AttentionStep& step, int64_t layer, const void* q, int64_t q_stride, void* out) {
+    using L = typename LanesOf<T>::type;
+    if (step.kv.format == KV_INT8) return attend<T, L, int8>(step, layer, (const T*)q, q_stride, (T*)out);
+    if (step.kv.format == KV_FP8) return attend<T, L, fp8>(step, layer, (const T*)q, q_stride, (T*)out);
+    attend<T, L, T>(step, layer, (const T*)q, q_stride, (T*)out);
+}
+
+template <class T>
+int64_t scratch_bytes(const AttentionStep& step) {
+    Scratch<typename LanesOf<T>::type> scratch;
+    return scratch.lay_out(nullptr, step.most_rows, step.kv);
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// Bytes of scratch that each thread needs; reads the shapes, `dtype` and `most_rows` of the step.
+QUIRE_API int64_t quire_attention_scratch_bytes(const AttentionStep* step) {
+    if (step->dtype == F32) return scratch_bytes<float>(*step);
+    return step->dtype == BF16 ? scratch_bytes<bf16>(*step) : scratch_bytes<f16>(*step);
+}
+
+// One layer: q [tokens, heads, head_dim] with `q_stride` numbers from token to token; out is contiguous.
+// A plain cache has q's data type.
+QUIRE_API void quire_attend(const AttentionStep* step, int64_t layer, const void* q, int64_t q_stride, void* out) {
+    if (step->dtype == F32) attend<float>(*step, layer, q, q_stride, out);
+    if (step->dtype == BF16) attend<bf16>(*step, layer, q, q_stride, out);
+    if (step->dtype == F16) attend<f16>(*step, layer, q, q_stride, out);
+}

@@ -1,0 +1,223 @@
+// Numbers of the cache in the form in which attention multiplies them: 32-bit lanes.
+//
+// `FloatLanes`: a lane is one number in fp32. `PairLanes`: a lane is two bf16 numbers, for instruction sets that
+// multiply such pairs. Which one it is follows from the data type and the instruction set alone.
+#pragma once
+
+#include "simd.h"
+
+namespace quire {
+
+// Codes of the quantized cache (see kv_store.h).
+struct int8 {
+    int8_t code;
+};
+struct fp8 {
+    uint8_t code;
+};
+using i8x16 = int8_t __attribute__((vector_size(16)));
+using u8x16 = uint8_t __attribute__((vector_size(16)));
+
+// 16 bytes as 32-bit numbers, without and with sign.
+INLINE u32x16 widen(u8x16 v) {
+#if defined(__AVX512F__)
+    return (u32x16)_mm512_cvtepu8_epi32((__m128i)v);
+#elif defined(__AVX2__)
+    struct {
+        __m256i part[2];
+    } halves = {{_mm256_cvtepu8_epi32((__m128i)v), _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)v, 8))}};
+    return bits_of<u32x16>(halves);
+#else
+    return __builtin_convertvector(v, u32x16);
+#endif
+}
+INLINE i32x16 widen(i8x16 v) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_cvtepi8_epi32((__m128i)v);
+#else
+    return (i32x16)(widen((u8x16)v) << 24) >> 24;
+#endif
+}
+
+INLINE f32x16 to_float(i32x16 v) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps((__m512i)v);
+#else
+    return __builtin_convertvector(v, f32x16);
+#endif
+}
+
+INLINE f32x16 load(const int8* p) {
+    i8x16 v;
+    std::memcpy(&v, p, sizeof v);
+    return to_float(widen(v));
+}
+INLINE f32x16 load(const fp8* p) {  // exact: exponent and mantissa in place, then the bias multiplied away
+    u8x16 v;
+    std::memcpy(&v, p, sizeof v);
+    u32x16 w = widen(v);
+    f32x16 magnitude = bits_of<f32x16>((w & 0x7fu) << 20) * 0x1p120f;
+    return bits_of<f32x16>(bits_of<u32x16>(magnitude) | ((w & 0x80u) << 24));
+}
+
+struct FloatLanes {
+    using lane = float;
+    using vector = f32x16;
+    static constexpr int NUMBERS = 1;  // a lane
+
+    INLINE vector repeat(lane x) { return splat(x); }
+    INLINE f32x16 dot(f32x16 sum, vector a, vector b) { return fma(a, b, sum); }
+
+    // 16 lanes of a row, of which n numbers are there; the rest is 0.
+    template <class S>
+    INLINE vector of_row(const S* row, int n) {
+        return n >= LANES ? load(row) : load_some(row, n);
+    }
+    // 16 * NUMBERS columns, of which n are there, of NUMBERS rows: NUMBERS vectors in which a lane is a column.
+    template <class S>
+    INLINE void of_columns(const char* const* rows, int64_t column, int n, vector* to) {
+        to[0] = of_row((const S*)rows[0] + column, n);
+    }
+    INLINE void store_weights(lane* to, f32x16 weights) { store(to, weights); }
+};
+
+#if defined(__AVX512BF16__)
+struct PairLanes {
+    using lane = uint32_t;
+    using vector = u32x16;
+    using u16x32 = uint16_t __attribute__((vector_size(64)));
+    static constexpr int NUMBERS = 2;
+
+    INLINE vector repeat(lane x) { return vector{} + x; }
+    INLINE f32x16 dot(f32x16 sum, vector a, vector b) { return dot2(sum, a, b); }
+
+    // 32 numbers in bf16: codes are exact in it.
+    INLINE vector wide(const bf16* row) {
+        vector v;
+        std::memcpy(&v, row, sizeof v);
+        return v;
+    }
+    INLINE vector wide(const int8* row) { return join(load(row), load(row + LANES)); }
+    INLINE vector wide(const fp8* row) {
+        const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)row));
+        const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+        // Exponent and mantissa in place, with bf16's bias; multiples of 2^-9, which have no exponent, from a table.
+        constexpr u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
+        const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+        const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, (__m512i)small);
+        const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), code), 8);
+        return (vector)_mm512_or_si512(number, sign);
+    }
+    INLINE vector join(f32x16 low, f32x16 high) {
+        return (vector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    }
+    template <class S>
+    INLINE vector of_row(const S* row, int n) {
+        if (n >= 2 * LANES) return wide(row);
+        S part[2 * LANES] = {};
+        std::memcpy(part, row, n * sizeof(S));
+        return wide(part);
+    }
+    template <class S>
+    INLINE void of_columns(const char* const* rows, int64_t column, int n, vector* to) {
+        u16x32 even = (u16x32)of_row((const S*)rows[0] + column, n), odd = (u16x32)of_row((const S*)rows[1] + column, n);
+        constexpr u16x32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        to[0] = (vector)__builtin_shuffle(even, odd, low);
+        to[1] = (vector)__builtin_shuffle(even, odd, low + 16);
+    }
+    INLINE void store_weights(lane* to, f32x16 weights) {
+        __m256bh narrow = _mm512_cvtneps_pbh((__m512)weights);
+        std::memcpy(to, &narrow, sizeof narrow);
+    }
+};
+#endif
+
+// -- transposing ------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+// Rows become columns, for 16 rows of 16 lanes.
+INLINE void transpose(__m512i (&r)[LANES]) {
+    __m512i t[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int half = 0; half < LANES; half += 8)
+        for (int i = half; i < half + 4; i++) {
+            t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+            t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+template <class V>
+INLINE void transpose(V (&rows)[LANES]) {
+    static_assert(sizeof(V) == sizeof(__m512i));
+    __m512i r[LANES];
+    for (int i = 0; i < LANES; i++) r[i] = (__m512i)rows[i];
+    transpose(r);
+    for (int i = 0; i < LANES; i++) rows[i] = (V)r[i];
+}
+#else
+// The same in squares of 4 x 4, which every instruction set can do.
+template <class V>
+INLINE void transpose(V (&rows)[LANES]) {
+    using u32x4 = uint32_t __attribute__((vector_size(16)));
+    u32x4 in[LANES][4], out[LANES][4];
+    std::memcpy(in, rows, sizeof in);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            const u32x4 a = in[4 * i][j], b = in[4 * i + 1][j], c = in[4 * i + 2][j], d = in[4 * i + 3][j];
+            const u32x4 ac0 = __builtin_shuffle(a, c, u32x4{0, 4, 1, 5}), ac1 = __builtin_shuffle(a, c, u32x4{2, 6, 3, 7});
+            const u32x4 bd0 = __builtin_shuffle(b, d, u32x4{0, 4, 1, 5}), bd1 = __builtin_shuffle(b, d, u32x4{2, 6, 3, 7});
+            out[4 * j][i] = __builtin_shuffle(ac0, bd0, u32x4{0, 4, 1, 5});
+            out[4 * j + 1][i] = __builtin_shuffle(ac0, bd0, u32x4{2, 6, 3, 7});
+            out[4 * j + 2][i] = __builtin_shuffle(ac1, bd1, u32x4{0, 4, 1, 5});
+            out[4 * j + 3][i] = __builtin_shuffle(ac1, bd1, u32x4{2, 6, 3, 7});
+        }
+    std::memcpy(rows, out, sizeof out);
+}
+#endif
+
+// -- 2^x --------------------------------------------------------------------------------------------------------
+
+// The largest of all numbers, none of which is NaN.
+INLINE float largest_of(f32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    return max_of(v);
+#endif
+}
+
+// 2^x for x <= 0, to about 2 ulp: x = n + f, and a polynomial in f (fitted for the least relative error, 1 at 0).
+// 0 below -125; a NaN stays.
+INLINE f32x16 exp2_of_negative(f32x16 x) {
+    f32x16 bounded = max(x, splat(-126.0f));
+    f32x16 n = bounded + 12582912.0f - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+    f32x16 f = bounded - n, p = splat(0x1.5bba0ep-10f);
+    p = fma(p, f, splat(0x1.3cea88p-7f));
+    p = fma(p, f, splat(0x1.c6b752p-5f));
+    p = fma(p, f, splat(0x1.ebf9bcp-3f));
+    p = fma(p, f, splat(0x1.62e42ap-1f));
+    p = fma(p, f, splat(1.0f));
+#if defined(__AVX512F__)
+    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+    return (f32x16)_mm512_maskz_scalef_ps(there, (__m512)p, (__m512)n);
+#else
+    i32x16 shift = bits_of<i32x16>(n + 12582912.0f) << 23;  // what stands above the integer is shifted out
+    f32x16 y = bits_of<f32x16>(bits_of<i32x16>(p) + shift);
+    return select(less(x, splat(-125.0f)), splat(0.0f), select(equal(x, x), y, x));
+#endif
+}
+
+}  // namespace quire

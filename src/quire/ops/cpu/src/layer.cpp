@@ -1,0 +1,104 @@
+// A decoder layer in one call: the kernels of the other files one after the other, as `DecoderLayer` in Python calls
+// them, and so with the same bits. At one row a call from Python costs about as much as a small kernel itself.
+#include <algorithm>
+
+#include "kv_store.h"
+#include "simd.h"
+
+namespace quire {
+
+struct Weight;
+struct AttentionStep;
+
+// What a layer is made of. Norm weights are in the layer's data type; `head_norm` may be null.
+struct Layer {
+    int32_t dtype;
+    float eps, head_eps;
+    int64_t layer, hidden, inner, heads;
+    const void *input_norm, *head_norm, *post_attention_norm;
+    const Weight *qkv, *output, *gate_up, *down;
+};
+
+// What all layers of a step share.
+struct LayerStep {
+    int64_t tokens, blocks;
+    const float *cos, *sin;
+    const int64_t* slots;
+    const KvCache* kv;
+    const AttentionStep* attention;
+};
+
+}  // namespace quire
+
+using namespace quire;
+
+QUIRE_API int64_t quire_linear_scratch(const Weight*, int64_t rows);
+QUIRE_API void quire_linear(const Weight*, const void* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype, void*);
+QUIRE_API void quire_rms_norm(int32_t dtype, const void* x, const void* weight, void* out, int64_t rows, int64_t size,
+                              float eps);
+QUIRE_API void quire_add_rms_norm(int32_t dtype, void* x, void* residual, const void* weight, int64_t rows,
+                                  int64_t size, float eps);
+QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, void* qkv, void* queries, const void* weight, float eps,
+                                         const float* cos, const float* sin, const int64_t* slots, int64_t tokens,
+                                         int64_t heads, int64_t layer, int64_t blocks, const KvCache* kv);
+QUIRE_API void quire_attend(const AttentionStep*, int64_t layer, const void* q, int64_t q_stride, void* out);
+QUIRE_API void quire_silu_mul(int32_t dtype, const void* x, void* out, int64_t rows, int64_t size);
+
+namespace {
+
+// Intermediate results, one after the other in a workspace. What is used first is not needed when the MLP begins.
+struct Room {
+    int64_t query_width, qkv, queries, attended, gate_up, active, scratch, bytes;
+
+    Room(const Layer& l, const KvCache& kv, int64_t tokens) {
+        const int64_t number = l.dtype == F32 ? 4 : 2, width = l.heads * kv.head_dim;
+        auto size = [&](int64_t numbers) { return (tokens * numbers * number + 63) / 64 * 64; };
+        query_width = width;
+        qkv = 0;
+        queries = qkv + size(width + 2 * kv.kv_heads * kv.head_dim);
+        attended = queries + size(width);
+        gate_up = 0;
+        active = gate_up + size(2 * l.inner);
+        scratch = std::max(attended + size(width), active + size(l.inner));
+        int64_t most = 0;
+        for (const Weight* weight : {l.qkv, l.output, l.gate_up, l.down})
+            most = std::max(most, quire_linear_scratch(weight, tokens));
+        bytes = scratch + most;
+    }
+};
+
+}  // namespace
+
+// Bytes of workspace that `tokens` rows need.
+QUIRE_API int64_t quire_layer_workspace(const Layer* layer, const KvCache* kv, int64_t tokens) {
+    return Room(*layer, *kv, tokens).bytes;
+}
+
+// x [tokens, hidden] is what the layer before yielded (nothing yet where `first`) and becomes what this one yields;
+// `residual`, to which x is still to be added, is brought up to date. Returns 1 where a slot is outside the cache.
+QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t first, void* x, void* residual,
+                              char* workspace) {
+    const Layer& l = *layer;
+    const LayerStep& s = *step;
+    const Room room(l, *s.kv, s.tokens);
+    char *qkv = workspace + room.qkv, *queries = workspace + room.queries, *attended = workspace + room.attended;
+    char *gate_up = workspace + room.gate_up, *active = workspace + room.active, *scratch = workspace + room.scratch;
+    auto linear = [&](const Weight* weight, const void* from, void* to) {
+        quire_linear(weight, from, l.dtype, s.tokens, to, l.dtype, scratch);
+    };
+    if (first)
+        quire_rms_norm(l.dtype, residual, l.input_norm, x, s.tokens, l.hidden, l.eps);
+    else
+        quire_add_rms_norm(l.dtype, x, residual, l.input_norm, s.tokens, l.hidden, l.eps);
+    linear(l.qkv, x, qkv);
+    if (quire_rotate_and_store(l.dtype, qkv, queries, l.head_norm, l.head_eps, s.cos, s.sin, s.slots, s.tokens, l.heads,
+                               l.layer, s.blocks, s.kv))
+        return 1;
+    quire_attend(s.attention, l.layer, queries, room.query_width, attended);
+    linear(l.output, attended, x);
+    quire_add_rms_norm(l.dtype, x, residual, l.post_attention_norm, s.tokens, l.hidden, l.eps);
+    linear(l.gate_up, x, gate_up);
+    quire_silu_mul(l.dtype, gate_up, active, s.tokens, l.inner);
+    linear(l.down, active, x);
+    return 0;
+}

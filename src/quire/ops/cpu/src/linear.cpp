@@ -1,0 +1,507 @@
+// Matrix products y = x W^T + b, for any number of rows, over weights packed in panels of 32 outputs.
+//
+// A panel's inputs lie one after the other, each with its 32 outputs side by side (bf16: pairs of inputs, int8: quads,
+// int4: two quads a byte), so that a product reads it as one stream. Rows are taken in blocks of up to MAX_ROWS, whose
+// sums stay in registers while the panel streams by. Each sum takes its inputs in ascending order, so a row's bits
+// depend neither on the number of rows nor on how they are cut into blocks.
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "linear_amx.h"
+
+namespace quire {
+namespace {
+
+constexpr int FEW_ROWS = 4;
+constexpr float TINY = 1e-36f;  // a row whose numbers are all below this counts as zeros
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int MAX_ROWS = 3;
+#else
+constexpr int MAX_ROWS = 2;
+#endif
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;  // the machine multiplies pairs of bf16
+#else
+constexpr bool PAIRS = false;  // activations are widened to fp32 first
+#endif
+
+INLINE u32x16 splat_word(const void* p) { return u32x16{} + load_as<uint32_t>(p); }
+
+// acc[i] += the dot product of four unsigned bytes of a and four signed ones of b, exactly.
+INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    struct halves {
+        __m256i part[2];
+    };
+    auto s = bits_of<halves>(acc), x = bits_of<halves>(a), y = bits_of<halves>(b);
+    const __m256i even = _mm256_set1_epi16(0x00ff);
+    for (int i = 0; i < 2; i++) {  // bytes 0 and 2, then 1 and 3, as 16-bit numbers: sums of two fit 32 bits
+        __m256i x0 = _mm256_and_si256(x.part[i], even), x1 = _mm256_srli_epi16(x.part[i], 8);
+        __m256i y0 = _mm256_srai_epi16(_mm256_slli_epi16(y.part[i], 8), 8), y1 = _mm256_srai_epi16(y.part[i], 8);
+        __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(x0, y0), _mm256_madd_epi16(x1, y1));
+        s.part[i] = _mm256_add_epi32(s.part[i], dot);
+    }
+    return bits_of<i32x16>(s);
+#else
+    for (int byte = 0; byte < 4; byte++) {
+        i32x16 x = bits_of<i32x16>((a >> (8 * byte)) & 0xffu), y = bits_of<i32x16>(b << (24 - 8 * byte)) >> 24;
+        acc += x * y;
+    }
+    return acc;
+#endif
+}
+
+// -- a panel times some rows: sums[row][half] are the panel's 32 outputs -----------------------------------------
+//
+// Activations are read as words of 32 bits (a number in fp32, a pair of bf16, a quad of int8), those of all rows of a
+// block side by side: word `step` of row `r` is x[step * ROWS + r].
+
+template <int ROWS>
+using Sums = f32x16[ROWS][2];
+
+template <int ROWS>
+INLINE void times_pairs(const char* w, const uint32_t* x, int64_t in, Sums<ROWS>& sums) {
+    for (int64_t j = 0; j < in; j += 2, w += 128, x += ROWS) {
+        fetch(w);
+        const u32x16 w0 = load_as<u32x16>(w), w1 = load_as<u32x16>(w + 64);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const u32x16 pair = splat_word(x + r);
+            sums[r][0] = dot2(sums[r][0], w0, pair);
+            sums[r][1] = dot2(sums[r][1], w1, pair);
+        }
+    }
+}
+
+// As `times_pairs`, for activations in fp32: the same products in the same order.
+template <int ROWS>
+INLINE void times_widened_pairs(const char* w, const uint32_t* x, int64_t in, Sums<ROWS>& sums) {
+    for (int64_t j = 0; j < in; j += 2, w += 128) {
+        fetch(w);
+        const u32x16 w0 = load_as<u32x16>(w), w1 = load_as<u32x16>(w + 64);
+        for (int odd = 0; odd < 2; odd++, x += ROWS) {
+            const f32x16 v0 = bits_of<f32x16>(odd ? w0 & 0xffff0000u : w0 << 16);
+            const f32x16 v1 = bits_of<f32x16>(odd ? w1 & 0xffff0000u : w1 << 16);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const f32x16 value = splat(load_as<float>(x + r));
+                sums[r][0] = fma(v0, value, sums[r][0]);
+                sums[r][1] = fma(v1, value, sums[r][1]);
+            }
+        }
+    }
+}
+
+template <class T, int ROWS>
+INLINE void times_single(const T* w, const uint32_t* x, int64_t in, Sums<ROWS>& sums) {
+    for (int64_t j = 0; j < in; j++, w += PANEL, x += ROWS) {
+        const f32x16 w0 = load(w), w1 = load(w + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const f32x16 value = splat(load_as<float>(x + r));
+            sums[r][0] = fma(w0, value, sums[r][0]);
+            sums[r][1] = fma(w1, value, sums[r][1]);
+        }
+    }
+}
+
+// int8: activations are unsigned (128 added), so 128 times the codes' sum is taken off.
+template <int ROWS>
+INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* s,
+                       Sums<ROWS>& sums) {
+    i32x16 acc[ROWS][2];
+    const i32x16 c0 = load_as<i32x16>(w.sums + panel * PANEL), c1 = load_as<i32x16>(w.sums + panel * PANEL + LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) acc[r][0] = -c0, acc[r][1] = -c1;
+    for (int64_t j = 0; j < w.in; j += 4, data += 128, x += ROWS) {
+        fetch(data);
+        const u32x16 w0 = load_as<u32x16>(data), w1 = load_as<u32x16>(data + 64);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const u32x16 quad = splat_word(x + r);
+            acc[r][0] = dot4(acc[r][0], quad, w0);
+            acc[r][1] = dot4(acc[r][1], quad, w1);
+        }
+    }
+    const float* scales = (const float*)w.scales + panel * PANEL;
+    const f32x16 s0 = load(scales), s1 = load(scales + LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        sums[r][0] = __builtin_convertvector(acc[r][0], f32x16) * (s[r] * s0);
+        sums[r][1] = __builtin_convertvector(acc[r][1], f32x16) * (s[r] * s1);
+    }
+}
+
+// int4: codes are unsigned (8 added) and activations signed; 8 times the activations' sum in a group, which
+// `group_sums` [row][group] holds, is taken off.
+template <int ROWS>
+INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* s,
+                       const int32_t* group_sums, Sums<ROWS>& sums) {
+    const int64_t groups = w.in / w.group;
+    const f16* scales = (const f16*)w.scales + panel * groups * PANEL;
+    for (int64_t g = 0; g < groups; g++, scales += PANEL) {
+        i32x16 acc[ROWS][2];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(-8 * group_sums[r * groups + g]);
+        for (int64_t j = 0; j < w.group; j += 8, data += 128, x += 2 * ROWS) {
+            fetch(data);
+            const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
+            const u32x16 low0 = b0 & 0x0f0f0f0fu, low1 = b1 & 0x0f0f0f0fu;
+            const u32x16 high0 = (b0 >> 4) & 0x0f0f0f0fu, high1 = (b1 >> 4) & 0x0f0f0f0fu;
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const u32x16 first = splat_word(x + r), second = splat_word(x + ROWS + r);
+                acc[r][0] = dot4(dot4(acc[r][0], low0, first), high0, second);
+                acc[r][1] = dot4(dot4(acc[r][1], low1, first), high1, second);
+            }
+        }
+        const f32x16 s0 = load(scales), s1 = load(scales + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), s0, sums[r][0]);
+            sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), s1, sums[r][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) sums[r][0] *= s[r], sums[r][1] *= s[r];
+}
+
+// -- all of a product ---------------------------------------------------------------------------------------------
+
+// Rows in blocks of nearly equal size.
+struct Blocks {
+    int64_t rows, count;
+    explicit Blocks(int64_t rows) : rows(rows), count((rows + MAX_ROWS - 1) / MAX_ROWS) {}
+    int64_t begin(int64_t block) const { return block * rows / count; }
+};
+
+// Activations as the product reads them: words [block][step][row of the block]. Quantized ones have a scale a row and,
+// for int4, a sum for each group of a row.
+struct Activations {
+    uint32_t* words;
+    float* scales;
+    int32_t* group_sums;
+};
+
+int64_t words_a_row(const Weight& w) {
+    if (TILES && w.format != DENSE_F32 && w.format != DENSE_F16) return tiled_row_words(w);  // few rows need fewer
+    switch (w.format) {
+        case INT8:
+        case INT4: return round_up(w.in, 4) / 4;
+        case DENSE_BF16: return PAIRS ? round_up(w.in, 2) / 2 : round_up(w.in, 2);
+        default: return w.in;
+    }
+}
+
+// Adds the bias and stores a panel's outputs of some rows.
+template <class Out>
+INLINE void store_rows(const Weight& w, int64_t panel, f32x16 (*sums)[2], int rows, int64_t row, Out* y) {
+    for (int half = 0; half < 2; half++) {
+        const int64_t at = panel * PANEL + half * LANES, count = std::min<int64_t>(LANES, w.out - at);
+        if (count <= 0) break;
+        if (w.bias) {
+            const f32x16 bias = load_some(w.bias + at, count);
+            for (int r = 0; r < rows; r++) sums[r][half] += bias;
+        }
+        if (count == LANES) {
+            for (int r = 0; r < rows; r++) store(y + (row + r) * w.out + at, sums[r][half]);
+        } else {
+            for (int r = 0; r < rows; r++) store_some(y + (row + r) * w.out + at, sums[r][half], count);
+        }
+    }
+}
+
+// The rows from `row` on times a panel.
+template <int ROWS>
+void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row, f32x16 (*out)[2]) {
+    const char* data = (const char*)w.data + panel * panel_bytes(w);
+    const uint32_t* words = x.words + row * words_a_row(w);
+    Sums<ROWS> sums = {};
+    switch (w.format) {
+        case DENSE_BF16:
+            if (PAIRS)
+                times_pairs<ROWS>(data, words, w.in, sums);
+            else
+                times_widened_pairs<ROWS>(data, words, w.in, sums);
+            break;
+        case DENSE_F32: times_single<float, ROWS>((const float*)data, words, w.in, sums); break;
+        case DENSE_F16: times_single<f16, ROWS>((const f16*)data, words, w.in, sums); break;
+        case INT8: times_int8<ROWS>(w, panel, data, words, x.scales + row, sums); break;
+        case INT4:
+            times_int4<ROWS>(w, panel, data, words, x.scales + row, x.group_sums + row * (w.in / w.group), sums);
+    }
+    std::memcpy(out, sums, sizeof sums);
+}
+
+template <int ROWS = MAX_ROWS>
+void multiply(int64_t rows, const Weight& w, int64_t panel, const Activations& x, int64_t row, f32x16 (*out)[2]) {
+    if (rows == ROWS) return multiply<ROWS>(w, panel, x, row, out);
+    if constexpr (ROWS > 1) multiply<ROWS - 1>(rows, w, panel, x, row, out);
+}
+
+// -- activations ----------------------------------------------------------------------------------------------------
+
+// One row to int8 with one scale, which is returned: max|x| / 127, codes rounded half to even, `offset` added to each.
+// A row that is not finite has the scale NaN, and so outputs of NaN. `sums` (int4): of each group's codes.
+template <class T>
+float quantize(const T* x, int64_t in, int offset, uint32_t* to, int64_t stride, int64_t group, int32_t* sums) {
+    f32x16 top{}, check{};
+    for (int64_t j = 0; j < in; j += LANES) {
+        const f32x16 v = in - j < LANES ? load_some(x + j, in - j) : load(x + j);
+        top = max(top, v < 0.0f ? -v : v);
+        check += v - v;  // NaN where v is not finite
+    }
+    const float highest = max_of(top), nan = sum(check);
+    const float largest = highest < TINY ? 0.0f : highest;
+    const float inverse = largest > 0.0f && nan == 0.0f ? 127.0f / largest : 0.0f;
+    i32x16 total{};
+    for (int64_t j = 0; j < in; j += LANES) {
+        const f32x16 v = in - j < LANES ? load_some(x + j, in - j) : load(x + j);
+        const f32x16 shifted = v * inverse + 12582912.0f;  // 1.5 * 2^23: the low bits hold the rounded integer
+        const i32x16 q = bits_of<i32x16>(nan == 0.0f ? shifted : splat(12582912.0f)) - 0x4b400000;
+        using u8x16 = uint8_t __attribute__((vector_size(16)));
+        using u32x4 = uint32_t __attribute__((vector_size(16)));
+        const u32x4 quads = bits_of<u32x4>(__builtin_convertvector(q + offset, u8x16));
+        for (int64_t i = 0; i < LANES / 4 && j + 4 * i < in; i++) to[(j / 4 + i) * stride] = quads[i];
+        if (!sums) continue;
+        total += q;
+        if ((j + LANES) % group == 0) {
+            sums[j / group] = sum(total);
+            total = i32x16{};
+        }
+    }
+    return nan == 0.0f ? largest / 127.0f : nan;
+}
+
+INLINE void prepare_pairs(const bf16* x, int64_t in, uint32_t* to, int64_t stride) {
+    for (int64_t j = 0; j + 2 <= in; j += 2) to[j / 2 * stride] = load_as<uint32_t>(x + j);
+    if (in % 2) to[in / 2 * stride] = x[in - 1].bits;
+}
+
+template <class T>
+INLINE void prepare_widened(const T* x, int64_t in, uint32_t* to, int64_t stride) {
+    for (int64_t j = 0; j < in; j += LANES) {
+        const int64_t n = std::min<int64_t>(LANES, in - j);
+        const u32x16 words = bits_of<u32x16>(load_some(x + j, n));
+        for (int64_t i = 0; i < n; i++) to[(j + i) * stride] = words[i];
+    }
+}
+
+template <class T>
+void prepare_row(const Weight& w, const T* x, const Blocks& blocks, int64_t block, int64_t row, const Activations& to) {
+    const int64_t begin = blocks.begin(block), stride = blocks.begin(block + 1) - begin, words = words_a_row(w);
+    uint32_t* at = to.words + begin * words + (row - begin);
+    const T* from = x + row * w.in;
+    if (w.format == INT8) {
+        to.scales[row] = quantize(from, w.in, 128, at, stride, 0, nullptr);
+    } else if (w.format == INT4) {
+        to.scales[row] = quantize(from, w.in, 0, at, stride, w.group, to.group_sums + row * (w.in / w.group));
+    } else if constexpr (PAIRS && std::is_same_v<T, bf16>) {
+        if (w.format == DENSE_BF16) return prepare_pairs(from, w.in, at, stride);
+        prepare_widened(from, w.in, at, stride);
+    } else {
+        prepare_widened(from, w.in, at, stride);
+        if (words > w.in) at[w.in * stride] = 0;
+    }
+}
+
+// One row is its own layout where its type is that of the words.
+bool ready(const Weight& w, int32_t dtype, int64_t rows) {
+    const bool pairs = w.format == DENSE_BF16 && PAIRS && dtype == BF16 && w.in % 2 == 0;
+    return rows == 1 && (pairs || (w.format == DENSE_F32 && dtype == F32));
+}
+
+Activations lay_out(const Weight& w, int64_t rows, void* scratch) {
+    uint32_t* words = (uint32_t*)scratch;
+    float* scales = (float*)(words + round_up(rows * words_a_row(w), 16));
+    return {words, scales, (int32_t*)scales + round_up(rows, 16)};
+}
+
+// A panel stays in the cache for all blocks of rows; where there are few panels for many threads, it is shared out.
+int64_t parts_of_panel(const Weight& w, int64_t blocks) {
+    const int64_t wanted = (4 * omp_get_max_threads() + panels(w) - 1) / panels(w);
+    return std::min(blocks, wanted);
+}
+
+template <class T, class Out>
+void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
+    const Blocks blocks(rows);
+    Activations input = lay_out(w, rows, scratch);
+    const bool prepare = !ready(w, dtype, rows);
+    if (!prepare) input.words = (uint32_t*)x;
+    const int64_t parts = parts_of_panel(w, blocks.count);
+#pragma omp parallel
+    {
+        if (prepare) {
+#pragma omp for schedule(static)
+            for (int64_t b = 0; b < blocks.count; b++)
+                for (int64_t row = blocks.begin(b); row < blocks.begin(b + 1); row++)
+                    prepare_row(w, x, blocks, b, row, input);
+        }
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < panels(w) * parts; item++) {
+            const int64_t panel = item / parts, part = item % parts;
+            for (int64_t b = part * blocks.count / parts; b < (part + 1) * blocks.count / parts; b++) {
+                const int64_t first = blocks.begin(b), count = blocks.begin(b + 1) - first;
+                f32x16 sums[MAX_ROWS][2];
+                multiply(count, w, panel, input, first, sums);
+                store_rows(w, panel, sums, count, first, y);
+            }
+        }
+    }
+}
+
+// -- all of a product in tile registers: see linear_amx.h --------------------------------------------------------------
+
+// Whether tiles do it. bf16 has other bits there, so all of it is done there; quantized products have the same bits
+// either way, and a few rows wait for memory in any case.
+[[maybe_unused]] bool in_tiles(const Weight& w, int64_t rows) {
+    const bool quantized = w.format == INT8 || w.format == INT4;
+    return TILES && (w.format == DENSE_BF16 || (quantized && rows > FEW_ROWS));
+}
+
+template <class T>
+void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const Activations& to) {
+    const int64_t bytes = w.format == DENSE_BF16 ? 2 * w.in : w.in;
+    char* at = (char*)(to.words + row * tiled_row_words(w));
+    const T* from = x + row * w.in;
+    if (bytes % TILE_BYTES) std::memset(at + bytes / TILE_BYTES * TILE_BYTES, 0, TILE_BYTES);
+    if (w.format != DENSE_BF16)
+        to.scales[row] = quantize(from, w.in, 0, (uint32_t*)at, 1, 0, nullptr);
+    else
+        for (int64_t j = 0; j < w.in; j += LANES) store_some((bf16*)at + j, load_some(from + j, w.in - j), w.in - j);
+}
+
+template <int COUNT, class Out>
+void tiled_block(const Weight& w, int64_t panel, const Activations& input, const RowTiles& tiles, int64_t first,
+                 Out* y) {
+    const char* data = (const char*)w.data + panel * panel_bytes(w);
+    TileBlock<COUNT> x{{}, {}, tiled_row_words(w) * 4, (int)tiles.height};
+    for (int t = 0; t < COUNT; t++) {
+        x.rows[t] = (const char*)input.words + tiles.begin(first + t) * x.stride;
+        x.scales[t] = input.scales + tiles.begin(first + t);
+    }
+    alignas(64) TileSums<COUNT, f32x16> sums = {};
+    switch (w.format) {
+        case DENSE_BF16: times_panel_bf16(w, data, x, sums); break;
+        case INT8: times_panel_int8(w, panel, data, x, sums); break;
+        default: times_panel_int4(w, panel, data, x, sums);
+    }
+    for (int t = 0; t < COUNT; t++) {
+        const int shared = (int)tiles.shared(first + t);
+        store_rows(w, panel, sums[t] + shared, x.height - shared, (first + t) * tiles.height, y);
+    }
+}
+
+template <class T, class Out>
+void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scratch) {
+    const RowTiles tiles(rows);
+    Activations input = lay_out(w, rows, scratch);
+    const bool prepare = rows > 1 || w.format != DENSE_BF16 || !std::is_same_v<T, bf16> || w.in % 32;
+    if (!prepare) input.words = (uint32_t*)x;
+    const int64_t blocks = (tiles.count + 1) / 2, parts = parts_of_panel(w, blocks);
+    const TileShapes shapes = tile_shapes(w, tiles.height);
+#pragma omp parallel
+    {
+        if (prepare) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) prepare_tiled_row(w, x, row, input);
+        }
+        configure_tiles(shapes);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < panels(w) * parts; item++) {
+            const int64_t panel = item / parts, part = item % parts;
+            for (int64_t b = part * blocks / parts; b < (part + 1) * blocks / parts; b++) {
+                if (2 * b + 1 < tiles.count)
+                    tiled_block<2>(w, panel, input, tiles, 2 * b, y);
+                else
+                    tiled_block<1>(w, panel, input, tiles, 2 * b, y);
+            }
+        }
+        release_tiles();
+    }
+}
+
+template <class T, class Out>
+void linear_on(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
+    if constexpr (TILES)
+        if (in_tiles(w, rows)) return tiled_linear(w, x, rows, y, scratch);
+    linear(w, x, dtype, rows, y, scratch);
+}
+
+template <class T>
+void linear_to(const Weight& w, const T* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype, void* scratch) {
+    if (y_dtype == F32)
+        linear_on(w, x, dtype, rows, (float*)y, scratch);
+    else
+        linear_on(w, x, dtype, rows, (T*)y, scratch);
+}
+
+// -- packing --------------------------------------------------------------------------------------------------------
+
+// [out, in] to panels [in / step][32][step], zeros where there is no output or input.
+template <class T>
+void pack(const T* weight, int64_t out, int64_t in, int step, T* to) {
+    const int64_t padded = round_up(in, step);
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
+        T* p = to + panel * PANEL * padded;
+        for (int64_t j = 0; j < padded; j += step)
+            for (int64_t o = 0; o < PANEL; o++)
+                for (int64_t i = 0; i < step; i++) {
+                    const int64_t row = panel * PANEL + o;
+                    *p++ = row < out && j + i < in ? weight[row * in + j + i] : T{};
+                }
+    }
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// Bytes of scratch for `rows` rows.
+QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) {
+    const int64_t groups = w->format == INT4 ? w->in / w->group : 0;
+    return 4 * (round_up(rows * words_a_row(*w), 16) + round_up(rows, 16) + rows * groups);
+}
+
+// Bytes of a packed weight of one of the dense formats.
+QUIRE_API int64_t quire_packed_bytes(const Weight* w) { return panels(*w) * panel_bytes(*w); }
+
+// Packs a dense weight [out, in] of the format's type into `to`.
+QUIRE_API void quire_pack(const Weight* w, const void* weight, void* to) {
+    if (w->format == DENSE_F32) pack((const uint32_t*)weight, w->out, w->in, 1, (uint32_t*)to);
+    if (w->format == DENSE_F16) pack((const uint16_t*)weight, w->out, w->in, 1, (uint16_t*)to);
+    if (w->format == DENSE_BF16) pack((const uint16_t*)weight, w->out, w->in, 2, (uint16_t*)to);
+}
+
+// 128 times the sum of each output's codes, of an int8 weight: `sums` [panels * 32].
+QUIRE_API void quire_sum_codes(const Weight* w, int32_t* sums) {
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < panels(*w); panel++) {
+        i32x16 total[2] = {};
+        const char* data = (const char*)w->data + panel * panel_bytes(*w);
+        for (int64_t j = 0; j < panel_bytes(*w); j += 128)
+            for (int half = 0; half < 2; half++)
+                total[half] = dot4(total[half], u32x16{} + 0x01010101u, load_as<u32x16>(data + j + 64 * half));
+        for (int half = 0; half < 2; half++) {
+            total[half] *= 128;
+            std::memcpy(sums + panel * PANEL + half * LANES, &total[half], sizeof total[half]);
+        }
+    }
+}
+
+// y [rows, out] = x [rows, in] W^T + b, with y in x's data type or in fp32.
+QUIRE_API void quire_linear(const Weight* w, const void* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype,
+                            void* scratch) {
+    if (dtype == F32) linear_to(*w, (const float*)x, dtype, rows, y, y_dtype, scratch);
+    if (dtype == BF16) linear_to(*w, (const bf16*)x, dtype, rows, y, y_dtype, scratch);
+    if (dtype == F16) linear_to(*w, (const f16*)x, dtype, rows, y, y_dtype, scratch);
+}

@@ -1,0 +1,182 @@
+// Panels of a weight times rows in tile registers (see amx.h): bf16, int8 and int4, for linear.cpp.
+//
+// Rows of activations lie one after the other: bf16 as they are, quantized ones as signed bytes, zeros up to a whole
+// number of tiles of 64 bytes. Two tiles of rows at a time meet the two halves of a panel's outputs: four tiles of
+// sums. What a row's sum is made of, and in which order, does not depend on the other rows of its tile. In bf16 the
+// sum of each 32 inputs is made apart and then added, so the bits are not those of other instruction sets; those of
+// quantized products are.
+#pragma once
+
+#include <algorithm>
+
+#include "amx.h"
+#include "weight.h"
+
+namespace quire {
+
+constexpr int64_t STEP = 2 * TILE_ROWS * TILE_BYTES;  // bytes of a panel that 64 bytes of activations meet
+
+// The registers: of the sums of row tile t and half h of the outputs, of a row tile and of a half of the panel.
+constexpr int sums_tile(int t, int h) { return 2 * t + h; }
+constexpr int row_tile(int t) { return 4 + t; }
+constexpr int half_tile(int h) { return 6 + h; }
+
+// Rows cut into tiles of one height, as few as there can be. The last one begins early enough to be whole; the rows
+// that it shares with the one before it are the latter's.
+struct RowTiles {
+    int64_t rows, count, height;
+    explicit RowTiles(int64_t rows)
+        : rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS), height((rows + count - 1) / count) {}
+    int64_t begin(int64_t tile) const { return std::min(tile * height, rows - height); }
+    int64_t shared(int64_t tile) const { return tile * height - begin(tile); }
+};
+
+// One or two neighbouring tiles of rows: their activations, `stride` bytes a row, and their scales.
+template <int COUNT>
+struct TileBlock {
+    const char* rows[COUNT];
+    const float* scales[COUNT];
+    int64_t stride;
+    int height;
+};
+
+// Their sums [row tile][row][half of the outputs].
+template <int COUNT, class V>
+using TileSums = V[COUNT][TILE_ROWS][2];
+
+// Words from one row to the next. It is an odd number of lines, so that a tile's rows share no set of the cache.
+inline int64_t tiled_row_words(const Weight& w) {
+    const int64_t bytes = round_up(w.format == DENSE_BF16 ? 2 * w.in : w.in, TILE_BYTES);
+    return (bytes / TILE_BYTES % 2 ? bytes : bytes + TILE_BYTES) / 4;
+}
+
+// Bytes of activations that are multiplied at a time: a tile's, or those of a group that is smaller.
+inline int64_t depth(const Weight& w) {
+    return w.format == INT4 ? std::min<int64_t>(w.group, TILE_BYTES) : TILE_BYTES;
+}
+
+inline TileShapes tile_shapes(const Weight& w, int64_t height) {
+    TileShapes shapes;
+    for (int t = 0; t < 2; t++) {
+        shapes.set(row_tile(t), (int)height, (int)depth(w));
+        for (int h = 0; h < 2; h++) shapes.set(sums_tile(t, h), (int)height, TILE_BYTES);
+        shapes.set(half_tile(t), (int)depth(w) / 4, TILE_BYTES);
+    }
+    return shapes;
+}
+
+template <int COUNT>
+INLINE void zero_sums() {
+    zero_tile<sums_tile(0, 0)>(), zero_tile<sums_tile(0, 1)>();
+    if constexpr (COUNT == 2) zero_tile<sums_tile(1, 0)>(), zero_tile<sums_tile(1, 1)>();
+}
+
+template <int COUNT, class V>
+INLINE void store_sums(TileSums<COUNT, V>& to) {
+    store_tile<sums_tile(0, 0)>(&to[0][0][0], 2 * TILE_BYTES), store_tile<sums_tile(0, 1)>(&to[0][0][1], 2 * TILE_BYTES);
+    if constexpr (COUNT == 2) {
+        store_tile<sums_tile(1, 0)>(&to[1][0][0], 2 * TILE_BYTES);
+        store_tile<sums_tile(1, 1)>(&to[1][0][1], 2 * TILE_BYTES);
+    }
+}
+
+template <bool QUADS, int T>
+INLINE void add_tile(const char* rows, int64_t stride) {
+    load_tile<row_tile(T)>(rows, stride);
+    if constexpr (QUADS) {
+        multiply_quads<sums_tile(T, 0), row_tile(T), half_tile(0)>();
+        multiply_quads<sums_tile(T, 1), row_tile(T), half_tile(1)>();
+    } else {
+        multiply_pairs<sums_tile(T, 0), row_tile(T), half_tile(0)>();
+        multiply_pairs<sums_tile(T, 1), row_tile(T), half_tile(1)>();
+    }
+}
+
+// Adds the products of what lies at `panel` with the activations from byte `at` of each row.
+template <bool QUADS, int COUNT>
+INLINE void add_products(const char* panel, const TileBlock<COUNT>& x, int64_t at) {
+    load_tile<half_tile(0)>(panel, 2 * TILE_BYTES);
+    load_tile<half_tile(1)>(panel + TILE_BYTES, 2 * TILE_BYTES);
+    add_tile<QUADS, 0>(x.rows[0] + at, x.stride);
+    if constexpr (COUNT == 2) add_tile<QUADS, 1>(x.rows[1] + at, x.stride);
+}
+
+INLINE void fetch_step(const char* panel) {
+    for (int64_t line = 0; line < STEP; line += 2 * TILE_BYTES) fetch(panel + line);
+}
+
+// bf16. Where a panel ends within a tile, zeros complete it.
+template <int COUNT>
+void times_panel_bf16(const Weight& w, const char* panel, const TileBlock<COUNT>& x, TileSums<COUNT, f32x16>& sums) {
+    const int64_t whole = w.in / 32 * TILE_BYTES;  // bytes of activations
+    zero_sums<COUNT>();
+    for (int64_t at = 0; at < whole; at += TILE_BYTES, panel += STEP) {
+        fetch_step(panel);
+        add_products<false>(panel, x, at);
+    }
+    if (w.in % 32) {
+        alignas(64) char last[STEP] = {};
+        std::memcpy(last, panel, (w.in % 32 + 1) / 2 * 4 * PANEL);
+        add_products<false>(last, x, whole);
+    }
+    store_sums<COUNT>(sums);
+}
+
+template <int COUNT>
+void times_panel_int8(const Weight& w, int64_t index, const char* panel, const TileBlock<COUNT>& x,
+                      TileSums<COUNT, f32x16>& sums) {
+    zero_sums<COUNT>();
+    for (int64_t at = 0; at < w.in; at += TILE_BYTES, panel += STEP) {
+        fetch_step(panel);
+        add_products<true>(panel, x, at);
+    }
+    alignas(64) TileSums<COUNT, i32x16> dots;
+    store_sums<COUNT>(dots);
+    const float* scales = (const float*)w.scales + index * PANEL;
+    for (int t = 0; t < COUNT; t++)
+        for (int r = 0; r < x.height; r++)
+            for (int h = 0; h < 2; h++)
+                sums[t][r][h] =
+                    __builtin_convertvector(dots[t][r][h], f32x16) * (x.scales[t][r] * load(scales + h * LANES));
+}
+
+// Codes of `inputs` inputs, two a byte, as int8 lies: a byte [j, o, i] holds the quads 2j and 2j + 1 of the output o.
+INLINE void unpack_int4(const char* packed, int64_t inputs, char* to) {
+    for (int64_t j = 0; j < inputs / 8; j++) {
+        fetch(packed + j * 128);
+        for (int h = 0; h < 2; h++) {
+            const auto both = load_as<u8x64>(packed + j * 128 + h * TILE_BYTES);
+            const u8x64 low = (both & 15) - 8, high = (both >> 4) - 8;
+            std::memcpy(to + j * 256 + h * TILE_BYTES, &low, sizeof low);
+            std::memcpy(to + j * 256 + 128 + h * TILE_BYTES, &high, sizeof high);
+        }
+    }
+}
+
+// int4: each group's dot products are taken out and scaled.
+template <int COUNT>
+void times_panel_int4(const Weight& w, int64_t index, const char* panel, const TileBlock<COUNT>& x,
+                      TileSums<COUNT, f32x16>& sums) {
+    alignas(64) char codes[STEP];
+    alignas(64) TileSums<COUNT, i32x16> dots;
+    const int64_t groups = w.in / w.group, step = depth(w);
+    const f16* scales = (const f16*)w.scales + index * groups * PANEL;
+    for (int64_t at = 0; at < w.in; scales += PANEL) {
+        zero_sums<COUNT>();
+        for (const int64_t end = at + w.group; at < end; at += step, panel += step * PANEL / 2) {
+            unpack_int4(panel, step, codes);
+            add_products<true>(codes, x, at);
+        }
+        store_sums<COUNT>(dots);
+        for (int t = 0; t < COUNT; t++)
+            for (int r = 0; r < x.height; r++)
+                for (int h = 0; h < 2; h++)
+                    sums[t][r][h] = fma(__builtin_convertvector(dots[t][r][h], f32x16), load(scales + h * LANES),
+                                        sums[t][r][h]);
+    }
+    for (int t = 0; t < COUNT; t++)
+        for (int r = 0; r < x.height; r++)
+            for (int h = 0; h < 2; h++) sums[t][r][h] *= x.scales[t][r];
+}
+
+}  // namespace quire

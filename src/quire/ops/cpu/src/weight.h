@@ -1,0 +1,50 @@
+// A packed weight: panels of 32 outputs, as quire.ops.cpu.linear makes them.
+#pragma once
+
+#include "simd.h"
+
+namespace quire {
+
+enum Format : int32_t { DENSE_F32 = 0, DENSE_BF16 = 1, DENSE_F16 = 2, INT8 = 3, INT4 = 4 };
+
+// As quire.ops.cpu.linear describes it.
+struct Weight {
+    int32_t format, group;  // group: inputs that share a scale (int4)
+    int64_t in, out;
+    const void* data;
+    const void* scales;   // int8: fp32 [outputs]; int4: fp16 [panels, in / group, 32]
+    const int32_t* sums;  // int8: 128 times the sum of each output's codes
+    const float* bias;    // [outputs] or null
+};
+
+constexpr int PANEL = 32;
+constexpr int AHEAD = 4096;  // bytes that are asked for before they are needed
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t panels(const Weight& w) { return (w.out + PANEL - 1) / PANEL; }
+
+// Bytes of a panel.
+inline int64_t panel_bytes(const Weight& w) {
+    switch (w.format) {
+        case DENSE_F32: return w.in * PANEL * 4;
+        case DENSE_F16: return w.in * PANEL * 2;
+        case DENSE_BF16: return round_up(w.in, 2) * PANEL * 2;
+        case INT8: return round_up(w.in, 64) * PANEL;
+        default: return w.in * PANEL / 2;
+    }
+}
+
+template <class V>
+INLINE V load_as(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// Asks for the two lines that 32 outputs of a panel take.
+INLINE void fetch(const char* p) {
+    __builtin_prefetch(p + AHEAD);
+    __builtin_prefetch(p + AHEAD + 64);
+}
+
+}  // namespace quire

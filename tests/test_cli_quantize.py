@@ -1,0 +1,46 @@
+"""`quire quantize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+
+
+def test_a_quantized_folder_is_used_like_any_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "int4")
+    assert main(["quantize", "demo", "--to", "int4", "--group-size", "32", "--output", output]) == 0
+    told = capsys.readouterr()
+    assert told.out == "" and "Weights, quantized to int4 in groups of 32" in told.err
+    options = ["--max-tokens", "4", "--temperature", "0", "--num-kv-blocks", "16", "--max-model-len", "64"]
+    assert main(["generate", output, "def main(", *options]) == 0
+    told = capsys.readouterr()
+    assert told.out and "int4 in groups of 32, the head int8" in told.err
+    assert main(["generate", output, "x", "--quantization", "int8", *options]) == 2
+    assert "is quantized to int4 in groups of 32, but int8 was asked for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["demo"], 2, "required: --to, --output"),
+        (["demo", "--to", "int5", "--output", "OUT"], 2, "invalid choice: 'int5'"),
+        (["demo", "--to", "int4", "--output", ""], 2, "--output is empty"),
+        (["demo", "--to", "int4", "--group-size", "48", "--output", "OUT"], 2, "allowed: 32, 64, 128"),
+        (["demo", "--to", "int8", "--group-size", "32", "--output", "OUT"], 2, "int8 has no groups"),
+        (["demo", "--to", "int4", "--group-size", "128", "--output", "OUT"], 1, "704 inputs; group sizes that do are"),
+        (["demo", "--to", "int8", "--threads", "0", "--output", "OUT"], 2, "--threads 0 is out of range"),
+        (["nowhere/at-all/x", "--to", "int8", "--output", "OUT"], 1, "no checkpoint 'nowhere/at-all/x'"),
+        (["demo", "--to", "int8", "--output", "."], 2, "nothing is overwritten"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_leaves_nothing(
+    arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    given = [str(output) if argument == "OUT" else argument for argument in arguments]
+    assert main(["quantize", *given]) == code
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,60 @@
+"""A decoder layer in one call has the bits of its kernels called one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.models.registry import load_model
+from quire.ops.cpu import library
+from quire.ops.cpu.kernels import CpuKernels
+from quire.ops.kernels import LayerParts, WholeLayer
+from quire.ops.quantized import Scheme
+from tests.oracle import Driver, save_checkpoint
+
+pytestmark = pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "window": ("mistral", {"sliding_window": 20}),
+    "odd sizes": ("qwen3", {"hidden_size": 72, "intermediate_size": 100, "head_dim": 24}),
+}
+
+
+class OneByOne(CpuKernels):
+    """Without the kernel for a whole layer."""
+
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        return None
+
+
+@pytest.mark.parametrize("isa", library.usable())
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_layer_has_the_bits_of_its_kernels(case: str, isa: str, tmp_path: Path) -> None:
+    architecture, options = CASES[case]
+    for dtype in (torch.bfloat16, torch.float32):
+        folder = save_checkpoint(tmp_path / str(dtype), architecture, dtype=dtype, **options)
+        compare(folder, isa, None)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_whole_quantized_layer_has_the_bits_of_its_kernels(scheme: Scheme, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
+    compare(folder, library.usable()[0], scheme)
+
+
+def compare(folder: Path, isa: str, scheme: Scheme | None) -> None:
+    whole, apart = (
+        Driver(
+            load_model(folder, kernels=kernels, quantization=scheme, group=32 if scheme == "int4" else None),
+            capacity=64,
+        )
+        for kernels in (CpuKernels(isa), OneByOne(isa))
+    )
+    tokens = torch.randint(0, 160, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    for part in (tokens[:30], tokens[30:31], tokens[31:47], tokens[47:]):
+        assert torch.equal(whole.feed(part), apart.feed(part))

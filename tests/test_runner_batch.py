@@ -1,0 +1,86 @@
+"""The runner's ragged batch against one made token by token, for requests that come, grow, end and come back."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import FROM_PREVIOUS, RequestInfo, Span, StepPlan
+from quire.ops import Kernels
+from quire.runner.model_runner import ModelRunner
+
+SIZE = 16
+
+
+def runner() -> Any:
+    model: Any = SimpleNamespace(vocab_size=100, kernels=Kernels())
+    kv: Any = SimpleNamespace(block_size=SIZE)
+    return ModelRunner(model, kv, 1, 1)
+
+
+def info(request: int) -> RequestInfo:
+    return RequestInfo(request, SamplingParams(seed=1), 0, [1])
+
+
+def check(made: Any, spans: list[Span], tables: dict[int, list[int]]) -> None:
+    batch = made._batch(spans)
+    ends = [span.start + len(span.tokens) for span in spans]
+    positions = [at for span, end in zip(spans, ends, strict=True) for at in range(span.start, end)]
+    owners = [span.request for span in spans for _ in span.tokens]
+    tokens = [token for span in spans for token in span.tokens]
+    last = [made._requests[owner].last_token for owner in owners]
+    assert batch.token_ids.tolist() == [
+        before if token == FROM_PREVIOUS else token for token, before in zip(tokens, last, strict=True)
+    ]
+    assert batch.positions.tolist() == positions
+    assert batch.slots.tolist() == [
+        tables[owner][at // SIZE] * SIZE + at % SIZE for owner, at in zip(owners, positions, strict=True)
+    ]
+    assert batch.context_lens == ends
+    assert batch.row_starts == [0, *(owners.index(s.request) + len(s.tokens) for s in spans)]
+    width = max(-(-end // SIZE) for end in ends)
+    needed = [tables[span.request][: -(-end // SIZE)] for span, end in zip(spans, ends, strict=True)]
+    assert batch.block_tables.tolist() == [blocks + [0] * (width - len(blocks)) for blocks in needed]
+    assert batch.block_tables.is_contiguous()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_is_what_its_spans_say(seed: int) -> None:
+    draw, made = random.Random(seed), runner()
+    tables: dict[int, list[int]] = {}
+    lengths: dict[int, int] = {}
+    for number in range(40):
+        ended = [request for request in tables if draw.random() < 0.15]
+        for request in ended:
+            del tables[request], lengths[request]
+        fresh = [100 * number + i for i in range(draw.randrange(4))] or [100 * number]
+        tables.update({request: [] for request in fresh})
+        spans = []
+        for request in draw.sample(list(tables), len(tables)):
+            start = lengths.get(request, 0)
+            count = draw.choice([1, 1, 3, 40, 2000]) if start < 4000 else 1
+            lengths[request] = start + count
+            tokens = [FROM_PREVIOUS] if count == 1 and start else [draw.randrange(100) for _ in range(count)]
+            have, more = len(tables[request]), draw.randrange(2)  # blocks may be there before they are needed
+            new = [draw.randrange(1, 999) for _ in range(have, -(-lengths[request] // SIZE) + more)]
+            tables[request] += new
+            spans.append(Span(request, start, tokens, table_start=have, blocks=new))
+        made._take_in(StepPlan(number, spans, [info(request) for request in fresh], ended))
+        for request in made._requests.values():
+            request.last_token = draw.randrange(100)
+        check(made, spans, tables)
+
+
+def test_a_table_that_is_replaced_from_some_block_on_is_read_so() -> None:
+    made, tables = runner(), {0: [5, 6, 7], 1: [9]}
+    made._take_in(
+        StepPlan(0, [Span(0, 0, [1] * 48, blocks=[5, 6, 7]), Span(1, 0, [1], blocks=[9])], [info(0), info(1)])
+    )
+    spans = [Span(0, 40, [1, 2], table_start=1, blocks=[0, 8]), Span(1, 1, [1])]
+    made._take_in(StepPlan(1, spans))
+    tables[0][1:] = [0, 8]
+    check(made, spans, tables)
