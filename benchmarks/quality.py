@@ -50,14 +50,14 @@ def run(options: Options) -> Result:
     for text in (_demo(options), _random(options)):
         references = None
         for name, settings in _variants():
-            tell(f"quality: {text.model}, {name}")
             try:
                 logits, weight_bytes = _logits(text, settings, options.threads)
             except QuireError as error:
-                tell(f"left out: {error}")
+                tell(f"quality: {text.model}, {name}, left out: {error}")
                 continue
             references = references or logits
             _row(result, text, name, weight_bytes, references, logits)
+            tell("quality: " + ", ".join(result.rows[-1]))
     return result
 
 

@@ -16,7 +16,17 @@ sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.common import Options, json_line, machine, options_from, tell  # noqa: E402
 
-NAMES = ("cells", "profile_step", "quality", "scheduler", "batching", "chunked_prefill", "prefix_cache", "kv_waste", "server")
+NAMES = (
+    "cells",
+    "profile_step",
+    "quality",
+    "scheduler",
+    "batching",
+    "chunked_prefill",
+    "prefix_cache",
+    "kv_waste",
+    "server",
+)
 README, RAW = HERE / "README.md", HERE / "results.jsonl"
 
 

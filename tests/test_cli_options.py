@@ -43,6 +43,7 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "revision": ("main", "main"),
     "dtype": ("float32", "float32"),
     "device": ("cpu", "cpu"),
+    "kv_cache_dtype": ("int8", "int8"),
     "quantization": ("int4", "int4"),
     "quantization_group_size": ("32", 32),
     "cpu_kernels": ("torch", "torch"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.errors import ConfigError
 from quire.ops import Kernels
 from quire.ops.cpu import library, linear
 from quire.ops.cpu.library import Library
@@ -53,6 +54,22 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
         yield InTiles(Library("amx", linear.PROTOTYPES))
 
 
+@pytest.mark.parametrize("granted", [True, False])
+def test_where_linux_refuses_tile_registers_the_next_best_is_taken(
+    monkeypatch: pytest.MonkeyPatch, granted: bool
+) -> None:
+    assert library._granted_tiles() in (True, False)  # the true answer, whatever it is here
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset(library.NEEDS["amx"]))
+    monkeypatch.setattr(library, "_granted_tiles", lambda: granted)
+    monkeypatch.setattr(library, "cpu_flags", library.cpu_flags.__wrapped__)
+    monkeypatch.setattr(library, "built", lambda: {isa: Path(f"lib_{isa}.so") for isa in ("amx", "avx512_bf16")})
+    assert library.usable() == (["amx", "avx512_bf16"] if granted else ["avx512_bf16"])
+    assert library.missed() is None
+    if not granted:
+        with pytest.raises(ConfigError, match="cannot run the kernels for 'amx': it lacks amx_tile; this machine has"):
+            Library("amx", {})
+
+
 def compiled(compiler: str, isa: str, folder: Path) -> Path:
     """A library of nothing but the products, for any machine: tile registers are emulated."""
     setup = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
@@ -67,7 +84,7 @@ def compiled(compiler: str, isa: str, folder: Path) -> Path:
 def test_bf16_products_equal_those_in_fp64(tiles: Kernels, shape: tuple[int, int]) -> None:
     weight, bias = draw(*shape, dtype=torch.bfloat16, seed=1), draw(shape[0], dtype=torch.bfloat16, seed=2)
     for used in (None, bias):
-        product = tiles.pack(weight, used)
+        product = tiles.pack([weight], used)
         for rows in ROWS:
             x = draw(rows, shape[1], dtype=torch.bfloat16, seed=rows)
             expected = x.double() @ weight.double().T + (0 if used is None else used.double())
@@ -93,7 +110,7 @@ def as_documented(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(40, 32), (33, 66), (70, 257)])
 def test_bf16_products_have_the_bits_that_intel_documents(tiles: Kernels, shape: tuple[int, int]) -> None:
     weight, x = draw(*shape, dtype=torch.bfloat16, seed=1), draw(37, shape[1], dtype=torch.bfloat16, seed=2)
-    assert torch.equal(tiles.pack(weight).matmul(x, torch.float32), as_documented(x, weight))
+    assert torch.equal(tiles.pack([weight]).matmul(x, torch.float32), as_documented(x, weight))
 
 
 @pytest.mark.parametrize("how", SCHEMES, ids=str)
@@ -132,7 +149,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(tiles: 
 
 
 def test_a_bf16_row_that_is_not_finite_leaves_the_others_alone(tiles: Kernels) -> None:
-    product, x = tiles.pack(draw(40, 70, dtype=torch.bfloat16)), draw(20, 70, dtype=torch.bfloat16, seed=4)
+    product, x = tiles.pack([draw(40, 70, dtype=torch.bfloat16)]), draw(20, 70, dtype=torch.bfloat16, seed=4)
     expected = product.matmul(x)
     x[7, 69], x[9, 0] = torch.nan, torch.inf
     out = product.matmul(x)
@@ -144,7 +161,7 @@ def test_a_bf16_row_that_is_not_finite_leaves_the_others_alone(tiles: Kernels) -
 @pytest.mark.parametrize("how", [None, *SCHEMES], ids=str)
 def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: Kernels, how: Quantization | None) -> None:
     weight = draw(72, 192 if how is None else 256)
-    product = tiles.pack(weight.bfloat16()) if how is None else tiles.pack_quantized(quantize(weight, how))
+    product = tiles.pack([weight.bfloat16()]) if how is None else tiles.pack_quantized(quantize(weight, how))
     x = draw(150, weight.shape[1], dtype=torch.bfloat16, seed=5)
     whole = product.matmul(x)
     for rows in (*range(1, 70), 127, 149):

@@ -72,7 +72,7 @@ def random_step(
     spans = [(rng.choice([0, 5, 130, 300]), rng.choice([1, 1, 2, 17, rng.randint(1, most)])) for _ in range(3)]
     counts = [-(-(start + rows) // size) for start, rows in spans]
     kv = poisoned_cache(sum(counts) + 1, shape, size, dtype, stored)
-    tables = (torch.randperm(sum(counts)) + 1).split(counts)
+    tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
     requests = [Request(start + rows, shape, dtype, rng.randint(0, 999)) for start, rows in spans]
     fill = batch_of([(0, start + rows) for start, rows in spans], tables, size)
     store_kv(torch.cat([r.k for r in requests]), torch.cat([r.v for r in requests]), kv, fill, LAYER)
@@ -106,7 +106,7 @@ def test_a_long_prompt_equals_the_reference() -> None:
     compare(kernels, request.q, kv, batch, None)
 
 
-LENGTH = 400
+LENGTH = 300
 
 
 def in_chunks(
@@ -117,7 +117,7 @@ def in_chunks(
     other = Request(LENGTH, shape, request.q.dtype, seed=2)
     blocks = -(-LENGTH // size)
     kv = poisoned_cache(2 * blocks + 1, shape, size, request.q.dtype, stored)
-    mine, others = (torch.randperm(2 * blocks) + 1).split(blocks)
+    mine, others = torch.split(torch.randperm(2 * blocks) + 1, blocks)
     out, start = [], 0
     for length in lengths:
         batch = batch_of([(start, length), (0, length)], [mine, others], size)
@@ -151,8 +151,8 @@ def test_bits_depend_on_the_request_alone(
         torch.set_num_threads(1)
         for size, lengths in (
             (16, [LENGTH]),
-            (64, [1, 2, 3, 4, 5, 6, 7, 8, 9, 127, 128, 100]),
-            (256, [150, 200, *[1] * 10, 40]),
+            (64, [1, 2, 3, 5, 7, 9, 127, 130, 16]),
+            (256, [150, 120, *[1] * 5, 25]),
         ):
             out = in_chunks(kernels, request, lengths, size, stored, window)
             assert torch.equal(out, whole), f"blocks of {size}, chunks {lengths}"
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused() -> None:
         kernels.attend(q[1:], kv, batch, LAYER, 1.0, None)
     with pytest.raises(ValueError, match="do not fit a batch of"):
         kernels.attend(q, kv, batch, LAYERS, 1.0, None)
-    with pytest.raises(ValueError, match="heads in .* do not fit a cache"):
+    with pytest.raises(ValueError, match="do not fit a cache of"):
         kernels.attend(q.float(), kv, batch, LAYER, 1.0, None)
     batch.block_tables[0, 0] = kv.num_blocks
     with pytest.raises(ValueError, match=f"the cache has 0 to {kv.num_blocks - 1}"):

@@ -33,7 +33,7 @@ def test_dense_products_equal_those_in_fp64(kernels: Kernels, shape: tuple[int, 
     outputs, inputs = shape
     weight, bias = draw(*shape, dtype=dtype, seed=1), draw(outputs, dtype=dtype, seed=2)
     for used in (None, bias):
-        product = kernels.pack(weight, used)
+        product = kernels.pack([weight], used)
         assert (product.in_features, product.out_features) == (inputs, outputs)
         for rows in (0, 1, 5, 12, 13, 37):
             x = draw(rows, inputs, dtype=dtype, seed=rows)
@@ -85,7 +85,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(kernels
 
 def every_product(kernels: Kernels, outputs: int, inputs: int) -> list[tuple[Product, torch.dtype]]:
     weight = draw(outputs, inputs)
-    dense = [(kernels.pack(weight.to(dtype), weight[:, 0].to(dtype)), dtype) for dtype in DTYPES]
+    dense = [(kernels.pack([weight.to(dtype)], weight[:, 0].to(dtype)), dtype) for dtype in DTYPES]
     return dense + [(kernels.pack_quantized(quantize(weight, how)), torch.bfloat16) for how in SCHEMES]
 
 
@@ -114,7 +114,7 @@ def test_quantized_products_give_the_same_bits_on_every_instruction_set_with_fus
 
 
 def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
-    product = kernels.pack(draw(8, 16))
+    product = kernels.pack([draw(8, 16)])
     with pytest.raises(ValueError, match="16 columns"):
         product.matmul(draw(2, 17))
     with pytest.raises(ValueError, match="bfloat16"):
@@ -124,5 +124,12 @@ def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
 
 
 def test_strided_rows_are_taken_as_they_stand(kernels: Kernels) -> None:
-    product, x = kernels.pack(draw(8, 16)), draw(6, 32)
+    product, x = kernels.pack([draw(8, 16)]), draw(6, 32)
     assert torch.equal(product.matmul(x[::2, ::2]), product.matmul(x[::2, ::2].contiguous()))
+
+
+def test_parts_of_a_weight_come_side_by_side(kernels: Kernels) -> None:
+    parts, x = [draw(outputs, 24, seed=outputs) for outputs in (40, 7, 33)], draw(5, 24)
+    assert torch.equal(kernels.pack(parts).matmul(x), kernels.pack([torch.cat(parts)]).matmul(x))
+    with pytest.raises(ValueError, match="differ"):
+        kernels.pack([parts[0], parts[1].half()])

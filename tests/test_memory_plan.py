@@ -35,6 +35,14 @@ def test_kv_bytes_a_token_follow_from_the_models_shape(model):
     assert plan(model).kv_bytes_per_token == TOKEN_BYTES
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_quantized_cache_takes_a_byte_a_number_and_four_a_scale(model, kv_cache_dtype):
+    heads = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"]
+    made = plan(model, kv_cache_dtype=kv_cache_dtype, kv_cache_memory="1MiB")
+    assert made.kv_bytes_per_token == heads * (16 + 4)
+    assert made.num_blocks == 2**20 // (16 * made.kv_bytes_per_token)
+
+
 def test_the_pool_holds_as_many_full_length_requests_as_may_run_if_memory_allows(model):
     made = plan(model, max_num_seqs=4)
     assert made.kv_tokens == 4 * 512 and made.max_model_len == 512 and not made.notes

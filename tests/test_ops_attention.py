@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.ops import KVCache, RaggedBatch, attention, attention_plan, paged_attention, store_kv
+from quire.ops.kv_cache import KVCacheDtype, quantize
 
 LAYERS, LAYER = 2, 1
 
@@ -244,3 +245,58 @@ def test_a_step_is_planned_once_for_all_layers_with_one_window(monkeypatch: pyte
         store_kv(q, q, kv, batch, layer)
         torch.testing.assert_close(paged_attention(q, kv, batch, layer, 1.0, window), q)
     assert planned == [None, 8]
+
+
+@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_rows_come_back_within_their_format(code_dtype: torch.dtype) -> None:
+    x = torch.randn(50, 3, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 50).view(50, 1, 1)
+    x[0] = 0
+    codes, scales = quantize(x, code_dtype)
+    back = codes.double() * scales.double().unsqueeze(-1)
+    # int8: half a step of 1 / 127 of the largest; e4m3: 3 bits behind the first, and half a step of 2^-9 below.
+    step = scales.double().unsqueeze(-1) * 0.5
+    allowed = step if code_dtype == torch.int8 else torch.maximum(step * 2**-9, x.double().abs() * 2**-4)
+    assert ((back - x.double()).abs() <= allowed * 1.001).all()
+    assert torch.equal(scales[0], torch.zeros(3))
+
+
+@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_quantized_row_that_is_not_finite_has_scale_nan(code_dtype: torch.dtype, bad: float) -> None:
+    x = torch.ones(2, 8)
+    x[1, 3] = bad
+    codes, scales = quantize(x, code_dtype)
+    assert scales[0].isfinite()
+    assert scales[1].isnan()
+    assert torch.equal(codes[1].float(), torch.zeros(8))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_quantized_cache_attends_to_the_numbers_it_stands_for(kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
+    pool, plain = Pool(2, 24, block_size, torch.bfloat16, seed=1), Pool(2, 24, block_size, torch.float32, seed=1)
+    pool.kv = KVCache(pool.kv.num_blocks, LAYERS, 2, 24, block_size, torch.bfloat16, kv_cache_dtype)
+    pool.kv.data.fill_(255)  # every scale is NaN
+    s, t = pool.sequence(150, 4, seed=3), plain.sequence(150, 4, seed=3)
+    t.q = s.q.float()
+    for name in "kv":
+        codes, scales = quantize(getattr(s, name), pool.kv.stored_dtype)
+        setattr(t, name, codes.float() * scales.unsqueeze(-1))
+    outs = [pool.step([(s, count)])[0] for count in (100, 1, 49)]
+    torch.testing.assert_close(torch.cat(outs), plain.step([(t, 150)])[0].bfloat16(), atol=0, rtol=2**-7)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_quantized_block_is_copied_with_its_scales(kv_cache_dtype: KVCacheDtype) -> None:
+    kv = KVCache(4, 3, 2, 8, 16, torch.bfloat16, kv_cache_dtype)
+    assert kv.bytes_per_block == 3 * 2 * 2 * 16 * (8 + 4)
+    assert kv.scales is not None
+    kv.data.random_(0, 100, generator=torch.Generator().manual_seed(0))
+    before = kv.data.clone()
+    kv.copy([(1, 2, 5)])
+    assert torch.equal(kv.numbers[2, ..., :5, :].float(), kv.numbers[1, ..., :5, :].float())
+    assert torch.equal(kv.scales[2, ..., :5], kv.scales[1, ..., :5])
+    assert torch.equal(kv.data[[0, 1, 3]], before[[0, 1, 3]])
+    kv.numbers.view(torch.uint8)[2, ..., :5, :] = before[2, ..., : 16 * 8].view(3, 2, 2, 16, 8)[..., :5, :]
+    kv.scales[2, ..., :5] = before[2, ..., 16 * 8 :].view(torch.float32)[..., :5]
+    assert torch.equal(kv.data, before)

@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.common import tell
 
 TORCH = "torch==2.13.0"
-CPU_BUILDS = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-"""Where torch has builds without gigabytes of libraries for GPUs."""
+CPU_BUILDS = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+"""Where torch has builds without gigabytes of libraries for GPUs; nothing else is looked for there."""
 
 WEIGHTS = ("bf16", "int8", "int4")
 
@@ -94,14 +94,16 @@ def environment(recipe: Recipe, work: Path) -> Path:
     folder = work / "environments" / recipe.script.removeprefix("run_")
     stamp, python = folder / "complete.json", folder / "bin" / "python"
     wanted = json.dumps({"packages": list(recipe.packages), "drop": list(recipe.drop)})
-    if stamp.exists() and stamp.read_text("utf-8") == wanted:
+    if stamp.exists() and stamp.read_text("utf-8").strip() == wanted:
         return python
     log = log_file(work, f"install-{folder.name}")
     tell(f"installing {recipe.name}, which takes minutes; see {log}")
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     run([sys.executable, "-m", "venv", str(folder)], log)
-    run([*pip, "install", *CPU_BUILDS, *recipe.packages], log, recipe.build)
+    if TORCH in recipe.packages:
+        run([*pip, "install", *CPU_BUILDS, TORCH], log)
+    run([*pip, "install", *recipe.packages], log, recipe.build)
     if recipe.drop:
         run([*pip, "uninstall", "-y", *recipe.drop], log)
     stamp.write_text(wanted, "utf-8")

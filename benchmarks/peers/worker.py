@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 from benchmarks.peers.recipes import ROOT, PeerError, Recipe, last_line, log_file
 from quire.bench.cells import Cell
 
-LOAD_SECONDS, CELL_SECONDS = 300.0, 300.0
+LOAD_SECONDS, CELL_SECONDS = 600.0, 300.0
 """After these an engine is given up."""
 
 

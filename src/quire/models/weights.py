@@ -107,8 +107,7 @@ class Weights:
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
         joined_bias = None if biases is None else _joined(biases)
         if self.quantization is None:
-            weight = _joined([self.tensor(f"{name}.weight") for name in names])
-            return Linear(self.kernels.pack(weight, joined_bias))
+            return Linear(self.kernels.pack([self.tensor(f"{name}.weight") for name in names], joined_bias))
         how = _how(f"{names[0]}.weight", self.quantization)
         product = product_name(names)
         quantized = self._read(names, product, how) if self._stored else self._quantized(names, product, how)

@@ -18,7 +18,7 @@ from quire.ops.ragged import RaggedBatch
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int) -> None:
     """Write the step's keys and values [tokens, kv_heads, head_dim] into the cache's slots."""
     if kv.scales is not None:
-        _store_quantized(k, v, kv, batch, layer)
+        _store_quantized(k, v, kv, kv.scales, batch, layer)
         return
     keys, values = batch.once(("slots", kv.layers, kv.kv_heads), lambda: _slot_rows(batch, kv))
     rows = kv.data.view(-1, kv.head_dim)[layer * kv.kv_heads * 2 * kv.block_size :]
@@ -26,12 +26,15 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, batch: RaggedBatch, 
     rows.index_copy_(0, values, v.reshape(-1, kv.head_dim))
 
 
-def _store_quantized(k: torch.Tensor, v: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int) -> None:
+def _store_quantized(
+    k: torch.Tensor, v: torch.Tensor, kv: KVCache, into: torch.Tensor, batch: RaggedBatch, layer: int
+) -> None:
+    """Codes go into `kv.numbers`, scales into `into`, which is `kv.scales`."""
     block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
     for plane, x in ((KEY, k), (VALUE, v)):
         codes, scales = quantize(x, kv.stored_dtype)
         kv.numbers.view(torch.uint8)[block, layer, :, plane, offset] = codes.view(torch.uint8)
-        kv.scales[block, layer, :, plane, offset] = scales
+        into[block, layer, :, plane, offset] = scales
 
 
 def _slot_rows(batch: RaggedBatch, kv: KVCache) -> tuple[torch.Tensor, ...]:
@@ -51,7 +54,7 @@ def paged_attention(
     Returns [tokens, heads, head_dim], contiguous, in q's data type.
     """
     if kv.scales is not None:
-        kv, batch, layer = *_dequantized(kv, batch, layer), 0
+        kv, batch, layer = *_dequantized(kv, kv.scales, batch, layer), 0
     layout = Layout(kv.layers, kv.kv_heads, q.shape[1] // kv.kv_heads, kv.block_size, window)
     step = batch.once((layout, q.dtype), lambda: _Step(batch, layout, kv, q.dtype))
     cache = kv.data.view(-1, step.plan.run * kv.head_dim)[layer * step.plan.layer_stride :]
@@ -66,19 +69,19 @@ def paged_attention(
     return step.result.index_select(0, step.plan.order).view(q.shape)
 
 
-def _dequantized(kv: KVCache, batch: RaggedBatch, layer: int) -> tuple[KVCache, RaggedBatch]:
+def _dequantized(kv: KVCache, scales: torch.Tensor, batch: RaggedBatch, layer: int) -> tuple[KVCache, RaggedBatch]:
     """One layer of a quantized cache in fp32, with only the blocks that the batch reads, and the batch renamed to it.
 
     Its data type is fp32 whatever the queries' is: code times scale would be rounded in theirs.
     """
 
     def make() -> tuple[KVCache, RaggedBatch, torch.Tensor]:
-        blocks, names = batch.block_tables.unique(return_inverse=True)
+        blocks, names = torch.unique(batch.block_tables, return_inverse=True)
         wide = KVCache(len(blocks) + 1, 1, kv.kv_heads, kv.head_dim, kv.block_size, torch.float32)
         return wide, replace(batch, block_tables=names), blocks
 
     wide, renamed, blocks = batch.once(("dequantized", id(kv)), make)
-    wide.data[:-1, 0] = kv.numbers[blocks, layer].float() * kv.scales[blocks, layer].unsqueeze(-1)
+    wide.data[:-1, 0] = kv.numbers[blocks, layer].float() * scales[blocks, layer].unsqueeze(-1)
     return wide, renamed
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -85,9 +86,13 @@ class Kernels:
 
     # -- weights -------------------------------------------------------------------------------------------
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-        """The weight [out, in] in the layout in which this implementation multiplies, with the product."""
-        return PackedWeight(weight, bias)
+    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+        """The product with a weight, copied into the layout in which this implementation multiplies.
+
+        Args:
+            parts: [out, in] each, with the same inputs; their outputs come side by side.
+        """
+        return PackedWeight(parts[0] if len(parts) == 1 else torch.cat(list(parts)), bias)
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         """See `quantized.quantize`."""

@@ -61,7 +61,7 @@ def check_linear(kernels: Kernels, dtype: torch.dtype) -> Check:
     generator = torch.Generator().manual_seed(0)
     failures, cases = [], 0
     for shape in LINEAR_SHAPES:
-        weight = kernels.pack(torch.randn(shape, generator=generator).to(dtype))
+        weight = kernels.pack([torch.randn(shape, generator=generator).to(dtype)])
         x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(dtype)
         differing, tried = _compare_rows(weight.matmul, x)
         failures += [f"{shape[1]} to {shape[0]}, {where}" for where in differing]

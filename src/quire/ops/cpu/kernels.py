@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from quire.ops.cpu import attention, linear, quantize, rows, sampling
+from quire.ops.cpu import attention, layer, linear, quantize, rows, sampling
+from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
 from quire.ops.cpu.memory import Scratch
-from quire.ops.kernels import HeadNorm, Kernels
+from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
@@ -28,23 +31,26 @@ class CpuKernels(Kernels):
 
     def __init__(self, isa: str) -> None:
         self.name = isa
-        self._lib = Library(
-            isa, attention.PROTOTYPES | rows.PROTOTYPES | linear.PROTOTYPES | quantize.PROTOTYPES | sampling.PROTOTYPES
-        )
-        self._scratch = Scratch()
+        modules = (attention, layer, linear, quantize, rows, sampling)
+        self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})
+        self._scratch = Scratch()  # of one product
+        self._workspace = Scratch()  # of one layer
 
     def describe(self, dtype: torch.dtype) -> str:
         level = torch.backends.cpu.get_cpu_capability()  # of what is left to torch, such as the rotary tables
         return f"C++ kernels {VERSION} for {self.name}, torch {torch.__version__} with {level}"
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-        return linear.CpuProduct(self._lib, weight, bias, self._scratch)
+    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+        return linear.CpuProduct(self._lib, parts, bias, self._scratch)
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         return quantize.quantize(self._lib, weight, how)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, weight, bias, self._scratch)
+
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        return CpuLayer(self._lib, parts, self._workspace)
 
     def embed(self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (

@@ -93,7 +93,8 @@ class CpuLayer:
             **{name: product.address for name, product in products.items()},
         )
         self._pointer = ctypes.addressof(self._struct)
-        self._dtype, self._key = parts.input_norm.dtype, ("layer", parts.scale, parts.window)
+        self._dtype = parts.input_norm.dtype
+        self._key = ("layer", parts.heads, parts.scale, parts.window, self._struct.hidden, self._struct.inner)
 
     def __call__(
         self,
@@ -109,6 +110,8 @@ class CpuLayer:
             IndexError: a slot outside the cache.
             ValueError: a cache of another shape or data type.
         """
+        if self._struct.layer >= kv.layers:
+            raise ValueError(f"layer {self._struct.layer} does not fit a cache of {kv.layers} layers")
         step, workspace = batch.once(self._key, lambda: self._prepare(tables, kv, batch))
         out = torch.empty_like(residual) if x is None else x
         address = self._scratch.at_least(workspace)

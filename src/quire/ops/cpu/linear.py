@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
@@ -40,17 +42,22 @@ class CpuProduct:
     """The product with a weight [out, in], dense or quantized, whose panels of 32 outputs C++ reads as one stream.
 
     Args:
-        weight: a dense one is copied into panels; a quantized one is used where it lies.
+        weight: dense parts [out, in], whose outputs come side by side, are copied into panels; a quantized one is
+            used where it lies.
         scratch: what all products share for the length of a call.
     """
 
     def __init__(
-        self, lib: Library, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, scratch: Scratch
+        self,
+        lib: Library,
+        weight: Sequence[torch.Tensor] | QuantizedWeight,
+        bias: torch.Tensor | None,
+        scratch: Scratch,
     ) -> None:
         if isinstance(weight, QuantizedWeight):
             self.in_features, self.out_features = weight.in_features, weight.out_features
         else:
-            self.out_features, self.in_features = weight.shape
+            self.out_features, self.in_features = sum(len(part) for part in weight), weight[0].shape[1]
         self._weight = _Weight(in_features=self.in_features, out_features=self.out_features)
         self.address = ctypes.addressof(self._weight)
         self._held: list[torch.Tensor] = []  # what the addresses in the structure point to
@@ -58,7 +65,7 @@ class CpuProduct:
             self._use_quantized(lib, weight)
             self._dtypes = tuple(DTYPES)
         else:
-            self._dtypes = (weight.dtype,)
+            self._dtypes = (weight[0].dtype,)
             self._pack(lib, weight)
         if bias is not None:
             self._weight.bias = self._hold(bias.detach().float().contiguous().clone())
@@ -69,11 +76,15 @@ class CpuProduct:
         self._held.append(tensor)
         return tensor.data_ptr()
 
-    def _pack(self, lib: Library, weight: torch.Tensor) -> None:
-        weight = weight.contiguous()
-        self._weight.format = DTYPES[weight.dtype]
+    def _pack(self, lib: Library, parts: Sequence[torch.Tensor]) -> None:
+        parts = [part.contiguous() for part in parts]
+        if {(part.dtype, part.shape[1]) for part in parts} != {(parts[0].dtype, self.in_features)}:
+            raise ValueError(f"the parts of a weight differ: {[(part.dtype, list(part.shape)) for part in parts]}")
+        self._weight.format = DTYPES[parts[0].dtype]
         self._weight.data = self._hold(huge(lib.packed_bytes(self.address)))
-        lib.pack(self.address, weight.data_ptr(), self._weight.data)
+        row = self.in_features * parts[0].element_size()
+        rows = np.concatenate([part.data_ptr() + row * np.arange(len(part)) for part in parts])
+        lib.pack(self.address, rows.ctypes.data, self._weight.data)
 
     def _use_quantized(self, lib: Library, weight: QuantizedWeight) -> None:
         collapse(weight.packed)

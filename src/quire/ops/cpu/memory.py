@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import torch
 
@@ -29,12 +30,14 @@ def huge(size: int) -> torch.Tensor:
 
     A weight is read in long streams: with pages of 4 KiB the processor looks up an address every 64 lines.
     """
-    buffer = torch.empty(size + HUGE_PAGE, dtype=torch.uint8) if size >= HUGE_PAGE else torch.empty(size + 64).byte()
-    first = -buffer.data_ptr() % (HUGE_PAGE if size >= HUGE_PAGE else 64)
-    part = buffer[first : first + size]
-    if size >= HUGE_PAGE:
-        _madvise(part.data_ptr(), size, _ADVISE_HUGE_PAGES)
-    return part
+    if size < HUGE_PAGE:
+        return torch.empty(size, dtype=torch.uint8)  # torch aligns to 64 bytes
+    # A mapping of its own: the heap would keep what lies between, and what is freed later.
+    pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    first = -buffer.data_ptr() % HUGE_PAGE
+    _madvise(buffer.data_ptr() + first, size, _ADVISE_HUGE_PAGES)
+    return buffer[first : first + size]
 
 
 def collapse(tensor: torch.Tensor) -> None:

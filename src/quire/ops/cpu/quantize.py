@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from quire.ops import quantized
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
-from quire.ops.cpu.memory import huge
 from quire.ops.quantized import Quantization, QuantizedWeight, layout
 
 PROTOTYPES: dict[str, Prototype] = {
@@ -23,7 +20,7 @@ def quantize(lib: Library, weight: torch.Tensor, how: Quantization) -> Quantized
         return quantized.quantize(weight, how)
     weight = weight.contiguous()
     wanted = layout(how, *weight.shape)
-    packed = huge(math.prod(wanted.packed)).view(wanted.packed_dtype).view(wanted.packed)  # a byte each
+    packed = torch.empty(wanted.packed, dtype=wanted.packed_dtype)
     scales = torch.empty(wanted.scales, dtype=wanted.scales_dtype)
     source, target = (DTYPES[weight.dtype], weight.data_ptr(), *weight.shape), (packed.data_ptr(), scales.data_ptr())
     if how.group is None:

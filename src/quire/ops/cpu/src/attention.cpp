@@ -2,8 +2,8 @@
 //
 // The work is cut into items: some KV heads of a row tile, which is some consecutive rows of one span. A head's rows
 // are the tokens' query heads that share it, token by token. For each head, an item goes over the key tiles that its
-// rows can see: packs a tile's keys and values from the cache once (while the next tile's are on their way), multiplies,
-// and merges the tile into the rows' running softmax (https://arxiv.org/abs/2205.14135).
+// rows can see: it packs a tile's keys and values from the cache once (while the next tile's are on their way),
+// multiplies, and merges the tile into the rows' running softmax (https://arxiv.org/abs/2205.14135).
 //
 // Why a row's bits depend on nothing else: key tiles lie at constant absolute positions; a score and an output number
 // have one fp32 accumulator each, over head dimensions and over keys in ascending order; a tile, or 16 keys, that a
@@ -16,11 +16,12 @@ namespace quire {
 namespace {
 
 // Rows and vectors of accumulators of the products: what fits into the registers. Does not change bits.
-constexpr int ROWS = 6;
 #if defined(__AVX512F__)
-constexpr int VECTORS = 4;
+constexpr int ROWS = 6, VECTORS = 4;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int ROWS = 6, VECTORS = 1;
 #else
-constexpr int VECTORS = 1;
+constexpr int ROWS = 3, VECTORS = 1;
 #endif
 
 // Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN.
@@ -60,20 +61,27 @@ struct Operands {
 // c = c * factor + a b (MERGE), or c = a b, for a [R, depth] and V panels of b.
 template <class L, bool MERGE, int R, int V>
 void product(const Operands<typename L::lane>& o) {
-    f32x16 sum[R][V];
+    typedef float Sum __attribute__((vector_size(WIDTH)));
+    constexpr int PARTS = 64 / WIDTH, SIZE = LANES / PARTS;
+    Sum sum[R][V * PARTS];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++)
-            sum[r][v] = MERGE ? load(o.c + r * o.c_stride + v * LANES) * o.factor[r] : f32x16{};
+        for (int v = 0; v < V * PARTS; v++) {
+            sum[r][v] = Sum{};
+            if (!MERGE) continue;
+            std::memcpy(&sum[r][v], o.c + r * o.c_stride + v * SIZE, sizeof(Sum));
+            sum[r][v] *= o.factor[r];
+        }
     for (int64_t d = 0; d < o.depth; d++) {
-        typename L::vector b[V];
-        for (int v = 0; v < V; v++) std::memcpy(&b[v], o.b + v * o.b_stride + d * LANES, sizeof b[v]);
+        typename L::part b[V * PARTS];
+        for (int v = 0; v < V * PARTS; v++)
+            std::memcpy(&b[v], o.b + v / PARTS * o.b_stride + d * LANES + v % PARTS * SIZE, sizeof b[v]);
         for (int r = 0; r < R; r++) {
-            const typename L::vector a = L::repeat(o.a[r * o.a_stride + d]);
-            for (int v = 0; v < V; v++) sum[r][v] = L::dot(sum[r][v], a, b[v]);
+            const typename L::part a = typename L::part{} + o.a[r * o.a_stride + d];
+            for (int v = 0; v < V * PARTS; v++) sum[r][v] = L::dot(sum[r][v], a, b[v]);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) store(o.c + r * o.c_stride + v * LANES, sum[r][v]);
+        for (int v = 0; v < V * PARTS; v++) std::memcpy(o.c + r * o.c_stride + v * SIZE, &sum[r][v], sizeof(Sum));
 }
 
 // The product for a number of rows and vectors known only now, at most R and V.
@@ -136,11 +144,11 @@ struct Item {
     const AttentionStep& step;
     Scratch<L>& scratch;
     int64_t span, row, tokens, position, head, heads, layer;
+    const int64_t group = step.heads / step.kv.kv_heads;  // query heads of a KV head
 
-    int64_t group() const { return step.heads / step.kv.kv_heads; }
-    int64_t rows() const { return tokens * group(); }  // of a head
+    int64_t rows() const { return tokens * group; }  // of a KV head
     // The keys that a row sees: first_seen .. position of its token.
-    int64_t position_of(int64_t r) const { return position + r / group(); }
+    int64_t position_of(int64_t r) const { return position + r / group; }
     int64_t first_seen(int64_t at) const { return step.window ? std::max<int64_t>(0, at - step.window + 1) : 0; }
 
     Groups groups(int64_t tile, int64_t r, int64_t end) const {
@@ -168,12 +176,12 @@ struct Item {
     }
 
     // Where row r of KV head h lies in [tokens, heads, head_dim], as a query head.
-    int64_t query_head(int64_t h, int64_t r) const { return h * group() + r % group(); }
+    int64_t query_head(int64_t h, int64_t r) const { return h * group + r % group; }
 
     void begin(int64_t h, const T* q, int64_t q_stride) {
         const int64_t size = step.kv.head_dim;
         for (int64_t r = 0; r < rows(); r++) {
-            const T* from = q + (row + r / group()) * q_stride + query_head(h, r) * size;
+            const T* from = q + (row + r / group) * q_stride + query_head(h, r) * size;
             pack_query<L>(from, size, scratch.q + r * scratch.tile.depth);
             scratch.top[r] = LOWEST;
             scratch.total[r] = f32x16{};
@@ -184,7 +192,7 @@ struct Item {
     void finish(int64_t h, T* out) {
         const int64_t size = step.kv.head_dim;
         for (int64_t r = 0; r < rows(); r++) {
-            T* to = out + ((row + r / group()) * step.heads + query_head(h, r)) * size;
+            T* to = out + ((row + r / group) * step.heads + query_head(h, r)) * size;
             const float *from = scratch.out + r * scratch.tile.dims, total = sum(scratch.total[r]);
             for (int64_t i = 0; i < size; i += LANES)
                 store_some(to + i, load(from + i) / total, int(std::min<int64_t>(size - i, LANES)));
@@ -245,35 +253,41 @@ struct Item {
     // Row r's scores become weights 2^(score - top); also its running top and total, and how much to shrink what it
     // has so far.
     void softmax(int64_t tile, int64_t r, Groups g) {
-        const int64_t at = position_of(r) - tile * KEY_TILE, from = first_seen(position_of(r)) - tile * KEY_TILE;
-        auto all_seen = [&](int64_t group) { return group * LANES >= from && group * LANES + LANES - 1 <= at; };
-        auto where_seen = [&](int64_t group, f32x16 v, float hidden) {
+        const int64_t position = position_of(r), at = position - tile * KEY_TILE;
+        const int64_t from = first_seen(position) - tile * KEY_TILE;
+        if (from <= 0 && at >= KEY_TILE - 1)
+            softmax<true>(r, {0, GROUPS}, 0, KEY_TILE);
+        else
+            softmax<false>(r, g, int32_t(std::max<int64_t>(from, 0)), int32_t(std::min<int64_t>(at + 1, KEY_TILE)));
+    }
+
+    // The same for a row that sees the keys from .. end - 1 of the tile; WHOLE: all of them, a number known here.
+    template <bool WHOLE>
+    void softmax(int64_t r, Groups g, int32_t from, int32_t end) {
+        const int64_t first = WHOLE ? 0 : g.first, stop = WHOLE ? GROUPS : g.end;
+        auto seen = [&](int64_t group, f32x16 v, float hidden) {
+            if (WHOLE) return v;
             constexpr i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             const i32x16 key = lanes + int32_t(group * LANES);
-            v = select(less(splat(int32_t(std::min<int64_t>(at, KEY_TILE))), key), splat(hidden), v);
-            return select(less(key, splat(int32_t(std::max<int64_t>(from, 0)))), splat(hidden), v);
+            return select(less(key, splat(end)) & ~less(key, splat(from)), v, splat(hidden));
         };
-        float* scores = scratch.scores + r * KEY_TILE;
-        f32x16 highest = splat(scratch.top[r]);
-        for (int64_t i = g.first; i < g.end; i++) {
+        const float* scores = scratch.scores + r * KEY_TILE;
+        f32x16 highest = splat(scratch.top[r]), score[GROUPS];
+        for (int64_t i = first; i < stop; i++) {
             f32x16 s = load(scores + i * LANES) * (step.scale * LOG2_E);
             if constexpr (is_code<S>) s *= load(scratch.tile.key_scales + i * LANES);
-            if (!all_seen(i)) s = where_seen(i, s, -std::numeric_limits<float>::infinity());
-            highest = max(highest, s);
-            store(scores + i * LANES, s);
+            score[i] = seen(i, s, -std::numeric_limits<float>::infinity());
+            highest = max(highest, score[i]);
         }
-        const float top = largest_of(highest);
+        const float top = largest_of(highest), shrink = exp2_of_negative(splat(scratch.top[r] - top))[0];
         f32x16 total = {};
-        for (int64_t i = g.first; i < g.end; i++) {
-            f32x16 weight = exp2_of_negative(load(scores + i * LANES) - top);
+        for (int64_t i = first; i < stop; i++) {
+            f32x16 weight = exp2_of_negative(score[i] - top);
             total += weight;
-            if constexpr (is_code<S>) {
-                weight *= load(scratch.tile.value_scales + i * LANES);
-                if (!all_seen(i)) weight = where_seen(i, weight, 0.0f);  // an unseen scale may be NaN
-            }
+            // What hides a score hides a scale too, which may be NaN where no one has written it.
+            if constexpr (is_code<S>) weight = seen(i, weight * load(scratch.tile.value_scales + i * LANES), 0.0f);
             L::store_weights(scratch.weights + (r * KEY_TILE + i * LANES) / L::NUMBERS, weight);
         }
-        const float shrink = exp2_of_negative(splat(scratch.top[r] - top))[0];
         scratch.total[r] = scratch.total[r] * shrink + total;
         scratch.top[r] = top;
         scratch.shrink[r] = shrink;

@@ -65,8 +65,19 @@ struct FloatLanes {
     using vector = f32x16;
     static constexpr int NUMBERS = 1;  // a lane
 
-    INLINE vector repeat(lane x) { return splat(x); }
-    INLINE f32x16 dot(f32x16 sum, vector a, vector b) { return fma(a, b, sum); }
+    // The products work on vectors of the machine's width: GCC would keep wider ones in memory.
+    typedef float part __attribute__((vector_size(WIDTH)));
+    INLINE part dot(part sum, part a, part b) {
+#if defined(__AVX512F__)
+        return (part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+        return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+        return (part)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+        return a * b + sum;
+#endif
+    }
 
     // 16 lanes of a row, of which n numbers are there; the rest is 0.
     template <class S>
@@ -88,8 +99,8 @@ struct PairLanes {
     using u16x32 = uint16_t __attribute__((vector_size(64)));
     static constexpr int NUMBERS = 2;
 
-    INLINE vector repeat(lane x) { return vector{} + x; }
-    INLINE f32x16 dot(f32x16 sum, vector a, vector b) { return dot2(sum, a, b); }
+    using part = vector;
+    INLINE f32x16 dot(f32x16 sum, part a, part b) { return dot2(sum, a, b); }
 
     // 32 numbers in bf16: codes are exact in it.
     INLINE vector wide(const bf16* row) {
@@ -121,7 +132,8 @@ struct PairLanes {
     }
     template <class S>
     INLINE void of_columns(const char* const* rows, int64_t column, int n, vector* to) {
-        u16x32 even = (u16x32)of_row((const S*)rows[0] + column, n), odd = (u16x32)of_row((const S*)rows[1] + column, n);
+        const u16x32 even = (u16x32)of_row((const S*)rows[0] + column, n);
+        const u16x32 odd = (u16x32)of_row((const S*)rows[1] + column, n);
         constexpr u16x32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
         to[0] = (vector)__builtin_shuffle(even, odd, low);
@@ -172,17 +184,18 @@ INLINE void transpose(V (&rows)[LANES]) {
 template <class V>
 INLINE void transpose(V (&rows)[LANES]) {
     using u32x4 = uint32_t __attribute__((vector_size(16)));
+    auto low = [](u32x4 a, u32x4 b) { return __builtin_shuffle(a, b, u32x4{0, 4, 1, 5}); };
+    auto high = [](u32x4 a, u32x4 b) { return __builtin_shuffle(a, b, u32x4{2, 6, 3, 7}); };
     u32x4 in[LANES][4], out[LANES][4];
     std::memcpy(in, rows, sizeof in);
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) {
             const u32x4 a = in[4 * i][j], b = in[4 * i + 1][j], c = in[4 * i + 2][j], d = in[4 * i + 3][j];
-            const u32x4 ac0 = __builtin_shuffle(a, c, u32x4{0, 4, 1, 5}), ac1 = __builtin_shuffle(a, c, u32x4{2, 6, 3, 7});
-            const u32x4 bd0 = __builtin_shuffle(b, d, u32x4{0, 4, 1, 5}), bd1 = __builtin_shuffle(b, d, u32x4{2, 6, 3, 7});
-            out[4 * j][i] = __builtin_shuffle(ac0, bd0, u32x4{0, 4, 1, 5});
-            out[4 * j + 1][i] = __builtin_shuffle(ac0, bd0, u32x4{2, 6, 3, 7});
-            out[4 * j + 2][i] = __builtin_shuffle(ac1, bd1, u32x4{0, 4, 1, 5});
-            out[4 * j + 3][i] = __builtin_shuffle(ac1, bd1, u32x4{2, 6, 3, 7});
+            const u32x4 ac0 = low(a, c), ac1 = high(a, c), bd0 = low(b, d), bd1 = high(b, d);
+            out[4 * j][i] = low(ac0, bd0);
+            out[4 * j + 1][i] = high(ac0, bd0);
+            out[4 * j + 2][i] = low(ac1, bd1);
+            out[4 * j + 3][i] = high(ac1, bd1);
         }
     std::memcpy(rows, out, sizeof out);
 }

@@ -69,7 +69,8 @@ struct TileSource {
 // few, and more would hold up the work beside which they are to come.
 INLINE void prefetch(const char* piece, int64_t bytes, int64_t index, int64_t parts) {
     if (!piece) return;
-    for (int64_t i = bytes * index / parts; i < bytes * (index + 1) / parts; i += 64) __builtin_prefetch(piece + i, 0, 2);
+    const int64_t end = bytes * (index + 1) / parts;
+    for (int64_t i = bytes * index / parts; i < end; i += 64) __builtin_prefetch(piece + i, 0, 2);
 }
 
 // A query row [size] in lanes, the last one filled up with zeros.
@@ -83,8 +84,8 @@ INLINE void pack_query(const T* row, int64_t size, typename L::lane* to) {
     }
 }
 
-// Groups first .. end - 1 of 16 keys each, and the scales of keys and values: keys side by side, the head dimensions below one
-// another. `next`: the tile that comes after this one, or null.
+// Groups first .. end - 1 of 16 keys each, and the scales of keys and values: keys side by side, the head dimensions
+// below one another. `next`: the tile that comes after this one, or null.
 template <class L, class S>
 void pack_keys(const TileSource& source, const TileSource* next, int64_t first, int64_t end,
                const Packed<L>& to) {

@@ -14,7 +14,7 @@
 namespace quire {
 namespace {
 
-constexpr int FEW_ROWS = 4;
+constexpr int FEW_ROWS = 4;     // that tiles would not do faster
 constexpr float TINY = 1e-36f;  // a row whose numbers are all below this counts as zeros
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;
@@ -190,7 +190,7 @@ struct Activations {
 };
 
 int64_t words_a_row(const Weight& w) {
-    if (TILES && w.format != DENSE_F32 && w.format != DENSE_F16) return tiled_row_words(w);  // few rows need fewer
+    if (TILES && w.format != DENSE_F32 && w.format != DENSE_F16) return tiled_row_words(w);  // more than those below
     switch (w.format) {
         case INT8:
         case INT4: return round_up(w.in, 4) / 4;
@@ -357,7 +357,7 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
     }
 }
 
-// -- all of a product in tile registers: see linear_amx.h --------------------------------------------------------------
+// -- all of a product in tile registers: see linear_amx.h -----------------------------------------------------------
 
 // Whether tiles do it. bf16 has other bits there, so all of it is done there; quantized products have the same bits
 // either way, and a few rows wait for memory in any case.
@@ -445,9 +445,9 @@ void linear_to(const Weight& w, const T* x, int32_t dtype, int64_t rows, void* y
 
 // -- packing --------------------------------------------------------------------------------------------------------
 
-// [out, in] to panels [in / step][32][step], zeros where there is no output or input.
+// Outputs' rows [in] to panels [in / step][32][step], zeros where there is no output or input.
 template <class T>
-void pack(const T* weight, int64_t out, int64_t in, int step, T* to) {
+void pack(const T* const* rows, int64_t out, int64_t in, int step, T* to) {
     const int64_t padded = round_up(in, step);
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
@@ -456,7 +456,7 @@ void pack(const T* weight, int64_t out, int64_t in, int step, T* to) {
             for (int64_t o = 0; o < PANEL; o++)
                 for (int64_t i = 0; i < step; i++) {
                     const int64_t row = panel * PANEL + o;
-                    *p++ = row < out && j + i < in ? weight[row * in + j + i] : T{};
+                    *p++ = row < out && j + i < in ? rows[row][j + i] : T{};
                 }
     }
 }
@@ -475,11 +475,11 @@ QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) {
 // Bytes of a packed weight of one of the dense formats.
 QUIRE_API int64_t quire_packed_bytes(const Weight* w) { return panels(*w) * panel_bytes(*w); }
 
-// Packs a dense weight [out, in] of the format's type into `to`.
-QUIRE_API void quire_pack(const Weight* w, const void* weight, void* to) {
-    if (w->format == DENSE_F32) pack((const uint32_t*)weight, w->out, w->in, 1, (uint32_t*)to);
-    if (w->format == DENSE_F16) pack((const uint16_t*)weight, w->out, w->in, 1, (uint16_t*)to);
-    if (w->format == DENSE_BF16) pack((const uint16_t*)weight, w->out, w->in, 2, (uint16_t*)to);
+// Packs a dense weight of the format's type into `to`; `rows` are the addresses of its outputs' rows.
+QUIRE_API void quire_pack(const Weight* w, const void* const* rows, void* to) {
+    if (w->format == DENSE_F32) pack((const uint32_t* const*)rows, w->out, w->in, 1, (uint32_t*)to);
+    if (w->format == DENSE_F16) pack((const uint16_t* const*)rows, w->out, w->in, 1, (uint16_t*)to);
+    if (w->format == DENSE_BF16) pack((const uint16_t* const*)rows, w->out, w->in, 2, (uint16_t*)to);
 }
 
 // 128 times the sum of each output's codes, of an int8 weight: `sums` [panels * 32].

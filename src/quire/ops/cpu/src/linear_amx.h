@@ -73,7 +73,8 @@ INLINE void zero_sums() {
 
 template <int COUNT, class V>
 INLINE void store_sums(TileSums<COUNT, V>& to) {
-    store_tile<sums_tile(0, 0)>(&to[0][0][0], 2 * TILE_BYTES), store_tile<sums_tile(0, 1)>(&to[0][0][1], 2 * TILE_BYTES);
+    store_tile<sums_tile(0, 0)>(&to[0][0][0], 2 * TILE_BYTES);
+    store_tile<sums_tile(0, 1)>(&to[0][0][1], 2 * TILE_BYTES);
     if constexpr (COUNT == 2) {
         store_tile<sums_tile(1, 0)>(&to[1][0][0], 2 * TILE_BYTES);
         store_tile<sums_tile(1, 1)>(&to[1][0][1], 2 * TILE_BYTES);
