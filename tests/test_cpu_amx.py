@@ -16,8 +16,8 @@ from quire.errors import ConfigError
 from quire.ops import Kernels
 from quire.ops.cpu import library, linear
 from quire.ops.cpu.library import Library
-from quire.ops.cpu.memory import Scratch
 from quire.ops.linear import Product
+from quire.ops.memory import Scratch
 from quire.ops.quantized import Quantization, QuantizedWeight, quantize
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
 

@@ -6,7 +6,6 @@ from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kernels import Kernels
 
-
 UNPROVEN = ("amx",)
 """Never run on real hardware yet, so only used where it is asked for by name."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Literal
 
 import torch
 
 from quire.errors import ConfigError
+from quire.ops.memory import huge
 
 KEY, VALUE = 0, 1
 
@@ -68,10 +70,12 @@ class KVCache:
         planes, shape = (num_blocks, layers, kv_heads, 2), (block_size, head_dim)
         self.scales: torch.Tensor | None = None
         if kv_cache_dtype == "auto":
-            self.data = self.numbers = torch.empty(*planes, *shape, dtype=dtype)
+            size = math.prod((*planes, *shape)) * dtype.itemsize
+            self.data = self.numbers = huge(size).view(dtype).view(*planes, *shape)
         else:
             codes = block_size * head_dim
-            self.data = torch.empty(*planes, codes + block_size * SCALE_BYTES, dtype=torch.uint8)
+            plane = codes + block_size * SCALE_BYTES
+            self.data = huge(math.prod(planes) * plane).view(*planes, plane)
             self.numbers = self.data[..., :codes].view(self.stored_dtype).view(*planes, *shape)
             self.scales = self.data[..., codes:].view(torch.float32)
 

@@ -9,11 +9,11 @@ import torch
 from quire.ops.cpu import attention, layer, linear, quantize, rows, sampling
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
-from quire.ops.cpu.memory import Scratch
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
+from quire.ops.memory import Scratch
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.sampling import Filters, TokenScores

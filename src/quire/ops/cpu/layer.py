@@ -9,9 +9,9 @@ import torch
 from quire.ops.cpu import attention
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct
-from quire.ops.cpu.memory import Scratch
 from quire.ops.kernels import LayerParts
 from quire.ops.kv_cache import KVCache
+from quire.ops.memory import Scratch
 from quire.ops.ragged import RaggedBatch
 
 PROTOTYPES: dict[str, Prototype] = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
-from quire.ops.cpu.memory import Scratch, collapse, huge
+from quire.ops.memory import Scratch, collapse, huge
 from quire.ops.quantized import QuantizedWeight
 
 PROTOTYPES: dict[str, Prototype] = {

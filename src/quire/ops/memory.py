@@ -1,9 +1,10 @@
-"""Memory for the C++ kernels."""
+"""Memory for what a step reads or needs, and the advice that the system gets about it."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 import torch
 
@@ -28,9 +29,10 @@ class Scratch:
 def huge(size: int) -> torch.Tensor:
     """`size` bytes for something that every step reads, in huge pages where the system has them.
 
-    A weight is read in long streams: with pages of 4 KiB the processor looks up an address every 64 lines.
+    Weights and keys are read in long streams: with pages of 4 KiB the processor looks up an address every 64 lines.
+    Like any memory, it is taken from the system where it is first written.
     """
-    if size < HUGE_PAGE:
+    if size < HUGE_PAGE or sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)  # torch aligns to 64 bytes
     # A mapping of its own: the heap would keep what lies between, and what is freed later.
     pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
