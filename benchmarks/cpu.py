@@ -185,7 +185,7 @@ def _shared_prefix(result: Result, options: Options, folder: str) -> None:
     faster = min(together["off"]) / min(together["radix"])
     result.add(
         (
-            f"{SHARERS} requests at once that share {prefix:,} tokens and end in {OWN} of their own, against none shared "
+            f"{SHARERS} requests at once that share {prefix:,} tokens and have {OWN} of their own, against none "
             f"({min(together['off']):.1f} s)",
             f"{faster:.1f} times as fast",
             ">= 8",

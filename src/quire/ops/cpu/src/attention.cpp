@@ -159,13 +159,10 @@ struct Item {
 
     void run(const T* q, int64_t q_stride, T* out) {
         const int64_t first = first_seen(position) / KEY_TILE, last = (position + tokens - 1) / KEY_TILE;
+        Ahead ahead(source(head, first), heads);
         for (int64_t h = head; h < head + heads; h++) {
             begin(h, q, q_stride);
-            for (int64_t tile = first; tile <= last; tile++) {
-                const bool more = tile < last;
-                const TileSource next = source(more ? h : h + 1, more ? tile + 1 : first);
-                attend(source(h, tile), more || h + 1 < head + heads ? &next : nullptr);
-            }
+            for (int64_t tile = first; tile <= last; tile++) attend(source(h, tile), ahead);
             finish(h, out);
         }
     }
@@ -200,29 +197,32 @@ struct Item {
     }
 
     // One key tile, merged into all rows.
-    void attend(const TileSource& source, const TileSource* next) {
+    void attend(const TileSource& source, Ahead& ahead) {
         const int64_t tile = source.start / KEY_TILE;
         const Groups seen = groups(tile, 0, rows());
-        pack_keys<L, S>(source, next, seen.first, seen.end, scratch.tile);
-        multiply_keys(tile);
+        for (int64_t first = 0; first < GROUPS; first += VECTORS) {
+            const int64_t end = std::min(first + VECTORS, seen.end);
+            pack_keys<L, S>(source, ahead, std::max(first, seen.first), end, scratch.tile);
+            multiply_keys(tile, first);
+        }
         each_block(tile, [&](int64_t r, int64_t n, Groups g) {
             for (int64_t i = r; i < r + n; i++) softmax(tile, i, g);
         });
-        pack_values<L, S>(source, next, seen.first, seen.end, scratch.tile);
+        pack_values<L, S>(source, ahead, seen.first, seen.end, scratch.tile);
         multiply_values(tile);
     }
 
-    void multiply_keys(int64_t tile) {
+    // The scores of `VECTORS` groups of keys from `first` on.
+    void multiply_keys(int64_t tile, int64_t first) {
         const Packed<L>& p = scratch.tile;
-        for (int64_t first = 0; first < GROUPS; first += VECTORS)
-            each_block(tile, [&](int64_t r, int64_t n, Groups g) {
-                const int64_t from = std::max(first, g.first), to = std::min(first + VECTORS, g.end);
-                if (from >= to) return;
-                const typename L::lane* q = scratch.q + r * p.depth;
-                float* scores = scratch.scores + r * KEY_TILE + from * LANES;
-                multiply<L, false>(n, to - from, {q, p.depth, p.keys + from * p.panel, p.panel, p.depth,
-                                                  scores, KEY_TILE, nullptr});
-            });
+        each_block(tile, [&](int64_t r, int64_t n, Groups g) {
+            const int64_t from = std::max(first, g.first), to = std::min(first + VECTORS, g.end);
+            if (from >= to) return;
+            const typename L::lane* q = scratch.q + r * p.depth;
+            float* scores = scratch.scores + r * KEY_TILE + from * LANES;
+            multiply<L, false>(n, to - from, {q, p.depth, p.keys + from * p.panel, p.panel, p.depth,
+                                              scores, KEY_TILE, nullptr});
+        });
     }
 
     void multiply_values(int64_t tile) {

@@ -57,21 +57,57 @@ struct TileSource {
         const float* at = kv.scales(plane(position, which)) + position % kv.block_size;
         for (int64_t i = 0; i < LANES; i++) to[i] = there(position + i) ? at[i] : 0.0f;
     }
-
-    // Group `group` of 16 rows of a plane, where anyone has written them; else null.
-    const char* piece(int64_t group, int64_t which) const {
-        const int64_t position = start + group * LANES;
-        return position < end ? plane(position, which) + position % kv.block_size * kv.row_bytes() : nullptr;
-    }
 };
 
-// Asks for part `index` of `parts` of 16 rows before they are needed: a few lines at a time, since a core has room for
-// few, and more would hold up the work beside which they are to come.
-INLINE void prefetch(const char* piece, int64_t bytes, int64_t index, int64_t parts) {
-    if (!piece) return;
-    const int64_t end = bytes * (index + 1) / parts;
-    for (int64_t i = bytes * index / parts; i < end; i += 64) __builtin_prefetch(piece + i, 0, 2);
-}
+// Asks for memory before it is needed: walks over an item's groups of 16 rows in the order in which they are packed
+// (for each head, for each tile: its keys, then its values), some groups ahead. A few lines at a time, since a core has
+// room for few, and more would hold up the work beside which they are to come.
+struct Ahead {
+    static constexpr int64_t DISTANCE = 4;  // groups
+    const KvCache& kv;
+    const int64_t* table;
+    int64_t layer, head, last_head, first, end;  // positions first .. end - 1
+    int64_t position, bytes, which = KEYS;
+    const char* at;  // the group that is asked for next; null behind the last
+
+    Ahead(const TileSource& s, int64_t heads)
+        : kv(s.kv), table(s.table), layer(s.layer), head(s.head), last_head(s.head + heads - 1),
+          first(s.first / LANES * LANES), end(s.end), position(first), bytes(LANES * kv.row_bytes()) {
+        place();
+        for (int64_t i = 0; i < DISTANCE; i++) fetch(0, 1);
+    }
+
+    // Part `index` of `parts` of the group that is next; the last part moves on.
+    void fetch(int64_t index, int64_t parts) {
+        if (!at) return;
+        const int64_t part = bytes / parts;
+        for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(at + index * part + i, 0, 2);
+        if (index + 1 == parts) step(), place();
+    }
+
+    void place() {
+        if (head > last_head) {
+            at = nullptr;
+        } else {
+            at = kv.plane(table[position / kv.block_size], layer, head, which);
+            at += position % kv.block_size * kv.row_bytes();
+        }
+    }
+
+    void step() {
+        const int64_t tile = position / KEY_TILE * KEY_TILE;
+        position += LANES;
+        if (position < end && position < tile + KEY_TILE) return;
+        if (which == KEYS) {
+            which = VALUES;
+            position = std::max(tile, first);
+        } else {
+            which = KEYS;
+            position = tile + KEY_TILE;
+            if (position >= end) head++, position = first;
+        }
+    }
+};
 
 // A query row [size] in lanes, the last one filled up with zeros.
 template <class L, class T>
@@ -85,23 +121,21 @@ INLINE void pack_query(const T* row, int64_t size, typename L::lane* to) {
 }
 
 // Groups first .. end - 1 of 16 keys each, and the scales of keys and values: keys side by side, the head dimensions
-// below one another. `next`: the tile that comes after this one, or null.
+// below one another.
 template <class L, class S>
-void pack_keys(const TileSource& source, const TileSource* next, int64_t first, int64_t end,
-               const Packed<L>& to) {
+void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
     const int64_t size = source.kv.head_dim;
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
     for (int64_t group = first; group < end; group++) {
         const char* rows[LANES];
         const int64_t position = source.start + group * LANES;
         source.rows(position, KEYS, to.zeros, rows);
-        const char* piece = next ? next->piece(group, KEYS) : nullptr;
         if constexpr (is_code<S>) {
             source.scales(position, KEYS, to.key_scales + group * LANES);
             source.scales(position, VALUES, to.value_scales + group * LANES);
         }
         for (int64_t i = 0; i < size; i += WIDTH) {
-            prefetch(piece, LANES * source.kv.row_bytes(), i / WIDTH, (size + WIDTH - 1) / WIDTH);
+            ahead.fetch(i / WIDTH, (size + WIDTH - 1) / WIDTH);
             typename L::vector square[LANES];
             const int n = int(std::min(size - i, WIDTH));
             for (int key = 0; key < LANES; key++) square[key] = L::of_row((const S*)rows[key] + i, n);
@@ -113,16 +147,14 @@ void pack_keys(const TileSource& source, const TileSource* next, int64_t first, 
 
 // Groups first .. end - 1 of 16 values each: head dimensions side by side, the values below one another.
 template <class L, class S>
-void pack_values(const TileSource& source, const TileSource* next, int64_t first, int64_t end,
-                 const Packed<L>& to) {
+void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
     const int64_t size = source.kv.head_dim, length = KEY_TILE / L::NUMBERS;
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
     for (int64_t group = first; group < end; group++) {
         const char* rows[LANES];
         source.rows(source.start + group * LANES, VALUES, to.zeros, rows);
-        const char* piece = next ? next->piece(group, VALUES) : nullptr;
         for (int64_t key = 0; key < LANES; key += L::NUMBERS) {
-            prefetch(piece, LANES * source.kv.row_bytes(), key / L::NUMBERS, LANES / L::NUMBERS);
+            ahead.fetch(key / L::NUMBERS, LANES / L::NUMBERS);
             typename L::lane* at = to.values + (group * LANES + key) / L::NUMBERS * LANES;
             for (int64_t i = 0; i < size; i += WIDTH) {
                 typename L::vector columns[L::NUMBERS];
