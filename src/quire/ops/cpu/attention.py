@@ -23,8 +23,7 @@ KV_FORMATS = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 ROW_TILE = 128
 """Most rows (tokens times the query heads that share a KV head) of an item of work. Does not change bits."""
 
-
-ITEMS_A_THREAD = 8
+ITEMS_A_THREAD = 2
 """At least so many items a thread, as far as there are heads: then the last to end keeps the others waiting briefly."""
 
 

@@ -24,6 +24,9 @@ constexpr int ROWS = 6, VECTORS = 1;
 constexpr int ROWS = 3, VECTORS = 1;
 #endif
 
+// Up to so many rows, two heads take turns at a tile, so that longer runs of memory are read. Does not change bits.
+constexpr int64_t FEW_ROWS = 8;
+
 // Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN.
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
@@ -101,42 +104,38 @@ template <class L>
 struct Scratch {
     using lane = typename L::lane;
     Packed<L> tile;
-    lane* q;           // [m, depth]
+    lane* q;           // [states, depth]: of the heads that take turns, all rows
     float* scores;     // [m, KEY_TILE]
     lane* weights;     // [m, KEY_TILE / NUMBERS]: of the values
-    float* out;        // [m, dims]
-    f32x16* total;     // [m], lanes not yet summed
-    float *top, *shrink;  // [m]
+    float* out;        // [states, dims]
+    f32x16* total;     // [states], lanes not yet summed
+    float *top, *shrink;  // [states], [m]
 
-    // Lays it out from `at` on; the bytes that it takes.
+    // Lays it out from `at` on, for at most `m` rows of a head; the bytes that it takes.
     int64_t lay_out(char* at, int64_t m, const KvCache& kv) {
         char* const begin = at;
+        const int64_t states = std::max<int64_t>(m, 2 * FEW_ROWS);
         auto take = [&](auto*& pointer, int64_t count) {
             pointer = (std::remove_reference_t<decltype(pointer)>)at;
             at += (count * sizeof(*pointer) + 63) / 64 * 64;
         };
         tile.depth = (kv.head_dim + L::NUMBERS - 1) / L::NUMBERS;
         tile.dims = (kv.head_dim + LANES * L::NUMBERS - 1) / (LANES * L::NUMBERS) * (LANES * L::NUMBERS);
-        tile.panel = (tile.depth + LANES - 1) / LANES * LANES * LANES;
+        tile.panel = (tile.depth + LANES - 1) / LANES * LANES * LANES + LANES;
         take(tile.keys, GROUPS * tile.panel);
-        take(tile.values, KEY_TILE / L::NUMBERS * tile.dims);
+        take(tile.values, tile.dims / LANES * Packed<L>::COLUMNS);
         take(tile.key_scales, KEY_TILE);
         take(tile.value_scales, KEY_TILE);
         take(tile.zeros, kv.row_bytes());
-        take(q, m * tile.depth);
+        take(q, states * tile.depth);
         take(scores, m * KEY_TILE);
         take(weights, m * KEY_TILE / L::NUMBERS);
-        take(out, m * tile.dims);
-        take(total, m);
-        take(top, m);
+        take(out, states * tile.dims);
+        take(total, states);
+        take(top, states);
         take(shrink, m);
         return at - begin;
     }
-};
-
-// Groups of 16 keys of a tile: those that some rows can see.
-struct Groups {
-    int64_t first, end;
 };
 
 template <class T, class L, class S>
@@ -159,11 +158,14 @@ struct Item {
 
     void run(const T* q, int64_t q_stride, T* out) {
         const int64_t first = first_seen(position) / KEY_TILE, last = (position + tokens - 1) / KEY_TILE;
-        Ahead ahead(source(head, first), heads);
-        for (int64_t h = head; h < head + heads; h++) {
-            begin(h, q, q_stride);
-            for (int64_t tile = first; tile <= last; tile++) attend(source(h, tile), ahead);
-            finish(h, out);
+        const int64_t most = rows() <= FEW_ROWS ? 2 : 1;  // heads that take turns at a tile
+        Ahead ahead(source(head, first), rows() <= FEW_ROWS ? heads : 0, most);  // many rows hide the reading anyway
+        for (int64_t h = head; h < head + heads; h += most) {
+            const int64_t count = std::min(most, head + heads - h);
+            for (int64_t k = 0; k < count; k++) begin(h + k, k * rows(), q, q_stride);
+            for (int64_t tile = first; tile <= last; tile++)
+                for (int64_t k = 0; k < count; k++) attend(source(h + k, tile), k * rows(), ahead);
+            for (int64_t k = 0; k < count; k++) finish(h + k, k * rows(), out);
         }
     }
 
@@ -175,57 +177,58 @@ struct Item {
     // Where row r of KV head h lies in [tokens, heads, head_dim], as a query head.
     int64_t query_head(int64_t h, int64_t r) const { return h * group + r % group; }
 
-    void begin(int64_t h, const T* q, int64_t q_stride) {
+    // A head's rows begin at `state` in the memory that outlives a tile.
+    void begin(int64_t h, int64_t state, const T* q, int64_t q_stride) {
         const int64_t size = step.kv.head_dim;
         for (int64_t r = 0; r < rows(); r++) {
             const T* from = q + (row + r / group) * q_stride + query_head(h, r) * size;
-            pack_query<L>(from, size, scratch.q + r * scratch.tile.depth);
-            scratch.top[r] = LOWEST;
-            scratch.total[r] = f32x16{};
+            pack_query<L>(from, size, scratch.q + (state + r) * scratch.tile.depth);
+            scratch.top[state + r] = LOWEST;
+            scratch.total[state + r] = f32x16{};
         }
-        std::memset(scratch.out, 0, rows() * scratch.tile.dims * sizeof(float));
+        std::memset(scratch.out + state * scratch.tile.dims, 0, rows() * scratch.tile.dims * sizeof(float));
     }
 
-    void finish(int64_t h, T* out) {
+    void finish(int64_t h, int64_t state, T* out) {
         const int64_t size = step.kv.head_dim;
         for (int64_t r = 0; r < rows(); r++) {
             T* to = out + ((row + r / group) * step.heads + query_head(h, r)) * size;
-            const float *from = scratch.out + r * scratch.tile.dims, total = sum(scratch.total[r]);
+            const float *from = scratch.out + (state + r) * scratch.tile.dims, total = sum(scratch.total[state + r]);
             for (int64_t i = 0; i < size; i += LANES)
                 store_some(to + i, load(from + i) / total, int(std::min<int64_t>(size - i, LANES)));
         }
     }
 
     // One key tile, merged into all rows.
-    void attend(const TileSource& source, Ahead& ahead) {
+    void attend(const TileSource& source, int64_t state, Ahead& ahead) {
         const int64_t tile = source.start / KEY_TILE;
         const Groups seen = groups(tile, 0, rows());
         for (int64_t first = 0; first < GROUPS; first += VECTORS) {
             const int64_t end = std::min(first + VECTORS, seen.end);
             pack_keys<L, S>(source, ahead, std::max(first, seen.first), end, scratch.tile);
-            multiply_keys(tile, first);
+            multiply_keys(tile, state, first);
         }
         each_block(tile, [&](int64_t r, int64_t n, Groups g) {
-            for (int64_t i = r; i < r + n; i++) softmax(tile, i, g);
+            for (int64_t i = r; i < r + n; i++) softmax(tile, i, state + i, g);
         });
         pack_values<L, S>(source, ahead, seen.first, seen.end, scratch.tile);
-        multiply_values(tile);
+        multiply_values(tile, state);
     }
 
     // The scores of `VECTORS` groups of keys from `first` on.
-    void multiply_keys(int64_t tile, int64_t first) {
+    void multiply_keys(int64_t tile, int64_t state, int64_t first) {
         const Packed<L>& p = scratch.tile;
         each_block(tile, [&](int64_t r, int64_t n, Groups g) {
             const int64_t from = std::max(first, g.first), to = std::min(first + VECTORS, g.end);
             if (from >= to) return;
-            const typename L::lane* q = scratch.q + r * p.depth;
+            const typename L::lane* q = scratch.q + (state + r) * p.depth;
             float* scores = scratch.scores + r * KEY_TILE + from * LANES;
             multiply<L, false>(n, to - from, {q, p.depth, p.keys + from * p.panel, p.panel, p.depth,
                                               scores, KEY_TILE, nullptr});
         });
     }
 
-    void multiply_values(int64_t tile) {
+    void multiply_values(int64_t tile, int64_t state) {
         const Packed<L>& p = scratch.tile;
         constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, STEP = LANES / L::NUMBERS;  // lanes of a tile and of a group
         const int64_t panels = (step.kv.head_dim + LANES - 1) / LANES;
@@ -233,10 +236,10 @@ struct Item {
             each_block(tile, [&](int64_t r, int64_t n, Groups g) {
                 if (g.first >= g.end) return;
                 const typename L::lane* weights = scratch.weights + r * LENGTH + g.first * STEP;
-                const typename L::lane* values = p.values + (first * LENGTH + g.first * STEP) * LANES;
-                float* out = scratch.out + r * p.dims + first * LANES;
+                const typename L::lane* values = p.values + first * Packed<L>::COLUMNS + g.first * STEP * LANES;
+                float* out = scratch.out + (state + r) * p.dims + first * LANES;
                 multiply<L, true>(n, std::min<int64_t>(VECTORS, panels - first),
-                                  {weights, LENGTH, values, LENGTH * LANES, (g.end - g.first) * STEP,
+                                  {weights, LENGTH, values, Packed<L>::COLUMNS, (g.end - g.first) * STEP,
                                    out, p.dims, scratch.shrink + r});
             });
     }
@@ -250,20 +253,20 @@ struct Item {
         }
     }
 
-    // Row r's scores become weights 2^(score - top); also its running top and total, and how much to shrink what it
-    // has so far.
-    void softmax(int64_t tile, int64_t r, Groups g) {
+    // Row r's scores become weights 2^(score - top); also its running top and total, at `state`, and how much to shrink
+    // what it has so far.
+    void softmax(int64_t tile, int64_t r, int64_t state, Groups g) {
         const int64_t position = position_of(r), at = position - tile * KEY_TILE;
         const int64_t from = first_seen(position) - tile * KEY_TILE;
         if (from <= 0 && at >= KEY_TILE - 1)
-            softmax<true>(r, {0, GROUPS}, 0, KEY_TILE);
+            softmax<true>(r, state, {0, GROUPS}, 0, KEY_TILE);
         else
-            softmax<false>(r, g, int32_t(std::max<int64_t>(from, 0)), int32_t(std::min<int64_t>(at + 1, KEY_TILE)));
+            softmax<false>(r, state, g, int32_t(std::max<int64_t>(from, 0)), int32_t(std::min<int64_t>(at + 1, KEY_TILE)));
     }
 
     // The same for a row that sees the keys from .. end - 1 of the tile; WHOLE: all of them, a number known here.
     template <bool WHOLE>
-    void softmax(int64_t r, Groups g, int32_t from, int32_t end) {
+    void softmax(int64_t r, int64_t state, Groups g, int32_t from, int32_t end) {
         const int64_t first = WHOLE ? 0 : g.first, stop = WHOLE ? GROUPS : g.end;
         auto seen = [&](int64_t group, f32x16 v, float hidden) {
             if (WHOLE) return v;
@@ -272,14 +275,14 @@ struct Item {
             return select(less(key, splat(end)) & ~less(key, splat(from)), v, splat(hidden));
         };
         const float* scores = scratch.scores + r * KEY_TILE;
-        f32x16 highest = splat(scratch.top[r]), score[GROUPS];
+        f32x16 highest = splat(scratch.top[state]), score[GROUPS];
         for (int64_t i = first; i < stop; i++) {
             f32x16 s = load(scores + i * LANES) * (step.scale * LOG2_E);
             if constexpr (is_code<S>) s *= load(scratch.tile.key_scales + i * LANES);
             score[i] = seen(i, s, -std::numeric_limits<float>::infinity());
             highest = max(highest, score[i]);
         }
-        const float top = largest_of(highest), shrink = exp2_of_negative(splat(scratch.top[r] - top))[0];
+        const float top = largest_of(highest), shrink = exp2_of_negative(splat(scratch.top[state] - top))[0];
         f32x16 total = {};
         for (int64_t i = first; i < stop; i++) {
             f32x16 weight = exp2_of_negative(score[i] - top);
@@ -288,8 +291,8 @@ struct Item {
             if constexpr (is_code<S>) weight = seen(i, weight * load(scratch.tile.value_scales + i * LANES), 0.0f);
             L::store_weights(scratch.weights + (r * KEY_TILE + i * LANES) / L::NUMBERS, weight);
         }
-        scratch.total[r] = scratch.total[r] * shrink + total;
-        scratch.top[r] = top;
+        scratch.total[state] = scratch.total[state] * shrink + total;
+        scratch.top[state] = top;
         scratch.shrink[r] = shrink;
     }
 };

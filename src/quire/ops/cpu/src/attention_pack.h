@@ -25,9 +25,10 @@ struct Packed {
     using lane = typename L::lane;
     int64_t depth;  // lanes of a row of keys
     int64_t dims;   // numbers of a row of values, padded
-    int64_t panel;  // lanes of 16 keys
+    int64_t panel;  // lanes of 16 keys; a line more than they take, so that panels do not share the cache's sets
     lane* keys;     // for each 16 keys: [depth, 16]
-    lane* values;   // for each 16 columns: [keys / NUMBERS, 16]
+    lane* values;   // for each 16 columns: [keys / NUMBERS, 16], and a line more
+    static constexpr int64_t COLUMNS = (KEY_TILE / L::NUMBERS + 1) * LANES;  // lanes of 16 columns
     float *key_scales, *value_scales;  // of a quantized cache, [keys]
     char* zeros;                       // a row of the cache: all zeros
 };
@@ -59,54 +60,59 @@ struct TileSource {
     }
 };
 
-// Asks for memory before it is needed: walks over an item's groups of 16 rows in the order in which they are packed
-// (for each head, for each tile: its keys, then its values), some groups ahead. A few lines at a time, since a core has
-// room for few, and more would hold up the work beside which they are to come.
-struct Ahead {
-    static constexpr int64_t DISTANCE = 4;  // groups
-    const KvCache& kv;
-    const int64_t* table;
-    int64_t layer, head, last_head, first, end;  // positions first .. end - 1
-    int64_t position, bytes, which = KEYS;
-    const char* at;  // the group that is asked for next; null behind the last
+// Groups of 16 keys of a tile: those that some rows can see.
+struct Groups {
+    int64_t first, end;
+};
 
-    Ahead(const TileSource& s, int64_t heads)
-        : kv(s.kv), table(s.table), layer(s.layer), head(s.head), last_head(s.head + heads - 1),
-          first(s.first / LANES * LANES), end(s.end), position(first), bytes(LANES * kv.row_bytes()) {
+// Asks for an item's keys and values before they are needed. In memory, a block's heads lie one after the other: so where
+// heads take turns, it goes over both of them group by group, since long runs come faster. A few lines at each step, since
+// a core has room for few, and more would hold up the work beside which they are to come.
+class Ahead {
+  public:
+    static constexpr int64_t LEAD = 2048;  // lines: what two heads of a tile have with 128 dimensions in bf16
+
+    // Heads first_head .. end_head - 1, of which `together` take turns; positions source.first .. source.end - 1.
+    Ahead(const TileSource& source, int64_t heads, int64_t together)
+        : source_(source), end_head_(source.head + heads), together_(together), turn_(source.head),
+          head_(source.head), first_(source.first / LANES * LANES), position_(first_),
+          lines_((LANES * source.kv.row_bytes() + 63) / 64) {
         place();
-        for (int64_t i = 0; i < DISTANCE; i++) fetch(0, 1);
     }
 
-    // Part `index` of `parts` of the group that is next; the last part moves on.
-    void fetch(int64_t index, int64_t parts) {
-        if (!at) return;
-        const int64_t part = bytes / parts;
-        for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(at + index * part + i, 0, 2);
-        if (index + 1 == parts) step(), place();
+    // Work has gone on by `lines` lines.
+    void step(int64_t lines) {
+        lead_ -= lines;
+        for (int64_t i = 0; i < 2 * lines && lead_ < LEAD && at_; i++, lead_++) {
+            __builtin_prefetch(at_ + line_ * 64, 0, 2);
+            if (++line_ == lines_) line_ = 0, advance(), place();
+        }
+    }
+
+  private:
+    int64_t end_turn() const { return std::min(turn_ + together_, end_head_); }
+
+    void advance() {  // keys, values, the next head, the next group, the next heads
+        which_ = VALUES - which_;
+        if (which_ == KEYS && ++head_ == end_turn()) {
+            head_ = turn_, position_ += LANES;
+            if (position_ >= source_.end) head_ = turn_ = end_turn(), position_ = first_;
+        }
     }
 
     void place() {
-        if (head > last_head) {
-            at = nullptr;
-        } else {
-            at = kv.plane(table[position / kv.block_size], layer, head, which);
-            at += position % kv.block_size * kv.row_bytes();
-        }
+        const KvCache& kv = source_.kv;
+        at_ = nullptr;
+        if (head_ == end_head_) return;
+        at_ = kv.plane(source_.table[position_ / kv.block_size], source_.layer, head_, which_);
+        at_ += position_ % kv.block_size * kv.row_bytes();
     }
 
-    void step() {
-        const int64_t tile = position / KEY_TILE * KEY_TILE;
-        position += LANES;
-        if (position < end && position < tile + KEY_TILE) return;
-        if (which == KEYS) {
-            which = VALUES;
-            position = std::max(tile, first);
-        } else {
-            which = KEYS;
-            position = tile + KEY_TILE;
-            if (position >= end) head++, position = first;
-        }
-    }
+    const TileSource source_;
+    const int64_t end_head_, together_;
+    int64_t turn_, head_, first_, position_, which_ = KEYS;
+    int64_t lines_, line_ = 0, lead_ = 0;  // of a group, the next one's number, asked for and not yet used
+    const char* at_;                       // the group; null behind the last
 };
 
 // A query row [size] in lanes, the last one filled up with zeros.
@@ -135,7 +141,7 @@ void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t en
             source.scales(position, VALUES, to.value_scales + group * LANES);
         }
         for (int64_t i = 0; i < size; i += WIDTH) {
-            ahead.fetch(i / WIDTH, (size + WIDTH - 1) / WIDTH);
+            ahead.step(LANES * WIDTH * source.kv.number_bytes() / 64);
             typename L::vector square[LANES];
             const int n = int(std::min(size - i, WIDTH));
             for (int key = 0; key < LANES; key++) square[key] = L::of_row((const S*)rows[key] + i, n);
@@ -148,19 +154,19 @@ void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t en
 // Groups first .. end - 1 of 16 values each: head dimensions side by side, the values below one another.
 template <class L, class S>
 void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
-    const int64_t size = source.kv.head_dim, length = KEY_TILE / L::NUMBERS;
+    const int64_t size = source.kv.head_dim;
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
     for (int64_t group = first; group < end; group++) {
         const char* rows[LANES];
         source.rows(source.start + group * LANES, VALUES, to.zeros, rows);
         for (int64_t key = 0; key < LANES; key += L::NUMBERS) {
-            ahead.fetch(key / L::NUMBERS, LANES / L::NUMBERS);
+            ahead.step(L::NUMBERS * source.kv.row_bytes() / 64);
             typename L::lane* at = to.values + (group * LANES + key) / L::NUMBERS * LANES;
             for (int64_t i = 0; i < size; i += WIDTH) {
                 typename L::vector columns[L::NUMBERS];
                 L::template of_columns<S>(rows + key, i, int(std::min(size - i, WIDTH)), columns);
                 for (int64_t p = 0; p < L::NUMBERS; p++)
-                    std::memcpy(at + (i / LANES + p) * length * LANES, &columns[p], sizeof columns[p]);
+                    std::memcpy(at + (i / LANES + p) * Packed<L>::COLUMNS, &columns[p], sizeof columns[p]);
             }
         }
     }
