@@ -18,6 +18,7 @@ from benchmarks.common import Options, json_line, machine, options_from, tell  #
 
 NAMES = (
     "cells",
+    "cpu",
     "profile_step",
     "quality",
     "scheduler",

@@ -220,7 +220,6 @@ def test_a_minute_of_mixed_traffic_leaves_the_books_balanced():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="oneDNN keeps a primitive for each number of rows, so the engine levels off late")
 @pytest.mark.timeout(1200)
 def test_ten_minutes_of_mixed_traffic_keep_the_memory_flat():
     with ServeProcess(*FLAGS, "--admin") as server:

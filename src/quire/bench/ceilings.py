@@ -18,6 +18,7 @@ import torch
 
 from quire.bench.cells import Cell, Timing, shape_of
 from quire.models.model import Model
+from quire.ops.memory import huge
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -51,7 +52,7 @@ def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7) -> Machin
     The rate of int8 is at least that of `dtype`, whose product could be taken in its place.
     """
     torch.set_num_threads(threads)
-    big = torch.ones(READ_BYTES // 4)
+    big = huge(READ_BYTES).view(torch.float32).fill_(1.0)
     read = READ_BYTES / _best(big.sum, repeat)
     x, weight = (torch.randn(SQUARE, SQUARE).to(dtype) for _ in range(2))
     matrix = 2 * SQUARE**3 / _best(lambda: torch.nn.functional.linear(x, weight), repeat)

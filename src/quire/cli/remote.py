@@ -105,14 +105,9 @@ class RemoteTalker:
         self._told: set[str] = set()  # fields that the server ignores, as far as it was said
         self._answers = self._tokens = 0
         self._seconds = 0.0
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._client = httpx2.Client(
-                base_url=self.url,
-                headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-                timeout=httpx2.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS),
-                verify=_trust(self.url),
-                trust_env=False,  # no proxy but one that was asked for
-            )
+            self._client = self._connect()
         except (httpx2.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"--url {url!r} is not the URL of a server: {error}") from error
         try:
@@ -120,6 +115,15 @@ class RemoteTalker:
         except BaseException:
             self._client.close()
             raise
+
+    def _connect(self) -> httpx2.Client:
+        return httpx2.Client(
+            base_url=self.url,
+            headers=self._headers,
+            timeout=httpx2.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS),
+            verify=_trust(self.url),
+            trust_env=False,  # no proxy but one that was asked for
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -187,7 +191,10 @@ class RemoteTalker:
                 self._wait_until_ready()
                 if not self._stream(request, answer, began, show):
                     raise RemoteError("the server is not ready again; try once more")
-        except KeyboardInterrupt:  # leaving the stream has closed the connection, which the server notices
+        except KeyboardInterrupt:
+            # The server is to notice, wherever in the library the interrupt came: all connections are closed.
+            self._client.close()
+            self._client = self._connect()
             answer.reason, answer.error = "abort", None
         except RemoteError as error:
             if not answer.text:

@@ -247,68 +247,81 @@ void multiply(int64_t rows, const Weight& w, int64_t panel, const Activations& x
 
 // -- activations ----------------------------------------------------------------------------------------------------
 
-// One row to int8 with one scale, which is returned: max|x| / 127, codes rounded half to even, `offset` added to each.
-// A row that is not finite has the scale NaN, and so outputs of NaN. `sums` (int4): of each group's codes.
+// A row as int8: number = code * scale. A row that is not finite has the scale NaN, and so outputs of NaN.
+struct RowScale {
+    float scale, inverse;
+};
+
 template <class T>
-float quantize(const T* x, int64_t in, int offset, uint32_t* to, int64_t stride, int64_t group, int32_t* sums) {
+RowScale scale_of(const T* x, int64_t in) {
     f32x16 top{}, check{};
     for (int64_t j = 0; j < in; j += LANES) {
-        const f32x16 v = in - j < LANES ? load_some(x + j, in - j) : load(x + j);
-        top = max(top, v < 0.0f ? -v : v);
+        const f32x16 v = load_some(x + j, in - j);
+        top = max(bits_of<f32x16>(bits_of<u32x16>(v) & 0x7fffffffu), top);
         check += v - v;  // NaN where v is not finite
     }
-    const float highest = max_of(top), nan = sum(check);
-    const float largest = highest < TINY ? 0.0f : highest;
-    const float inverse = largest > 0.0f && nan == 0.0f ? 127.0f / largest : 0.0f;
+    const float largest = max_of(top), nan = sum(check);
+    if (nan != 0.0f) return {nan, 0.0f};
+    return largest < TINY ? RowScale{0.0f, 0.0f} : RowScale{largest / 127.0f, 127.0f / largest};
+}
+
+// 16 codes, rounded half to even.
+INLINE i32x16 codes_of(f32x16 v, const RowScale& row) {
+    const f32x16 shifted = v * row.inverse + 12582912.0f;  // 1.5 * 2^23: the low bits hold the rounded integer
+    return bits_of<i32x16>(row.scale == row.scale ? shifted : splat(12582912.0f)) - 0x4b400000;
+}
+
+// One row to words of four codes each, `stride` words from one to the next, with `offset` added to every code. Returns its
+// scale. `sums` (int4): of each group's codes.
+template <class T>
+float quantize(const T* x, int64_t in, int offset, uint32_t* to, int64_t stride, int64_t group, int32_t* sums) {
+    using u8x16 = uint8_t __attribute__((vector_size(16)));
+    using u32x4 = uint32_t __attribute__((vector_size(16)));
+    const RowScale row = scale_of(x, in);
     i32x16 total{};
     for (int64_t j = 0; j < in; j += LANES) {
-        const f32x16 v = in - j < LANES ? load_some(x + j, in - j) : load(x + j);
-        const f32x16 shifted = v * inverse + 12582912.0f;  // 1.5 * 2^23: the low bits hold the rounded integer
-        const i32x16 q = bits_of<i32x16>(nan == 0.0f ? shifted : splat(12582912.0f)) - 0x4b400000;
-        using u8x16 = uint8_t __attribute__((vector_size(16)));
-        using u32x4 = uint32_t __attribute__((vector_size(16)));
-        const u32x4 quads = bits_of<u32x4>(__builtin_convertvector(q + offset, u8x16));
-        for (int64_t i = 0; i < LANES / 4 && j + 4 * i < in; i++) to[(j / 4 + i) * stride] = quads[i];
+        const i32x16 codes = codes_of(load_some(x + j, in - j), row);
+        const u32x4 quads = bits_of<u32x4>(__builtin_convertvector(codes + offset, u8x16));
+        for (int64_t i = 0; i < LANES / 4 && j + 4 * i < in; i++, to += stride) *to = quads[i];
         if (!sums) continue;
-        total += q;
-        if ((j + LANES) % group == 0) {
-            sums[j / group] = sum(total);
-            total = i32x16{};
+        total += codes;
+        if ((j + LANES) % group == 0) *sums++ = sum(total), total = i32x16{};
+    }
+    return row.scale;
+}
+
+// n rows of bf16 [n, in] to words [in / 2][n] of two numbers each.
+INLINE void to_pairs(const bf16* x, int64_t in, int64_t n, uint32_t* to) {
+    for (int64_t j = 0; j + 2 <= in; j += 2)
+        for (int64_t r = 0; r < n; r++) *to++ = load_as<uint32_t>(x + r * in + j);
+    for (int64_t r = 0; r < n && in % 2; r++) *to++ = x[r * in + in - 1].bits;
+}
+
+// n rows [n, in] to words [words][n] of a number in fp32 each; what is behind `in` is 0.
+template <class T>
+void to_floats(const T* x, int64_t in, int64_t n, int64_t words, uint32_t* to) {
+    for (int64_t j = 0; j < words; j += LANES)
+        for (int64_t r = 0; r < n; r++) {
+            const u32x16 numbers = bits_of<u32x16>(load_some(x + r * in + j, std::max<int64_t>(0, in - j)));
+            for (int64_t i = 0; i < LANES && j + i < words; i++) to[(j + i) * n + r] = numbers[i];
         }
-    }
-    return nan == 0.0f ? largest / 127.0f : nan;
-}
-
-INLINE void prepare_pairs(const bf16* x, int64_t in, uint32_t* to, int64_t stride) {
-    for (int64_t j = 0; j + 2 <= in; j += 2) to[j / 2 * stride] = load_as<uint32_t>(x + j);
-    if (in % 2) to[in / 2 * stride] = x[in - 1].bits;
 }
 
 template <class T>
-INLINE void prepare_widened(const T* x, int64_t in, uint32_t* to, int64_t stride) {
-    for (int64_t j = 0; j < in; j += LANES) {
-        const int64_t n = std::min<int64_t>(LANES, in - j);
-        const u32x16 words = bits_of<u32x16>(load_some(x + j, n));
-        for (int64_t i = 0; i < n; i++) to[(j + i) * stride] = words[i];
+void prepare(const Weight& w, const T* x, const Blocks& blocks, int64_t block, const Activations& to) {
+    const int64_t begin = blocks.begin(block), n = blocks.begin(block + 1) - begin, words = words_a_row(w);
+    uint32_t* at = to.words + begin * words;
+    const T* from = x + begin * w.in;
+    if (w.format == INT8 || w.format == INT4) {
+        for (int64_t r = 0; r < n; r++) {
+            int32_t* sums = w.format == INT4 ? to.group_sums + (begin + r) * (w.in / w.group) : nullptr;
+            to.scales[begin + r] = quantize(from + r * w.in, w.in, sums ? 0 : 128, at + r, n, w.group, sums);
+        }
+        return;
     }
-}
-
-template <class T>
-void prepare_row(const Weight& w, const T* x, const Blocks& blocks, int64_t block, int64_t row, const Activations& to) {
-    const int64_t begin = blocks.begin(block), stride = blocks.begin(block + 1) - begin, words = words_a_row(w);
-    uint32_t* at = to.words + begin * words + (row - begin);
-    const T* from = x + row * w.in;
-    if (w.format == INT8) {
-        to.scales[row] = quantize(from, w.in, 128, at, stride, 0, nullptr);
-    } else if (w.format == INT4) {
-        to.scales[row] = quantize(from, w.in, 0, at, stride, w.group, to.group_sums + row * (w.in / w.group));
-    } else if constexpr (PAIRS && std::is_same_v<T, bf16>) {
-        if (w.format == DENSE_BF16) return prepare_pairs(from, w.in, at, stride);
-        prepare_widened(from, w.in, at, stride);
-    } else {
-        prepare_widened(from, w.in, at, stride);
-        if (words > w.in) at[w.in * stride] = 0;
-    }
+    if constexpr (PAIRS && std::is_same_v<T, bf16>)
+        if (w.format == DENSE_BF16) return to_pairs(from, w.in, n, at);
+    to_floats(from, w.in, n, words, at);
 }
 
 // One row is its own layout where its type is that of the words.
@@ -333,16 +346,15 @@ template <class T, class Out>
 void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
     const Blocks blocks(rows);
     Activations input = lay_out(w, rows, scratch);
-    const bool prepare = !ready(w, dtype, rows);
-    if (!prepare) input.words = (uint32_t*)x;
+    const bool is_ready = ready(w, dtype, rows);
+    if (is_ready) input.words = (uint32_t*)x;
     const int64_t parts = parts_of_panel(w, blocks.count);
 #pragma omp parallel
     {
-        if (prepare) {
+        if (!is_ready) {
 #pragma omp for schedule(static)
             for (int64_t b = 0; b < blocks.count; b++)
-                for (int64_t row = blocks.begin(b); row < blocks.begin(b + 1); row++)
-                    prepare_row(w, x, blocks, b, row, input);
+                prepare(w, x, blocks, b, input);
         }
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < panels(w) * parts; item++) {
