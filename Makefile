@@ -46,7 +46,7 @@ test-slow: $(DEV)  ## the slow tests
 	@$(STEP) "Slow tests (pytest)" $(BIN)/python -m pytest -m slow $(TESTS)
 
 sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
-	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests pyproject.toml $(SANITIZED)
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests setup.py pyproject.toml $(SANITIZED)
 	@rm -f $(SANITIZED)/$(KERNELS)/lib_*.so
 	@$(STEP) "Compiling with sanitizers" $(BIN)/python scripts/compile_kernels.py $(SANITIZED)/$(KERNELS) -- \
 	    -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
