@@ -1,7 +1,8 @@
 """`quire chat --url`: the same conversation, with a server that may be loading, refuse, break off or be hostile."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
