@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 from benchmarks.common import Options, Result, checkpoint, finish, greedy, main, tell, tokens
 from benchmarks.server import with_tokenizer
@@ -93,10 +92,6 @@ def _memory(result: Result, options: Options, folder: str) -> None:
     )
 
 
-def _best(call: Callable[[], float], times: int = TURNS) -> float:
-    return min(call() for _ in range(times))
-
-
 def _decode_seconds(llm: LLM, batch: int, prompt: int, params: SamplingParams, generator: random.Random) -> float:
     """Seconds a step of the steps after the first token of each request."""
     for _ in range(batch):
@@ -142,7 +137,7 @@ def _long_context(result: Result, options: Options, llm: LLM) -> None:
     result.add(
         (
             f"a decode step at {far:,} tokens of context ({long * 1e3:.1f} ms), less {more * 1e3:.1f} ms for reading "
-            f"the additional cache takes, against one at {near} ({short * 1e3:.1f} ms)",
+            f"the additional cache, against one at {near} ({short * 1e3:.1f} ms)",
             f"{(long - more) / short:.3f}",
             "<= 1.10",
         ),
