@@ -55,10 +55,10 @@ class RopeConfig:
 class RotaryEmbedding:
     """Turns queries and keys by their positions (https://arxiv.org/abs/2104.09864)."""
 
-    def __init__(self, config: RopeConfig) -> None:
+    def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
         """Raises ModelConfigError where the settings name an unknown kind or lack what it needs."""
         self.config = config
-        self.inverse_frequencies = inverse_frequencies(config)
+        self.inverse_frequencies = inverse_frequencies(config).to(device)
         self.attention_factor = _attention_factor(config)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ class Llama(Model):
         # The largest tensor first: memory's peak is then not the whole model and once more this.
         self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
         self.embedding = weights.embedding("model.embed_tokens")
-        self.rotary = RotaryEmbedding(config.rope)
+        self.rotary = RotaryEmbedding(config.rope, weights.kernels.device)
         self.layers = [
             DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), index, window)
             for index, window in enumerate(config.windows)

@@ -84,8 +84,8 @@ class Weights:
         self._taken: set[str] = set()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in `dtype`; a view of the file where it has that type already."""
-        return self.as_stored(name).to(self.dtype)
+        """A tensor in `dtype` on the kernels' device; a view of the file where it is all that already."""
+        return self.as_stored(name).to(self.kernels.device, self.dtype)
 
     def as_stored(self, name: str) -> torch.Tensor:
         """A tensor as a view of the file, in the file's type."""
@@ -145,8 +145,8 @@ class Weights:
         return RMSNorm(self.tensor(f"{name}.weight"), eps, self.kernels)
 
     def embedding(self, name: str) -> Embedding:
-        """An embedding table, which stays a view of the file."""
-        return Embedding(self.as_stored(f"{name}.weight"), self.dtype, self.kernels)
+        """An embedding table, which stays a view of the file on a CPU."""
+        return Embedding(self.as_stored(f"{name}.weight").to(self.kernels.device), self.dtype, self.kernels)
 
     def under(self, prefix: str) -> WeightsUnder:
         """The tensors whose names begin with `prefix`, by the rest of their names."""

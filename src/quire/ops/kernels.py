@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from quire.ops import attention, attention_plan, elementwise, logit_edits, sampling
+from quire.ops import attention, attention_plan, elementwise, logit_edits, sampling, step_inputs
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
 from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 
 
@@ -73,6 +73,10 @@ class Kernels:
     """One implementation of every kernel. Holds no state of a step: what a kernel reads, it is given."""
 
     name = "torch"
+    device = torch.device("cpu")
+    """Where weights, KV and activations lie."""
+    reads_spans = False
+    """Whether kernels read a step's spans from the device's memory: see `RaggedBatch.spans`."""
 
     def describe(self, dtype: torch.dtype) -> str:
         """What the bits depend on, in words: implementation, instruction set and versions, for `dtype`.
@@ -105,6 +109,33 @@ class Kernels:
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """A decoder layer in one call, where there is such a kernel; None: its kernels are called one by one."""
         return None
+
+    # -- a step's inputs -----------------------------------------------------------------------------------
+
+    def place(
+        self,
+        tokens: torch.Tensor,
+        span_of_row: torch.Tensor,
+        last_tokens: torch.Tensor,
+        spans: DeviceSpans,
+        block_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots of a step's rows, [rows] int64 each, for kernels that read spans.
+
+        Args:
+            tokens: [rows] int32, ids; `FROM_PREVIOUS` (-1) stands for the request's last sampled token.
+            span_of_row: [rows] int32; 0 in rows of padding.
+            last_tokens: [requests] int64, the last sampled token of each row of the block tables; a negative one
+                (that step failed, and nobody will see this one's result) counts as 0.
+            spans: `context_lens` is written here: start + rows.
+
+        Rows of padding (those from `row_starts[-1]` on) get token 0, position 0 and slot 0.
+        """
+        return step_inputs.place(tokens, span_of_row, last_tokens, spans, block_size)
+
+    def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy block heads: (source, destination, tokens) each; no destination is another's source or destination."""
+        kv.copy(copies)
 
     # -- row by row ----------------------------------------------------------------------------------------
 

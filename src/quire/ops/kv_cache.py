@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -53,6 +54,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         kv_cache_dtype: KVCacheDtype = "auto",
+        device: torch.device | str = "cpu",
     ) -> None:
         """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
         if block_size not in BLOCK_SIZES:
@@ -71,11 +73,11 @@ class KVCache:
         self.scales: torch.Tensor | None = None
         if kv_cache_dtype == "auto":
             size = math.prod((*planes, *shape)) * dtype.itemsize
-            self.data = self.numbers = huge(size).view(dtype).view(*planes, *shape)
+            self.data = self.numbers = _memory(size, device).view(dtype).view(*planes, *shape)
         else:
             codes = block_size * head_dim
             plane = codes + block_size * SCALE_BYTES
-            self.data = huge(math.prod(planes) * plane).view(*planes, plane)
+            self.data = _memory(math.prod(planes) * plane, device).view(*planes, plane)
             self.numbers = self.data[..., :codes].view(self.stored_dtype).view(*planes, *shape)
             self.scales = self.data[..., codes:].view(torch.float32)
 
@@ -84,7 +86,7 @@ class KVCache:
         """Size of one block, all layers."""
         return self.data[0].numel() * self.data.element_size()
 
-    def copy(self, copies: list[tuple[int, int, int]]) -> None:
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy block heads: the first `tokens` tokens of block `source`, all layers, for each
         (source, destination, tokens). The rest of the destination is left as it is. In the list's order.
         """
@@ -92,6 +94,12 @@ class KVCache:
             self.numbers[destination, :, :, :, :tokens].copy_(self.numbers[source, :, :, :, :tokens])
             if self.scales is not None:
                 self.scales[destination, :, :, :, :tokens].copy_(self.scales[source, :, :, :, :tokens])
+
+
+def _memory(size: int, device: torch.device | str) -> torch.Tensor:
+    """`size` bytes that nobody has written."""
+    on_cpu = torch.device(device).type == "cpu"
+    return huge(size) if on_cpu else torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:

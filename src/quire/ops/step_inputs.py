@@ -1,0 +1,27 @@
+"""From what the host sends of a step to what its kernels read, in plain torch: see `Kernels.place`."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.ops.ragged import DeviceSpans
+
+
+def place(
+    tokens: torch.Tensor,
+    span_of_row: torch.Tensor,
+    last_tokens: torch.Tensor,
+    spans: DeviceSpans,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `Kernels.place`."""
+    row_starts, span = spans.row_starts, span_of_row.long()
+    torch.add(spans.starts, row_starts.diff(), out=spans.context_lens)
+    rows = torch.arange(len(tokens), device=tokens.device)
+    real = rows < row_starts[-1]
+    table_rows = spans.table_rows[span].long()
+    ids = torch.where(tokens < 0, last_tokens[table_rows].clamp(min=0), tokens)
+    positions = torch.where(real, spans.starts[span] + rows - row_starts[span], 0)
+    blocks = spans.block_tables[table_rows, positions // block_size].long()
+    slots = blocks * block_size + positions % block_size
+    return torch.where(real, ids, 0), positions, torch.where(real, slots, 0)

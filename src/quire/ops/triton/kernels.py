@@ -1,0 +1,107 @@
+"""The kernels in Triton: one launch each, whatever mixture of spans a step holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.ops.kernels import HeadNorm, Kernels
+from quire.ops.kv_cache import KVCache
+from quire.ops.linear import Product
+from quire.ops.logit_edits import Edits
+from quire.ops.quantized import Quantization, QuantizedWeight
+from quire.ops.ragged import DeviceSpans, RaggedBatch
+from quire.ops.sampling import Filters, TokenScores
+from quire.ops.triton import attention, cache, linear, rows, sampling
+
+
+class TritonKernels(Kernels):
+    """What a GPU runs; on a CPU tensor, Triton's interpreter computes the same, for tests.
+
+    Args:
+        device: where it runs.
+        deterministic: every row's bits are independent of the other rows. Otherwise plain products are cuBLAS's and
+            attention takes the tiles that suit the step.
+    """
+
+    name = "triton"
+    reads_spans = True
+
+    def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False) -> None:
+        self.device = torch.device(device)
+        self.deterministic = deterministic
+
+    # -- weights -------------------------------------------------------------------------------------------
+
+    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+        return linear.pack(parts, bias, self.device, self.deterministic)
+
+    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
+        return linear.quantize(weight, how, self.device)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+        return linear.pack_quantized(weight, bias, self.device)
+
+    # -- a step's inputs -----------------------------------------------------------------------------------
+
+    def place(
+        self,
+        tokens: torch.Tensor,
+        span_of_row: torch.Tensor,
+        last_tokens: torch.Tensor,
+        spans: DeviceSpans,
+        block_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return cache.place(tokens, span_of_row, last_tokens, spans, block_size)
+
+    def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
+        cache.copy_blocks(kv, copies)
+
+    # -- row by row ----------------------------------------------------------------------------------------
+
+    def embed(self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return rows.embed(ids, weight, dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.silu_mul(x)
+
+    # -- attention -----------------------------------------------------------------------------------------
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        norm: HeadNorm | None,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        return cache.rotate_and_store(qkv, norm, tables, kv, batch, layer)
+
+    def attend(
+        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+    ) -> torch.Tensor:
+        return attention.attend(q, kv, batch, layer, scale, window, self.deterministic)
+
+    # -- sampling ------------------------------------------------------------------------------------------
+
+    def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.finite_rows(x)
+
+    def edit_logits(self, logits: torch.Tensor, edits: Edits) -> torch.Tensor:
+        return sampling.edit_logits(logits, edits)
+
+    def sample(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
+        return sampling.sample(logits, filters)
+
+    def token_scores(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, count: int) -> TokenScores:
+        return sampling.token_scores(logits, rows, ids, count)

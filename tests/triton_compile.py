@@ -1,0 +1,101 @@
+"""Compiles Triton kernels for GPUs that are not there: `python -m tests.triton_compile MODULE [ARCH ...]`.
+
+MODULE has a function `launch_all()` that calls the kernels as the product does, with tensors on the CPU. Each launch
+is compiled to the machine code of the given architectures (80, 90 and 100 unless said) and not run. One line of JSON
+a compiled kernel is printed: its name, types, and what it uses. This needs Triton without its interpreter, so it is a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+
+
+class NoDevice:
+    """Stands for Triton's driver where only its compiler is wanted."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # what was compiled for one is not taken for another
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all(module: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """What each compiled kernel uses; runs in a process of its own. Raises AssertionError with what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_compile", module, *map(str, architectures)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main(module: str, *architectures: str) -> None:
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        found.setdefault(f"{self.__name__} {kernel.hash}", (self.__name__, kernel))
+        return kernel
+
+    JITFunction.run = compile_only  # type: ignore[method-assign]
+    launch_all = importlib.import_module(module).launch_all
+    for arch in map(int, architectures or ARCHITECTURES):
+        found.clear()
+        triton.runtime.driver.set_active(NoDevice(arch))  # type: ignore[arg-type]
+        launch_all()
+        for name, kernel in found.values():
+            print(json.dumps({"kernel": name, "arch": arch, **_usage(kernel)}), flush=True)
+
+
+def _usage(kernel: Any) -> dict[str, Any]:
+    """Bytes of shared memory, registers a thread, bytes spilled, and which matrix instructions there are."""
+    ptx = kernel.asm["ptx"]
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return {
+        "registers": int(numbers.get("REG", 0)),
+        "stack": int(numbers.get("STACK", 0)),
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "matrix": sorted({word for word in ("wgmma", "mma.sync", "tcgen05") if word in ptx}),
+        "asynchronous": ptx.count("cp.async"),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
