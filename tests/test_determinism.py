@@ -1,7 +1,7 @@
 """The contract: a request's tokens and log-probabilities, bit for bit, whatever else the engine is doing.
 
 A product of switches: batch composition, chunk sizes, prefix cache (cold, warm, radix, hash, off), preemption
-forced by a small pool, block size, and threads, with greedy and seeded requests side by side. In full over the
+forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by side. In full over the
 kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it over every other
 implementation and instruction set, quantized weights and quantized caches.
 """
@@ -67,9 +67,14 @@ class Switches(NamedTuple):
     chunk: int
     small_pool: bool
     threads: int = 1
+    overlap: bool = False
 
 
-PART = [Switches(16, "radix", 40, True), Switches(32, "hash", 2048, False, threads=2), Switches(64, "off", 173, True)]
+PART = [
+    Switches(16, "radix", 40, True, overlap=True),
+    Switches(32, "hash", 2048, False, threads=2),
+    Switches(64, "off", 173, True),
+]
 
 
 def prompts() -> list[list[int]]:
@@ -141,7 +146,7 @@ def assert_switches_change_nothing(
     for switches in product:
         engine = Engine(
             EngineConfig(
-                **{**setting, "threads": switches.threads},
+                **{**setting, "threads": switches.threads, "async_scheduling": switches.overlap},
                 block_size=switches.block_size,
                 prefix_cache=switches.prefix_cache,
                 num_kv_blocks=320 // switches.block_size + 2 if switches.small_pool else 400,
@@ -165,7 +170,7 @@ def assert_switches_change_nothing(
 @pytest.mark.parametrize("cache", ["radix", "hash", "off"])
 def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size, cache):
     rest = itertools.product([40, 173, 2048], [False, True])
-    product = [Switches(block_size, cache, chunk, small_pool) for chunk, small_pool in rest]
+    product = [Switches(block_size, cache, chunk, small, overlap=chunk != 173) for chunk, small in rest]
     assert_switches_change_nothing(setting, alone, product)
 
 

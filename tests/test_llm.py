@@ -342,16 +342,17 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_engine(llm, monkeypatc
 
 def test_ctrl_c_waits_for_the_end_of_the_step_and_leaves_an_engine_that_works(llm, monkeypatch):
     expected = llm.generate("def f(", GREEDY)[0].outputs[0].text
-    forward, finished = llm.model.forward, []
+    scheduler = llm._engine.scheduler
+    commit, finished = scheduler.commit, []
 
     def pressed(*args):
         signal.raise_signal(signal.SIGINT)
-        finished.append(forward(*args))
+        finished.append(commit(*args))
         return finished[-1]
 
     other = llm.add_request("def f(", GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model, "forward", pressed)
+        patch.setattr(scheduler, "commit", pressed)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["def f(", "class"], GREEDY)
     assert len(finished) == 1, "the step ran to its end, and was the last one"

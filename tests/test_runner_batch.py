@@ -6,11 +6,14 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import FROM_PREVIOUS, RequestInfo, Span, StepPlan
 from quire.ops import Kernels
+from quire.runner.host_forward import HostForward
 from quire.runner.model_runner import ModelRunner
 
 SIZE = 16
@@ -19,7 +22,7 @@ SIZE = 16
 def runner() -> Any:
     model: Any = SimpleNamespace(vocab_size=100, kernels=Kernels())
     kv: Any = SimpleNamespace(block_size=SIZE)
-    return ModelRunner(model, kv, 1, 1)
+    return ModelRunner(model, kv, 1, 1, forward=HostForward(model, kv))
 
 
 def info(request: int) -> RequestInfo:
@@ -27,12 +30,13 @@ def info(request: int) -> RequestInfo:
 
 
 def check(made: Any, spans: list[Span], tables: dict[int, list[int]]) -> None:
-    batch = made._batch(spans)
+    rows = np.array([made._requests[span.request].row for span in spans])
+    batch = made._forward.batch(spans, rows)
     ends = [span.start + len(span.tokens) for span in spans]
     positions = [at for span, end in zip(spans, ends, strict=True) for at in range(span.start, end)]
     owners = [span.request for span in spans for _ in span.tokens]
     tokens = [token for span in spans for token in span.tokens]
-    last = [made._requests[owner].last_token for owner in owners]
+    last = [int(made._forward.last_tokens[made._requests[owner].row]) for owner in owners]
     assert batch.token_ids.tolist() == [
         before if token == FROM_PREVIOUS else token for token, before in zip(tokens, last, strict=True)
     ]
@@ -70,8 +74,8 @@ def test_a_batch_is_what_its_spans_say(seed: int) -> None:
             tables[request] += new
             spans.append(Span(request, start, tokens, table_start=have, blocks=new))
         made._take_in(StepPlan(number, spans, [info(request) for request in fresh], ended))
-        for request in made._requests.values():
-            request.last_token = draw.randrange(100)
+        last_tokens = made._forward.last_tokens
+        last_tokens.copy_(torch.tensor([draw.randrange(100) for _ in last_tokens]))
         check(made, spans, tables)
 
 

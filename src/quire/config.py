@@ -14,6 +14,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from quire.devices import find_device
 from quire.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """`--preset`: low latency, throughput, or long prompts. Options given by hand win over a preset's."""
+
+DEVICE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"async_scheduling": False},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "deterministic": False},
+}
+"""What unset options are on a device, where it is not what `EngineConfig` says."""
 
 _SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
 _SIZE_UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
@@ -71,7 +78,7 @@ class EngineConfig:
     quantization_group_size: Literal[32, 64, 128] | None = option(
         None, "int4: inputs that share a scale, default 64; smaller is more exact and larger in memory"
     )
-    device: Literal["cpu"] = option("cpu", "where the model runs")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a GPU if there is one")
     cpu_kernels: Literal["auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot"] = option(
         "auto", "instruction set of the compiled kernels, or torch for none; auto: the fastest that runs here"
     )
@@ -87,11 +94,14 @@ class EngineConfig:
     )
     num_kv_blocks: int | None = option(None, "KV blocks, in place of what the memory plan finds", low=2, high=2**40)
     kv_cache_memory: str | None = option(None, "memory for KV, e.g. 4GiB; default: a fair share of what is free")
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(
         "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
     )
-    max_num_seqs: int = option(64, "most requests that run at once", low=1, high=65536)
-    max_num_batched_tokens: int = option(2048, "most tokens a step computes", low=1, high=2**20)
+    max_num_seqs: int = option(64, "most requests that run at once; on a GPU 256 unless set", low=1, high=65536)
+    max_num_batched_tokens: int = option(
+        2048, "most tokens a step computes; on a GPU 8192 unless set", low=1, high=2**20
+    )
     min_chunk: int = option(16, "tokens a step that the oldest part-way prompt always gets", low=1)
     enable_chunked_prefill: bool = option(True, "let a prompt be computed over several steps")
     max_num_partial_prefills: int = option(1, "how many prompts may be part-way at once", low=1)
@@ -102,10 +112,20 @@ class EngineConfig:
     target_itl_ms: float | None = option(
         None, "aim for this time between tokens by shrinking prefill chunks", low=1.0, high=600_000.0
     )
-    deterministic: bool = option(True, "a request's tokens depend on nothing but the request")
+    async_scheduling: bool = option(
+        True, "schedule the next step while the device runs one; on a CPU off unless set, since all cores compute"
+    )
+    cuda_graphs: Literal["lazy", "eager", "off"] = option(
+        "lazy", "record a step's kernels once a size, to replay them: at a size's first use, all at start, or never"
+    )
+    enforce_eager: bool = option(False, "the same as cuda_graphs=off")
+    deterministic: bool = option(
+        True, "a request's tokens depend on nothing but the request; on a GPU off unless set, since it costs speed"
+    )
     generation_config: Literal["auto", "off"] = option(
         "auto", "sampling defaults: the checkpoint's generation_config.json, or neutral ones"
     )
+    profile: str | None = option(None, "folder for a timeline of the steps, to be opened in Perfetto")
     check_invariants: bool = option(False, "check the scheduler's book-keeping after every step (slow; debugging)")
 
     def __post_init__(self) -> None:
@@ -120,6 +140,10 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization_group_size={self.quantization_group_size} is for int4, but quantization=int8 has one "
                 "scale an output; leave the group size out, or choose int4"
+            )
+        if self.enforce_eager and self.cuda_graphs == "eager":
+            raise ConfigError(
+                "enforce_eager=True records no CUDA graphs, but cuda_graphs=eager records all at start; leave one out"
             )
         self._check_budgets()
 
@@ -156,6 +180,8 @@ class EngineConfig:
     def from_options(cls, options: Mapping[str, Any], preset: str | None = None) -> EngineConfig:
         """A configuration from named options, as keyword arguments or YAML keys give them.
 
+        The device is found if it is left to "auto", and what is not set gets that device's defaults.
+
         Raises:
             ConfigError: an option or the preset is unknown (the message names the nearest one), or invalid.
         """
@@ -170,7 +196,10 @@ class EngineConfig:
         given = dict(options)
         if type(given.get("kv_cache_memory")) is int:  # YAML reads a plain number of bytes as one
             given["kv_cache_memory"] = str(given["kv_cache_memory"])
-        return cls(**(PRESETS[preset] if preset else {}) | given)
+        if given.get("device", "auto") == "auto":
+            given["device"], _ = find_device()
+        defaults = DEVICE_DEFAULTS.get(str(given["device"]), {})
+        return cls(**defaults | (PRESETS[preset] if preset else {}) | given)
 
 
 def unknown_option(name: str, known: list[str]) -> str:

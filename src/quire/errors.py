@@ -15,6 +15,10 @@ class ConfigError(QuireError, ValueError):
     """An engine option is unknown, out of range, or at odds with another one."""
 
 
+class DeviceError(ConfigError):
+    """The device that was asked for is not there, or it or its software is too old."""
+
+
 class MemoryPlanError(ConfigError):
     """The memory that was granted does not hold what was asked of it."""
 

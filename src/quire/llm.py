@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
-from quire.engine.engine import Engine, EngineStats, OnLoad
+from quire.engine.engine import Engine, EngineStats
 from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
@@ -28,6 +28,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
+from quire.runner.start import OnLoad
 
 if TYPE_CHECKING:
     from quire.engine.progress import BatchProgress

@@ -172,6 +172,11 @@ class Request:
             return 0  # the last token is sampled; nothing needs its KV
         return total - self.num_computed
 
+    @property
+    def must_wait(self) -> bool:
+        """Its next mask depends on a token that a step in flight is still to sample."""
+        return bool(self.bad_words) and self.num_pending > 0
+
     def key_bytes(self, start: int, end: int) -> bytes:
         """Key ids of positions `start` to `end` as bytes."""
         return self.keys[start:end].tobytes()

@@ -148,7 +148,7 @@ class Scheduler:
         """One token for every decoding request; those with more to compute are part-way."""
         for request in list(self.running):
             remaining = request.num_remaining
-            if request.status is not Status.RUNNING or not remaining:
+            if request.status is not Status.RUNNING or not remaining or request.must_wait:
                 continue  # preempted for one before it, or waiting for its last commit
             if remaining > 1:
                 step.part_way.append(request)

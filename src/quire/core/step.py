@@ -122,8 +122,9 @@ class SpanResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step yielded: one result a span, in the plan's order, and how long it ran."""
+    """What a step yielded: one result a span, in the plan's order; when it began (monotonic), and how long it ran."""
 
     number: int
     spans: list[SpanResult]
     seconds: float = 0.0
+    began: float = 0.0

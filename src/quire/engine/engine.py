@@ -6,8 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,23 +20,23 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.engine.executor import Executor, InlineExecutor, PendingResult
+from quire.devices import find_device
+from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
+from quire.engine.timeline import KernelProfile, Timeline, TraceFile
 from quire.errors import EngineClosedError
 from quire.models.checkpoint import content_hash, resolve
 from quire.models.fields import Fields
 from quire.models.registry import load_model
-from quire.ops import KVCache, choice_note, choose_kernels
-from quire.runner.memory_plan import MemoryPlan, free_memory, plan_memory
-from quire.runner.model_runner import ModelRunner
+from quire.ops import choice_note, choose_kernels
+from quire.runner.device import open_device
+from quire.runner.memory_plan import MemoryPlan
+from quire.runner.start import OnLoad, start_runner
 
 logger = logging.getLogger(__name__)
 
 BYTES_A_THREAD = 16 * 2**20
 """Weights that make another thread worth its waiting. Measured on 2 cores with the embedded model (7.6 MiB), six
 requests decoding: 1,147 and 1,207 tokens/s with 1 and 2 threads on an idle machine, 719 and 17 beside a busy one."""
-
-OnLoad = Callable[[str, float], None]
-"""Told (phase, share done from 0 to 1) while an engine starts."""
 
 
 class StepObserver(Protocol):
@@ -117,10 +116,14 @@ class Engine:
         self, config: EngineConfig, on_load: OnLoad | None = None, observer: StepObserver | None = None
     ) -> None:
         report = on_load or (lambda phase, share: None)
+        if config.device == "auto":
+            config = replace(config, device=find_device()[0])
         self.config = config
+        trace = TraceFile(config.profile) if config.profile else None  # a bad folder is told before anything is loaded
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
-        kernels = choose_kernels(config.cpu_kernels)
+        self.device = open_device(config.device)
+        kernels = choose_kernels(config.cpu_kernels, self.device.torch, config.deterministic)
         loading = f"quantizing weights to {config.quantization}" if config.quantization else "loading weights"
         self.model = load_model(
             self.path,
@@ -131,32 +134,28 @@ class Engine:
             config.quantization_group_size,
         )
         self.threads = config.threads or self._enough_threads()
-        report("planning memory", 1.0)
-        self.memory_plan: MemoryPlan = plan_memory(config, self.model, free_memory())
+        started = start_runner(config, self.model, self.device, self.threads, report)
+        self.memory_plan: MemoryPlan = started.plan
+        self.kv_cache = started.kv
         self.sampling_defaults = self._read_sampling_defaults()
-        self.notes = (*self.model.notes, *self.memory_plan.notes, *self._own_notes())
+        self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)
         self.max_model_len = self.memory_plan.max_model_len
         self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
-        model, plan = self.model, self.memory_plan
-        self.kv_cache = KVCache(
-            plan.num_blocks,
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            plan.block_size,
-            model.dtype,
-            config.kv_cache_dtype,
-        )
-        runner = ModelRunner(model, self.kv_cache, plan.logit_rows, self.threads)
-        self.executor: Executor = InlineExecutor(runner)
-        self._observer = observer
+        in_thread = config.async_scheduling and not self.device.asynchronous
+        self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
+        self._timeline = None if trace is None else self._make_timeline(trace)
+        self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
-        self._depth = 0  # steps in flight beside the one that is waited for; the device needs none on a CPU
+        self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
         self._closed = False
         report("ready", 1.0)
+
+    def _make_timeline(self, trace: TraceFile) -> Timeline:
+        kernels = KernelProfile(trace.path) if self.device.asynchronous else None
+        return Timeline(trace, self.scheduler, kernels)
 
     def _enough_threads(self) -> int:
         """One a core, but no more than have something to do: threads wait for one another many times a step."""
@@ -176,8 +175,20 @@ class Engine:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
         if self.config.threads is None and self.threads < torch.get_num_threads():
             notes.append(f"threads={self.threads}: more would mostly wait for one another in a model this small")
-        if not self.config.deterministic:
+        if self.config.device == "cpu":
+            notes += self._notes_of_cpu()
+        return notes
+
+    def _notes_of_cpu(self) -> list[str]:
+        """What changes nothing here although it was set, or why no GPU is used although there is one."""
+        config, notes = self.config, []
+        if not config.deterministic:
             notes.append("deterministic=False changes nothing on a CPU: the kernels are batch-invariant anyway")
+        for field in fields(config):
+            if field.name in ("gpu_memory_utilization", "cuda_graphs", "enforce_eager"):
+                value = getattr(config, field.name)
+                if value != field.default:
+                    notes.append(f"{field.name}={value} changes nothing on a CPU")
         return notes
 
     def _kv_manager(self) -> KVManager:
@@ -223,9 +234,12 @@ class Engine:
         begin = time.monotonic()
         plan = self.scheduler.schedule(begin)
         if plan:
-            if self._observer:
-                self._observer.planned(plan, begin, time.monotonic() - begin)
+            scheduled = time.monotonic()
+            for observer in self._observers:
+                observer.planned(plan, begin, scheduled - begin)
             self._in_flight.append((plan, self.executor.submit(plan)))
+            if self._timeline:
+                self._timeline.submitted(plan, scheduled, time.monotonic() - scheduled)
         elif not self._in_flight and not self.scheduler.idle:
             return self._end_stalled()
         updates = self.scheduler.take_updates()
@@ -238,16 +252,22 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._in_flight.clear()
+            self.executor.close()
+            if self._timeline:
+                self._timeline.close()
             del self.model, self.scheduler, self.executor, self.kv_cache
 
     def _commit(self, plan: StepPlan, pending: PendingResult) -> list[RequestUpdate]:
+        begin = time.monotonic()
         result = pending.wait()
+        if self._timeline:
+            self._timeline.waited(plan, begin, time.monotonic() - begin)
         stats, kv = self._stats, self.scheduler.kv
         stats.count(plan, result)
         stats.peak_blocks = max(stats.peak_blocks, kv.num_usable - kv.num_available)
         updates = self.scheduler.commit(plan, result, time.monotonic())
-        if self._observer:
-            self._observer.committed(plan, result, updates)
+        for observer in self._observers:
+            observer.committed(plan, result, updates)
         if self.config.check_invariants:
             invariants.check(self.scheduler)
         return updates

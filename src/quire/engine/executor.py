@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
+import weakref
+from concurrent.futures import Future
 from typing import Protocol
 
 from quire.core.step import SpanResult, StepPlan, StepResult
@@ -28,37 +32,81 @@ class Executor(Protocol):
         """Start a step."""
         ...
 
-
-class Done:
-    """A result that is there already."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def wait(self) -> StepResult:
-        return self._result
+    def close(self) -> None:
+        """Free what it holds, once the steps that were submitted have run."""
+        ...
 
 
-class Failed:
-    """The result of a step that did not run to its end: each of its requests has an error."""
+class Submitted:
+    """A step that was launched, or that failed to be; a step that fails ends each of its requests with an error."""
 
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: StepPlan, launched: PendingResult | None) -> None:
+        self._plan, self._launched = plan, launched
 
     def wait(self) -> StepResult:
+        if self._launched is not None:
+            try:
+                return self._launched.wait()
+            except Exception:
+                _log_failure(self._plan)
         return StepResult(self._plan.number, [SpanResult([], error=STEP_FAILED) for _ in self._plan.spans])
 
 
 class InlineExecutor:
-    """Runs each step at once, in the calling thread."""
+    """Launches each step in the calling thread. A device that works by itself computes it while the caller goes on."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        try:
-            return Done(self._runner.run(plan))
-        except Exception:
-            # It cannot be told whose fault it is: every request of this step ends, and the engine goes on.
-            logger.exception("step %d failed; its %d requests end with an error", plan.number, len(plan.spans))
-            return Failed(plan)
+        return Submitted(plan, _launch(self._runner, plan))
+
+    def close(self) -> None:
+        del self._runner
+
+
+class ThreadExecutor:
+    """Runs each step in a thread of its own, one after the other: a CPU computes it while the caller goes on."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._plans: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(runner, self._plans), name="quire-runner", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._plans.put, None)  # an engine that nobody closed lets its thread end all the same
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        future: Future[StepResult] = Future()
+        self._plans.put((plan, future))
+        return _InThread(future)
+
+    def close(self) -> None:
+        self._plans.put(None)
+        self._thread.join()
+
+
+class _InThread:
+    def __init__(self, future: Future[StepResult]) -> None:
+        self._future = future
+
+    def wait(self) -> StepResult:
+        return self._future.result()
+
+
+def _work(runner: ModelRunner, plans: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None]) -> None:
+    while (job := plans.get()) is not None:
+        plan, future = job
+        future.set_result(Submitted(plan, _launch(runner, plan)).wait())
+        del job, plan, future  # what waits for the next plan holds nothing of this one
+
+
+def _launch(runner: ModelRunner, plan: StepPlan) -> PendingResult | None:
+    """The step, launched; None where that failed. It cannot be told whose fault it is, and the engine goes on."""
+    try:
+        return runner.launch(plan)
+    except Exception:
+        _log_failure(plan)
+        return None
+
+
+def _log_failure(plan: StepPlan) -> None:
+    logger.exception("step %d failed; its %d requests end with an error", plan.number, len(plan.spans))

@@ -37,3 +37,6 @@ class FaultyExecutor:
                 raise RuntimeError("an injected fault")
             threading.Event().wait()
         return self._inner.submit(plan)
+
+    def close(self) -> None:
+        self._inner.close()

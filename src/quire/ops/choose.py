@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kernels import Kernels
@@ -10,12 +12,21 @@ UNPROVEN = ("amx",)
 """Never run on real hardware yet, so only used where it is asked for by name."""
 
 
-def choose_kernels(name: str = "auto") -> Kernels:
-    """The fastest kernels that this machine can run, or those of a name: "torch", or an instruction set.
+def choose_kernels(name: str = "auto", device: torch.device | None = None, deterministic: bool = True) -> Kernels:
+    """The fastest kernels that this machine can run.
+
+    Args:
+        name: of a CPU's: "torch", or an instruction set.
+        device: where they run; a CPU unless said.
+        deterministic: on a GPU, whether every row's bits are independent of the other rows. On a CPU they always are.
 
     Raises:
         ConfigError: the named ones were not built, or this machine cannot run them.
     """
+    if device is not None and device.type == "cuda":
+        from quire.ops.triton.kernels import TritonKernels  # Triton is there where there is a GPU
+
+        return TritonKernels(device, deterministic)
     proven = [isa for isa in library.usable() if isa not in UNPROVEN]
     if name == "torch" or (name == "auto" and not proven):
         return Kernels()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_NO_IDS = np.zeros(0, np.int64)
+_NO_VALUES = np.zeros(0, np.float32)
+
+IN_PROMPT, IN_OUTPUT = 1, 2
+"""What standing in the prompt, and each time in the output, adds to a token's count in a `History`."""
 
 
 @dataclass(slots=True)
@@ -28,21 +33,9 @@ class Lists:
     values: Tensor
 
     @classmethod
-    def of(
-        cls,
-        ids: Sequence[NDArray[np.int64]],
-        values: Sequence[NDArray[np.float32]] = (),
-        device: torch.device | str = "cpu",
-    ) -> Lists:
-        """One list for each entry of `ids`, with `values` in parallel or without."""
-
-        def joined(parts: Sequence[NDArray[Any]], dtype: type) -> Tensor:
-            whole = np.concatenate(parts) if len(parts) else np.zeros(0, dtype)
-            return torch.from_numpy(whole).to(device)
-
-        starts = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum([len(part) for part in ids], out=starts[1:])
-        return cls(torch.from_numpy(starts).to(device), joined(ids, np.int64), joined(values, np.float32))
+    def of(cls, ids: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.float32]] = ()) -> Lists:
+        """One list for each entry of `ids`, with `values` in parallel or without; on the CPU."""
+        return cls(*(torch.from_numpy(array) for array in list_arrays(ids, values)))
 
     def places(self, rows: Tensor, vocab: int) -> Tensor:
         """Where each entry lies in flattened logits [.., vocab]: [entries] int64."""
@@ -53,6 +46,28 @@ class Lists:
         return values.repeat_interleave(self.starts.diff())
 
 
+def list_arrays(
+    ids: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.float32]] = ()
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """`starts`, `ids` and `values` of `Lists`, with one list for each entry of `ids`."""
+    starts = np.zeros(len(ids) + 1, np.int64)
+    np.cumsum([len(part) for part in ids], out=starts[1:])
+    return starts, np.concatenate([_NO_IDS, *ids]), np.concatenate([_NO_VALUES, *values])
+
+
+@dataclass(slots=True)
+class History:
+    """The tokens that n rows' requests have seen, counted on the device: the host may not know the last ones yet.
+
+    Attributes:
+        counts: [requests, vocab] int32: twice how often a token stands in the output, plus 1 where it is the prompt's.
+        requests: [n] int64, each row's place in `counts`; -1 where a row has no penalties.
+    """
+
+    counts: Tensor
+    requests: Tensor
+
+
 @dataclass(slots=True)
 class Edits:
     """Edits of n rows of logits, in the order in which they act.
@@ -60,7 +75,8 @@ class Edits:
     Attributes:
         rows: [n] int64, which rows; all different.
         repetition, frequency, presence: [n] fp32, the penalties.
-        seen: the tokens of prompt and output, and how often each stands in the output.
+        seen: the tokens of prompt and output, and how often each stands in the output: a list, or a `History` for
+            kernels that read a step's numbers on the device (`Kernels.reads_spans`).
         bias: added.
         allowed: where a row has some, all others are masked.
         banned: masked.
@@ -70,7 +86,7 @@ class Edits:
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
-    seen: Lists
+    seen: Lists | History
     bias: Lists
     allowed: Lists
     banned: Lists
@@ -84,7 +100,10 @@ def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
     """
     vocab, flat = logits.shape[1], logits.view(-1)
     finite = torch.isfinite(logits[edits.rows].amax(-1))
-    _penalize(flat, edits, vocab)
+    if isinstance(edits.seen, History):
+        _penalize_by_history(logits, edits, edits.seen)
+    else:
+        _penalize_listed(flat, edits, edits.seen, vocab)
     flat[edits.bias.places(edits.rows, vocab)] += edits.bias.values
     places = edits.allowed.places(edits.rows, vocab)
     kept = flat[places]
@@ -94,10 +113,32 @@ def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
     return finite
 
 
-def _penalize(flat: Tensor, edits: Edits, vocab: int) -> None:
-    seen, places = edits.seen, edits.seen.places(edits.rows, vocab)
-    values, repetition = flat[places], edits.seen.spread(edits.repetition)
+def count_tokens(history: History, tokens: Tensor) -> None:
+    """Counts tokens [n] as the next of their rows' outputs; a negative one is none."""
+    vocab = history.counts.shape[1]
+    amounts = ((tokens >= 0) & (history.requests >= 0)).to(torch.int32) * IN_OUTPUT
+    places = history.requests.clamp(min=0) * vocab + tokens.clamp(min=0)
+    history.counts.view(-1).index_add_(0, places, amounts)
+
+
+def _penalize_listed(flat: Tensor, edits: Edits, seen: Lists, vocab: int) -> None:
+    places = seen.places(edits.rows, vocab)
+    penalties = (seen.spread(part) for part in (edits.repetition, edits.frequency, edits.presence))
+    flat[places] = _penalized(flat[places], seen.values, *penalties)
+
+
+def _penalize_by_history(logits: Tensor, edits: Edits, history: History) -> None:
+    counts = history.counts[history.requests.clamp(min=0)]  # [n, vocab]
+    values = logits[edits.rows]
+    penalties = (part[:, None] for part in (edits.repetition, edits.frequency, edits.presence))
+    penalized = _penalized(values, (counts // IN_OUTPUT).float(), *penalties)
+    seen = (counts > 0) & (history.requests >= 0)[:, None]
+    logits[edits.rows] = torch.where(seen, penalized, values)
+
+
+def _penalized(values: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Logits of tokens that were seen, `times` of them in the output."""
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= seen.spread(edits.frequency) * seen.values
-    values -= seen.spread(edits.presence) * (seen.values > 0)
-    flat[places] = values
+    values -= frequency * times
+    values -= presence * (times > 0)
+    return values

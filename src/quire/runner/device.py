@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from quire.errors import DeviceError
+
+OLDEST_CAPABILITY = (8, 0)
+"""bf16 products and asynchronous copies came with it (Ampere)."""
+OLDEST_TRITON = (3, 6)
+
+T = TypeVar("T")
 
 
 class Mark(Protocol):
@@ -17,12 +28,22 @@ class Mark(Protocol):
         """Return once the device has come so far."""
         ...
 
+    def time(self) -> float:
+        """When the device came there, in seconds of `time.monotonic`; only after waiting for it."""
+        ...
+
 
 class Reached:
     """A point that is behind us."""
 
+    def __init__(self) -> None:
+        self._time = time.monotonic()
+
     def wait(self) -> None:
         return
+
+    def time(self) -> float:
+        return self._time
 
 
 class Device:
@@ -39,9 +60,21 @@ class Device:
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
 
+    def describe(self) -> str:
+        """What it is, for people."""
+        return "CPU"
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Whatever is computed within is queued here."""
+        return nullcontext()
+
     def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """Arrays as tensors on the device, in one copy; the arrays may be changed afterwards."""
         return [torch.from_numpy(array.copy()) for array in arrays]
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """Write an array into a tensor on the device; the array may be changed afterwards."""
+        tensor.copy_(torch.from_numpy(array))
 
     def download(self, *tensors: Tensor) -> list[Tensor]:
         """Copies on the host, as the tensors are when the device comes to this point."""
@@ -51,20 +84,57 @@ class Device:
         """This point."""
         return Reached()
 
+    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Record what `run` tells the device, without doing it, so that it can be repeated at almost no cost.
+
+        `run` may not wait for the device, and reads and writes the same memory at every repetition.
+
+        Returns:
+            What repeats it, and what `run` returned: tensors that each repetition writes anew.
+        """
+        raise NotImplementedError("a CPU runs what it is told at once; there is nothing to record")
+
+    def peak(self, run: Callable[[], None]) -> int:
+        """Most bytes that `run` holds at once beyond what was held before."""
+        raise NotImplementedError("counted, not measured, on a CPU")
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are free, and bytes in all."""
+        raise NotImplementedError("see memory_plan.free_memory")
+
+    def release(self) -> None:
+        """Give memory back that is kept for later."""
+
 
 class CudaDevice(Device):
-    """A GPU: everything is queued on the current stream, in order, and the host goes on."""
+    """A GPU: everything is queued on one stream, in order, and the host goes on.
+
+    Raises:
+        DeviceError: there is no such GPU, or it or the software is too old; the message says what to do.
+    """
 
     asynchronous = True
 
     def __init__(self, index: int = 0) -> None:
+        check_cuda(index)
         self.torch = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch)
+        self._stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._last = self._event()
+        self._last.synchronize()
+        self._last_time = time.monotonic()
+
+    def describe(self) -> str:
+        found = torch.cuda.get_device_properties(self.torch)
+        return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+
+    def active(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
 
     def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
         places = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()
-        # torch keeps pinned memory from being used again before the copy has run.
-        staged = torch.empty(places[-1], dtype=torch.uint8, pin_memory=True)
-        host = staged.numpy()
+        staged, host = self._staging(places[-1])
         for array, place in zip(arrays, places, strict=False):
             host[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         sent = staged.to(self.torch, non_blocking=True)
@@ -73,18 +143,110 @@ class CudaDevice(Device):
             for array, place in zip(arrays, places, strict=False)
         ]
 
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        staged, host = self._staging(array.nbytes)
+        host[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        tensor.copy_(staged.view(tensor.dtype).view(tensor.shape), non_blocking=True)
+
+    def _staging(self, size: int) -> tuple[Tensor, NDArray[np.uint8]]:
+        """Pinned memory; torch keeps it from being used again before the copy out of it has run."""
+        staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return staged, staged.numpy()
+
     def download(self, *tensors: Tensor) -> list[Tensor]:
         return [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return _CudaMark(event)
+        return _CudaMark(self, self._event())
+
+    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.torch)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                made = run()
+            finally:
+                graph.capture_end()
+        return graph.replay, made
+
+    def peak(self, run: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(self.torch)
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        with self.active():
+            run()
+        torch.cuda.synchronize(self.torch)
+        return torch.cuda.max_memory_allocated(self.torch) - before
+
+    def memory(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.torch)
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def time_of(self, event: torch.cuda.Event) -> float:
+        """When an event behind us came, in the host's seconds: its distance from the last one that was asked for."""
+        self._last_time += self._last.elapsed_time(event) / 1000
+        self._last = event
+        return self._last_time
 
 
 class _CudaMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, device: CudaDevice, event: torch.cuda.Event) -> None:
+        self._device, self._event = device, event
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def time(self) -> float:
+        return self._device.time_of(self._event)
+
+
+def open_device(kind: str) -> Device:
+    """The device of an `EngineConfig`: "cpu" or "cuda".
+
+    Raises:
+        DeviceError: see `CudaDevice`.
+    """
+    return CudaDevice() if kind == "cuda" else Device()
+
+
+def check_cuda(index: int = 0) -> None:
+    """Raises DeviceError unless GPU `index` can run Quire's kernels."""
+    if torch.version.cuda is None:
+        raise DeviceError(
+            f"device=cuda, but the installed torch {torch.__version__} was built for CPUs only; "
+            "install torch with CUDA (pip install torch), or use device=cpu"
+        )
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device=cuda, but there is no GPU {index} here ({torch.cuda.device_count()} found); check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES, or use device=cpu"
+        )
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST_CAPABILITY:
+        raise DeviceError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}; Quire's "
+            f"kernels need {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} (Ampere) or newer: use device=cpu"
+        )
+    _check_triton()
+
+
+def _check_triton() -> None:
+    least = ".".join(map(str, OLDEST_TRITON))
+    try:
+        import triton
+    except ImportError as error:
+        raise DeviceError(f"device=cuda needs Triton: pip install 'triton>={least}', or use device=cpu") from error
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        raise DeviceError(
+            f"Triton {triton.__version__} is too old for Quire's kernels; pip install 'triton>={least}' (torch 2.11 "
+            "and newer bring it), or use device=cpu"
+        )

@@ -64,13 +64,21 @@ class MemoryPlan:
         ]
 
 
-def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig,
+    model: Model,
+    free_bytes: int,
+    activations: int | None = None,
+    share: float = FREE_SHARE,
+) -> MemoryPlan:
     """Divide the memory.
 
     Args:
         config: options; `num_kv_blocks` and `kv_cache_memory` decide where they are set.
         model: already loaded, so that `free_bytes` is what remains.
         free_bytes: memory that could be taken now.
+        activations: the largest step's intermediate results, where they were measured; otherwise they are counted.
+        share: of what is free beside them, for KV.
 
     Raises:
         PoolTooSmallError: the pool does not hold one request of the `max_model_len` that was asked for.
@@ -83,16 +91,17 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPl
     token_bytes = kv_bytes_per_token(
         model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, config.kv_cache_dtype
     )
-    longest = _longest_context(config, model)
-    logit_rows = max(8, LOGIT_SLICE_BYTES // (model.vocab_size * 4))
-    activations = activation_bytes(config, model, logit_rows)
+    longest = longest_context(config, model)
+    rows = logit_rows(model)
+    if activations is None:
+        activations = activation_bytes(config, model, rows)
     most_useful = config.max_num_seqs * -(-longest // block_size) + 1
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks + 1
     elif config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // (block_size * token_bytes)
     else:
-        num_blocks = min(int(max(0, free_bytes - activations) * FREE_SHARE) // (block_size * token_bytes), most_useful)
+        num_blocks = min(int(max(0, free_bytes - activations) * share) // (block_size * token_bytes), most_useful)
     _check_free(num_blocks * block_size * token_bytes, activations, block_size * token_bytes, free_bytes)
     fits = _longest_fit(config, model, num_blocks)
     if fits < block_size:
@@ -124,10 +133,15 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> MemoryPl
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=longest,
-        logit_rows=logit_rows,
+        logit_rows=rows,
         notes=tuple(notes),
         quantization=None if model.quantization is None else model.quantization.of_model(),
     )
+
+
+def logit_rows(model: Model) -> int:
+    """How many rows of logits are made at once for prompts."""
+    return max(8, LOGIT_SLICE_BYTES // (model.vocab_size * 4))
 
 
 def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int:
@@ -187,7 +201,12 @@ def _check_free(kv_bytes: int, activations: int, block_bytes: int, free_bytes: i
         )
 
 
-def _longest_context(config: EngineConfig, model: Model) -> int:
+def longest_context(config: EngineConfig, model: Model) -> int:
+    """The context that was asked for, or else the longest that the model was made for.
+
+    Raises:
+        ConfigError: more was asked for.
+    """
     asked, trained = config.max_model_len, model.max_position_embeddings
     if asked is not None and asked > trained:
         raise ConfigError(

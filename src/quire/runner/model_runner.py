@@ -1,24 +1,38 @@
-"""Computes a step: from a plan to a ragged batch, through the model and the sampler, to the result."""
+"""Computes a step: from a plan through the model and the sampler to the result.
+
+A step has two halves. `launch` tells the device all that there is to do, and does not wait: the sampled tokens stay
+there, where the next step finds them. `LaunchedStep.wait` waits, and makes the result of what came back. On a CPU
+everything is done when `launch` returns.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.step import FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprobs
 from quire.models.model import Model
-from quire.ops import KVCache, RaggedBatch
-from quire.runner.sampler import Sampler
+from quire.ops import KVCache
+from quire.runner.device import Device, Mark
+from quire.runner.device_forward import DeviceForward
+from quire.runner.host_forward import HostForward
+from quire.runner.sampler import Sampled, Sampler, Scored
+
+logger = logging.getLogger(__name__)
 
 NOT_FINITE = "the model's logits or hidden states are not finite (NaN or infinity)"
+FAILED_BEFORE = "an earlier step of this request failed"
+OUT_OF_MEMORY = (
+    "the device ran out of memory while it computed this request alone; lower max_num_batched_tokens or "
+    "gpu_memory_utilization, or ask for fewer tokens"
+)
 
 
 class ModelRunner:
@@ -30,196 +44,224 @@ class ModelRunner:
         logit_rows: most rows whose logits are made at once for prompt log-probabilities.
         threads: how many a step may use. torch keeps that number for the whole process, so it is set for each
             step and put back after it: engines side by side, and the program around them, keep their own.
+        device: where the model lies.
+        forward: how spans get through the model; what suits the kernels, unless said.
     """
 
-    def __init__(self, model: Model, kv: KVCache, logit_rows: int, threads: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        logit_rows: int,
+        threads: int,
+        device: Device | None = None,
+        forward: HostForward | DeviceForward | None = None,
+    ) -> None:
         self.model = model
         self.kv = kv
-        self.sampler = Sampler(model.vocab_size, model.kernels)
+        self.device = device or Device()
+        self.sampler = Sampler(model.vocab_size, model.kernels, self.device)
+        self._forward = forward or HostForward(model, kv)
         self._logit_rows = logit_rows
         self._threads = threads
         self._requests: dict[int, _Request] = {}
-        self._tables = _BlockTables()
+        self._free_rows: list[int] = []  # of the block tables
         self._next_number = 0
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step.
+        """Compute one step, and wait for it: see `launch`."""
+        return self.launch(plan).wait()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start one step.
 
         Raises:
             RuntimeError: a plan is missing, so this runner may lack state; full state must be sent again.
         """
-        begin = time.perf_counter()
         if plan.number != self._next_number:
             raise RuntimeError(f"plan {plan.number} came where {self._next_number} was next; send full state again")
         self._next_number += 1
-        threads_before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        try:
-            results = self._compute(plan)
-        finally:
-            torch.set_num_threads(threads_before)
-        return StepResult(plan.number, results, time.perf_counter() - begin)
-
-    def _compute(self, plan: StepPlan) -> list[SpanResult]:
-        self._take_in(plan)
-        batch = self._batch(plan.spans)
-        hidden = self.model.forward(batch, self.kv)  # [tokens, hidden]
-        results = self._finite_results(hidden, batch)
-        self._score_prompts(plan.spans, results, hidden, batch)
-        self._sample(plan.spans, results, hidden, batch)
-        return results
-
-    # -- state ---------------------------------------------------------------------------------------------
+        with torch.inference_mode(), self.device.active(), _threads(self._threads):
+            begin = self.device.mark()
+            try:
+                self._take_in(plan)
+                spans = [span for span in plan.spans if not self._requests[span.request].failed]
+                parts = self._compute(spans) if spans else []
+            except Exception:
+                for span in plan.spans:
+                    self._requests[span.request].failed = True
+                raise
+            return LaunchedStep(plan, parts, begin, self.device.mark())
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
         for number in plan.ended:
             request = self._requests.pop(number, None)
             if request is not None:
-                self._tables.give_back(request.table)
+                self._free_rows.append(request.row)
             self.sampler.end(number)
         for info in plan.started:
-            self._requests[info.request] = _Request(self._tables.take(), info.params.prompt_logprobs or 0)
+            row = self._free_rows.pop() if self._free_rows else len(self._requests)
+            self._requests[info.request] = _Request(row, info.params.prompt_logprobs or 0)
+        for info in plan.started:
             self.sampler.start(info)
-        for span in plan.spans:
-            if span.blocks:
-                self._tables.set(self._requests[span.request].table, span.table_start, span.blocks)
-            if span.copies:
-                self.kv.copy(list(span.copies))
+        grown = [span for span in plan.spans if span.blocks]
+        if grown:
+            rows = [self._requests[span.request].row for span in grown]
+            self._forward.set_blocks(rows, [span.table_start for span in grown], [span.blocks for span in grown])
+        copies = [copy for span in plan.spans if span.copies for copy in span.copies]
+        if copies:
+            self.model.kernels.copy_blocks(self.kv, copies)
 
-    def _batch(self, spans: list[Span]) -> RaggedBatch:
-        """All spans one after the other."""
-        size = self.kv.block_size
-        requests = [self._requests[span.request] for span in spans]
-        tables = np.array([request.table for request in requests])
-        starts = np.array([span.start for span in spans])
-        lengths = np.array([len(span.tokens) for span in spans])
-        row_starts = np.zeros(len(spans) + 1, np.int64)
-        np.cumsum(lengths, out=row_starts[1:])
-        tokens = np.array(list(chain.from_iterable(span.tokens for span in spans)), np.int64)
-        span_of_row = np.repeat(np.arange(len(spans)), lengths)  # [tokens]
-        previous = (tokens == FROM_PREVIOUS).nonzero()[0]
-        tokens[previous] = [requests[i].last_token for i in span_of_row[previous].tolist()]
-        positions = np.arange(len(tokens)) + (starts - row_starts[:-1])[span_of_row]
-        blocks, offsets = np.divmod(positions, size)
-        return RaggedBatch(
-            token_ids=torch.from_numpy(tokens),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(self._tables.at(tables[span_of_row], blocks) * size + offsets),
-            row_starts=row_starts.tolist(),
-            context_lens=(starts + lengths).tolist(),
-            block_tables=torch.from_numpy(self._tables.heads(tables, -(-(starts + lengths) // size))),
-            block_size=size,
-        )
+    def _compute(self, spans: list[Span]) -> list[_Part]:
+        """All spans at once; where the device's memory does not suffice, one half after the other."""
+        try:
+            return [self._compute_at_once(spans)]
+        except torch.OutOfMemoryError:
+            self.device.release()
+            if len(spans) == 1:
+                logger.error("out of memory: request %d (%d tokens) ends", spans[0].request, len(spans[0].tokens))
+                self._requests[spans[0].request].failed = True
+                return [_Part(spans, error=OUT_OF_MEMORY)]
+            logger.warning("out of memory in a step of %d spans: it is computed in two halves", len(spans))
+        half = len(spans) // 2
+        return self._compute(spans[:half]) + self._compute(spans[half:])
 
-    # -- results -------------------------------------------------------------------------------------------
+    def _compute_at_once(self, spans: list[Span]) -> _Part:
+        """Launch the forward pass, the scores of prompts, and sampling; what comes back, in an order that is kept."""
+        rows = np.array([self._requests[span.request].row for span in spans])
+        hidden, finite = self._forward(spans, rows)
+        row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
+        part = _Part(spans, row_starts=row_starts.tolist())
+        for index, span in enumerate(spans):
+            if span.targets:
+                part.scored[index] = self._score_prompt(span, hidden[row_starts[index] :])
+        part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
+        if part.chosen:
+            part.sampled = self._sample(part, hidden, rows)
+        [part.finite] = self.device.download(finite)
+        return part
 
-    def _finite_results(self, hidden: Tensor, batch: RaggedBatch) -> list[SpanResult]:
+    def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:
+        """Prompt log-probabilities, a slice of rows at a time, since logits are wide."""
+        top = self._requests[span.request].prompt_logprobs
+        return [
+            self.sampler.launch_score(self.model.logits(hidden[start:stop]), list(span.targets[start:stop]), top)
+            for start, stop in _slices(len(span.targets), self._logit_rows)
+        ]
+
+    def _sample(self, part: _Part, hidden: Tensor, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Sampled:
+        """One token for each span that ends at the last known one."""
+        chosen, places = np.array(part.chosen), []
+        for index in part.chosen:
+            span = part.spans[index]
+            places.append((span.request, span.start + len(span.tokens)))
+        if len(chosen) == part.row_starts[-1]:  # every row: decodes alone
+            [table_rows] = self.device.upload(rows)
+            logits = self.model.logits(hidden[: len(chosen)])
+        else:
+            last, table_rows = self.device.upload(np.array(part.row_starts)[chosen + 1] - 1, rows[chosen])
+            logits = self.model.logits(hidden.index_select(0, last))
+        sampled = self.sampler.launch(logits, places)
+        self._forward.last_tokens.index_copy_(0, table_rows, sampled.tokens)
+        return sampled
+
+
+class LaunchedStep:
+    """A step that the device was told to compute."""
+
+    def __init__(self, plan: StepPlan, parts: list[_Part], begin: Mark, end: Mark) -> None:
+        self._plan, self._parts, self._begin, self._end = plan, parts, begin, end
+
+    def wait(self) -> StepResult:
+        """Its result, once the device has computed it."""
+        self._end.wait()
+        began, ended = self._begin.time(), self._end.time()
+        found = {span.request: result for part in self._parts for span, result in part.results()}
+        results = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
+        return StepResult(self._plan.number, results, ended - began, began)
+
+
+class _Part:
+    """Spans that were computed at once, and what comes back of them.
+
+    Attributes:
+        row_starts: first row of each span, and one entry more.
+        finite: [tokens] whether each row's hidden state is.
+        scored: by index of the span, the slices of its prompt's scores.
+        chosen: indices of the spans that sample, in the order of `sampled`.
+        error: why none of them has a result.
+    """
+
+    def __init__(self, spans: list[Span], row_starts: list[int] | None = None, error: str | None = None) -> None:
+        self.spans, self.row_starts, self.error = spans, row_starts or [0], error
+        self.finite = torch.empty(0, dtype=torch.bool)
+        self.scored: dict[int, list[Scored]] = {}
+        self.chosen: list[int] = []
+        self.sampled: Sampled | None = None
+
+    def results(self) -> Iterable[tuple[Span, SpanResult]]:
+        """One a span."""
+        if self.error is not None:
+            return [(span, SpanResult([], error=self.error)) for span in self.spans]
+        results = self._finite_results()
+        for index, slices in self.scored.items():
+            entries = [entry for scored in slices for entry in scored.finish()]
+            _take_scores(results[index], entries)
+        for index, row in zip(self.chosen, self.sampled.finish() if self.sampled else (), strict=True):
+            result = results[index]
+            result.error = result.error or row.error
+            if result.error is None:
+                result.tokens = [row.token]
+                result.logprobs = None if row.logprobs is None else [row.logprobs]
+        return zip(self.spans, results, strict=True)
+
+    def _finite_results(self) -> list[SpanResult]:
         """An empty result a span, or an error for each span with a row that is not finite.
 
         A key or value that is not finite makes its own row so, since each token attends to itself: rows
         without logits are checked too, or a bad block could be shared.
         """
-        finite = self.model.kernels.finite_rows(hidden)
+        finite = self.finite[: self.row_starts[-1]]
         if bool(finite.all()):
-            return [SpanResult([]) for _ in batch.context_lens]
-        pairs = zip(batch.row_starts, batch.row_starts[1:], strict=False)
+            return [SpanResult([]) for _ in self.spans]
+        pairs = zip(self.row_starts, self.row_starts[1:], strict=False)
         return [SpanResult([], error=None if bool(finite[a:b].all()) else NOT_FINITE) for a, b in pairs]
 
-    def _score_prompts(self, spans: list[Span], results: list[SpanResult], hidden: Tensor, batch: RaggedBatch) -> None:
-        """Prompt log-probabilities, a slice of rows at a time, since logits are wide."""
-        for index, (span, result) in enumerate(zip(spans, results, strict=True)):
-            if not span.targets or result.error is not None:
-                continue
-            top = self._requests[span.request].prompt_logprobs
-            first = batch.row_starts[index]
-            scored: list[TokenLogprobs] = []
-            for start, stop in _slices(len(span.targets), self._logit_rows):
-                logits = self.model.logits(hidden[first + start : first + stop])
-                scored += self.sampler.score(logits, list(span.targets[start:stop]), top)
-            if any(math.isnan(entry.values[0]) for entry in scored):
-                result.error = NOT_FINITE
-            else:
-                result.prompt_logprobs = scored
 
-    def _sample(self, spans: list[Span], results: list[SpanResult], hidden: Tensor, batch: RaggedBatch) -> None:
-        """One token for each span that ends at the last known one."""
-        chosen = [i for i, span in enumerate(spans) if span.num_sampled and self._may_sample(span, results[i])]
-        if not chosen:
-            return
-        last_rows = [batch.row_starts[i + 1] - 1 for i in chosen]
-        rows = hidden if len(last_rows) == len(hidden) else hidden.index_select(0, torch.tensor(last_rows))
-        places = [(spans[i].request, batch.context_lens[i]) for i in chosen]
-        for i, row in zip(chosen, self.sampler.sample(self.model.logits(rows), places), strict=True):
-            request = self._requests[spans[i].request]
-            results[i].error = row.error
-            if row.error is not None:
-                request.failed = True
-                continue
-            results[i].tokens = [row.token]
-            results[i].logprobs = None if row.logprobs is None else [row.logprobs]
-            request.last_token = row.token
-
-    def _may_sample(self, span: Span, result: SpanResult) -> bool:
-        """Not after an error: a step planned before the error was known carries no meaning."""
-        request = self._requests[span.request]
-        request.failed = request.failed or result.error is not None
-        if request.failed and result.error is None:
-            result.error = "an earlier step of this request failed"
-        return not request.failed
+def _take_scores(result: SpanResult, entries: list[TokenLogprobs]) -> None:
+    if any(math.isnan(entry.values[0]) for entry in entries):
+        result.error = result.error or NOT_FINITE
+    elif result.error is None:
+        result.prompt_logprobs = entries
 
 
 @dataclass(slots=True)
 class _Request:
-    """What the runner keeps of a request; `table` is its row in the block tables."""
+    """What the runner keeps of a request.
 
-    table: int
+    Attributes:
+        row: in the block tables.
+        failed: a step of it failed when it was launched. Later ones are not computed: the engine has planned them
+            before it could know.
+    """
+
+    row: int
     prompt_logprobs: int
-    last_token: int = 0
     failed: bool = False
-
-
-class _BlockTables:
-    """The block tables of all requests: rows of one matrix that grows, so that a step gathers them at once."""
-
-    def __init__(self) -> None:
-        self._blocks = np.zeros((16, 64), np.int64)
-        self._free = list(range(len(self._blocks)))
-
-    def take(self) -> int:
-        """A row of zeros, for a new request."""
-        if not self._free:
-            rows = len(self._blocks)
-            self._free = list(range(rows, 2 * rows))
-            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
-        row = self._free.pop()
-        self._blocks[row] = 0
-        return row
-
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
-
-    def set(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """Entries of a row from `start` on."""
-        end, width = start + len(blocks), self._blocks.shape[1]
-        if end > width:
-            self._blocks = np.pad(self._blocks, ((0, 0), (0, max(end - width, width))))
-        self._blocks[row, start:end] = blocks
-
-    def at(self, rows: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Single entries."""
-        found: NDArray[np.int64] = self._blocks[rows, indices]
-        return found
-
-    def heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first `lengths` entries of some rows, [rows, longest], with zeros behind them."""
-        width = lengths.max()
-        heads: NDArray[np.int64] = self._blocks[:, :width][rows]
-        heads *= np.arange(width) < lengths[:, None]
-        return heads
 
 
 def _slices(length: int, size: int) -> Iterator[tuple[int, int]]:
     for start in range(0, length, size):
         yield start, min(start + size, length)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """For a while, torch uses this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -9,8 +9,7 @@ Reported log-probabilities are those of the raw logits.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,9 @@ from torch import Tensor
 from quire.core.step import RequestInfo, TokenLogprobs
 from quire.ops import Kernels, choose_kernels
 from quire.ops import sampling as ops
-from quire.ops.logit_edits import Edits, Lists
+from quire.ops.logit_edits import Edits, History, Lists, count_tokens, list_arrays
+from quire.runner.device import Device
+from quire.runner.token_counts import DeviceCounts, TokenCounts
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias and min_tokens mask all"
@@ -43,9 +44,13 @@ _STATE = np.dtype(
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),
+        ("history", np.int64),  # row of `DeviceCounts`; -1: none
     ]
 )
 """What a request's row of the sampler's table says, so that a step is prepared for all requests at once."""
+
+_FILTERS = 5
+"""Arrays that `_filter_arrays` makes."""
 
 
 @dataclass(slots=True)
@@ -57,39 +62,6 @@ class SampledRow:
     error: str | None = None
 
 
-class TokenCounts:
-    """The different tokens of one request, and how often each stands in the output: for penalties.
-
-    Kept as arrays that grow, so that a step does not convert a long history again.
-    """
-
-    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        counts = Counter(output)
-        distinct = list(dict.fromkeys([*prompt, *output]))
-        self._place = {token: i for i, token in enumerate(distinct)}
-        self._ids = np.array(distinct, np.int64)
-        self._counts = np.array([counts[token] for token in distinct], np.float32)
-
-    def add(self, token: int) -> None:
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._ids):
-            room = max(64, place)
-            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
-            self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
-        self._ids[place] = token
-        self._counts[place] += 1
-
-    @property
-    def ids(self) -> NDArray[np.int64]:
-        """Each different token of prompt and output once."""
-        return self._ids[: len(self._place)]
-
-    @property
-    def counts(self) -> NDArray[np.float32]:
-        """How often each of `ids` stands in the output."""
-        return self._counts[: len(self._place)]
-
-
 @dataclass(slots=True)
 class _Edited:
     """What the sampler keeps of a request whose logits are edited, beside its row of the table.
@@ -97,7 +69,7 @@ class _Edited:
     Attributes:
         prompt_length: tokens before the output.
         output: tokens so far; kept only for `bad_words`.
-        counts: for penalties; None: there are none.
+        counts: for penalties; None: there are none, or the device counts.
         allowed: no id: all are.
         stop_ids: banned before `min_tokens`.
     """
@@ -112,14 +84,28 @@ class _Edited:
     min_tokens: int
     bad_words: list[list[int]]
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what it is depends on the tokens sampled."""
+        return bool(self.bad_words) or self.counts is not None
+
     def append(self, token: int) -> None:
+        """Learn the next token; a negative one is none."""
+        if token < 0:
+            return
         if self.bad_words:
             self.output.append(token)
         if self.counts is not None:
             self.counts.add(token)
 
     def banned(self, position: int) -> NDArray[np.int64]:
-        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words."""
+        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words.
+
+        Raises:
+            RuntimeError: bad words, and a token before `position` that is not known.
+        """
+        if self.bad_words and self.prompt_length + len(self.output) != position:
+            raise RuntimeError(f"a request with bad_words samples position {position} before its last step is finished")
         ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
         if not self.bad_words and not ids:
             return _NO_IDS
@@ -131,23 +117,79 @@ class _Edited:
         return np.array(sorted(found), np.int64)
 
 
+@dataclass(slots=True)
+class Scored:
+    """Log-probabilities that the device may still be working on."""
+
+    _scores: ops.TokenScores
+    _tops: NDArray[np.int64]
+
+    def finish(self) -> list[TokenLogprobs]:
+        """One entry a row; to be called once the device has come past the launch (`Device.mark`)."""
+        scores = self._scores
+        table = zip(
+            scores.ids.tolist(), scores.values.tolist(), scores.ranks.tolist(), self._tops.tolist(), strict=True
+        )
+        return [_token_logprobs(ids, values, rank, top) for ids, values, rank, top in table]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """A token a row, on which the device may still be working.
+
+    Attributes:
+        tokens: [rows] int64 on the device; -1 where there is none.
+    """
+
+    tokens: Tensor
+    _on_host: Tensor  # the same
+    _finite: Tensor  # [edited rows] bool, on the host: whether each was finite before its edits
+    _edited: NDArray[np.int64]  # which rows were
+    _told: list[tuple[int, _Edited]]  # rows whose requests must know their token on the host
+    _asked: NDArray[np.int64]  # rows that want log-probabilities
+    _scored: Scored | None  # of these
+
+    def tell(self) -> None:
+        """Lets the requests know their tokens, once."""
+        tokens = self._on_host.tolist() if self._told else []
+        for row, request in self._told:
+            request.append(tokens[row])
+        self._told = []
+
+    def finish(self) -> list[SampledRow]:
+        """One entry a row; to be called once the device has come past the launch (`Device.mark`)."""
+        self.tell()
+        sampled = [SampledRow(token, error=None if token >= 0 else NOT_FINITE) for token in self._on_host.tolist()]
+        for i, finite in zip(self._edited.tolist(), self._finite.tolist(), strict=True):
+            if finite and sampled[i].error is not None:
+                sampled[i].error = NOTHING_LEFT
+        for i, entry in zip(self._asked.tolist(), self._scored.finish() if self._scored else (), strict=True):
+            if sampled[i].error is None:
+                sampled[i].logprobs = entry
+        return sampled
+
+
 class Sampler:
     """Samples the rows of each step. One per model runner; not thread-safe.
+
+    A step has two halves, so that the host may prepare the next one in between: `launch` queues the work, and
+    `Sampled.finish` reads what came of it once the device is done.
 
     Args:
         vocab_size: width of the logits.
         kernels: what computes; the best that this machine has, unless said.
-        device: where the logits are.
+        device: where the logits are; the CPU, unless said.
     """
 
-    def __init__(self, vocab_size: int, kernels: Kernels | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(self, vocab_size: int, kernels: Kernels | None = None, device: Device | None = None) -> None:
         self._vocab_size = vocab_size
         self._kernels = kernels or choose_kernels()
-        self._device = torch.device(device)
+        self._device = device or Device()
         self._table = np.zeros(64, _STATE)
         self._free = list(range(len(self._table)))
         self._slots: dict[int, int] = {}
         self._edited: dict[int, _Edited] = {}
+        self._history = DeviceCounts(vocab_size, self._device) if self._kernels.reads_spans else None
 
     def start(self, info: RequestInfo) -> None:
         """Takes up a request.
@@ -158,7 +200,9 @@ class Sampler:
         params = info.params.resolved()
         if params.seed is None and not params.greedy:
             raise ValueError(f"request {info.request} has no seed; the engine sets one at admission")
-        edited = self._edited_state(info)
+        penalized = _penalized(info)
+        edited = self._edited_state(info, penalized)
+        counted = self._history if penalized else None
         vocab = self._vocab_size
         state = {
             "next": len(info.prompt_token_ids) + len(info.output_token_ids),
@@ -172,6 +216,7 @@ class Sampler:
             "repetition": params.repetition_penalty or 1.0,
             "frequency": params.frequency_penalty,
             "presence": params.presence_penalty,
+            "history": counted.take(info.prompt_token_ids, info.output_token_ids) if counted else -1,
         }
         if not self._free:
             self._free = list(range(len(self._table), 2 * len(self._table)))
@@ -181,11 +226,9 @@ class Sampler:
         if edited is not None:
             self._edited[info.request] = edited
 
-    def _edited_state(self, info: RequestInfo) -> _Edited | None:
+    def _edited_state(self, info: RequestInfo, penalized: bool) -> _Edited | None:
         """None where nothing changes the request's logits."""
         params, vocab = info.params, self._vocab_size
-        repetition = params.repetition_penalty or 1.0
-        penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or repetition != 1
         bias, allowed = params.logit_bias or {}, set(params.allowed_token_ids or ())
         # What cannot be sampled need not be banned, and a word cannot be completed that holds such a token.
         bad_words = [word for word in info.bad_words if word and max(word) < vocab]
@@ -196,10 +239,11 @@ class Sampler:
             self._check_ids(info, "output_token_ids", info.output_token_ids)
         self._check_ids(info, "logit_bias", bias)
         self._check_ids(info, "allowed_token_ids", allowed)
+        on_host = penalized and self._history is None
         return _Edited(
             prompt_length=len(info.prompt_token_ids),
             output=list(info.output_token_ids) if bad_words else [],
-            counts=TokenCounts(info.prompt_token_ids, info.output_token_ids) if penalized else None,
+            counts=TokenCounts(info.prompt_token_ids, info.output_token_ids) if on_host else None,
             bias_ids=np.array(list(bias), np.int64),
             biases=np.array(list(bias.values()), np.float32),
             allowed=np.array(sorted(allowed), np.int64),
@@ -221,10 +265,17 @@ class Sampler:
         slot = self._slots.pop(request, None)
         if slot is not None:
             self._free.append(slot)
+            if self._history is not None and self._table["history"][slot] >= 0:
+                self._history.give_back(int(self._table["history"][slot]))
             self._edited.pop(request, None)
 
-    def sample(self, logits: Tensor, rows: list[tuple[int, int]]) -> list[SampledRow]:
-        """Samples one token a row, and remembers that its request has gone on.
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def launch(self, logits: Tensor, rows: list[tuple[int, int]]) -> Sampled:
+        """Queues the sampling of one token a row, and remembers that each row's request has gone on.
+
+        The next launch need not wait until this one is finished, but where a request has `bad_words`: what they
+        mask depends on tokens that the host must know.
 
         Args:
             logits: [rows, vocab] fp32, contiguous. They may be overwritten.
@@ -232,36 +283,45 @@ class Sampler:
                 request has at most one row.
 
         Returns:
-            One entry a row. A row whose logits are not finite, or whose masks leave no token, has an error
-            and leaves its request as it was; the other rows are as they would be without it.
+            What will have one entry a row. A row whose logits are not finite, or whose masks leave no token, has
+            an error; the other rows are as they would be without it.
 
         Raises:
             ValueError: a position that does not follow from the request's prompt and output so far.
+            RuntimeError: a request has `bad_words`, and its last launch was not finished.
         """
-        if not rows:
-            return []
-        slots = np.array([self._slots[request] for request, _ in rows])
+        slots = np.array([self._slots[request] for request, _ in rows], np.int64)
         state = self._table[slots]
         self._check_positions(state["next"], rows)
         asked, edited = (state["logprobs"] >= 0).nonzero()[0], state["edited"].nonzero()[0]
-        raw, raw_rows = logits, asked
-        if len(asked) and state["edited"][asked].any():  # then keep copies, since what follows changes them
-            raw, raw_rows = logits[torch.from_numpy(asked)], np.arange(len(asked))
-        finite = np.ones(len(rows), np.bool_)
-        if len(edited):
-            finite[edited] = self._edit(logits, state, edited, [rows[i][0] for i in edited.tolist()])
-        tokens = self._kernels.sample(logits, self._filters(state)).cpu().numpy()
-        good = finite & (tokens >= 0)
-        self._table["next"][slots[good]] += 1
-        for i in edited.tolist():
-            if good[i]:
-                self._edited[rows[i][0]].append(int(tokens[i]))
-        told = good[asked]
-        logprobs = self._logprobs(raw, raw_rows[told], tokens[asked[told]], state["logprobs"][asked[told]])
-        return _sampled_rows(tokens, good, finite & state["edited"], asked[told], logprobs)
+        held = [self._edited[rows[i][0]] for i in edited.tolist()]
+        arrays = self._edit_arrays(state[edited], edited, held) if held else []
+        self._table["next"][slots] += 1
 
-    def score(self, logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
-        """Log-probabilities of given tokens, for prompts.
+        asked_rows, *sent = self._device.upload(asked, *_filter_arrays(state), *arrays)
+        filters, edits = self._filters(state, sent[:_FILTERS]), self._edits(sent[_FILTERS:]) if held else None
+        raw, raw_rows = logits, asked_rows
+        if state["edited"][asked].any():  # then keep copies, since what follows changes them
+            raw, raw_rows = logits[asked_rows], torch.arange(len(asked), device=logits.device)
+        tokens, finite = self._draw(logits, filters, edits)
+        scored = None
+        if len(asked):
+            scored = self._launch_scores(raw, raw_rows, tokens[asked_rows].clamp_(min=0), state["logprobs"][asked])
+        told = [(i, request) for i, request in zip(edited.tolist(), held, strict=True) if request.remembers]
+        on_host, finite = self._device.download(tokens, finite)
+        sampled = Sampled(tokens, on_host, finite, edited, told, asked, scored)
+        if not self._device.asynchronous:
+            sampled.tell()
+        return sampled
+
+    def sample(self, logits: Tensor, rows: list[tuple[int, int]]) -> list[SampledRow]:
+        """`launch`, and wait for what comes of it."""
+        sampled = self.launch(logits, rows)
+        self._device.mark().wait()
+        return sampled.finish()
+
+    def launch_score(self, logits: Tensor, targets: list[int], top: int) -> Scored:
+        """Queues the log-probabilities of given tokens, for prompts.
 
         Args:
             logits: [rows, vocab] fp32, contiguous; not changed.
@@ -269,15 +329,20 @@ class Sampler:
             top: how many of the best tokens to report beside it.
 
         Returns:
-            One entry a row. A row whose logits are not finite has NaN as the value of its target, alone.
+            What will have one entry a row. A row whose logits are not finite has NaN as the value of its target,
+            alone.
         """
         count = len(targets)
-        return self._logprobs(logits, np.arange(count), np.array(targets, np.int64), np.full(count, top))
+        rows, ids = self._device.upload(np.arange(count), np.array(targets, np.int64))
+        return self._launch_scores(logits, rows, ids, np.full(count, top))
+
+    def score(self, logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
+        """`launch_score`, and wait for what comes of it."""
+        scored = self.launch_score(logits, targets, top)
+        self._device.mark().wait()
+        return scored.finish()
 
     # -- parts ---------------------------------------------------------------------------------------------
-
-    def _tensor(self, values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values.copy()).to(self._device)
 
     def _check_positions(self, expected: NDArray[np.int64], rows: list[tuple[int, int]]) -> None:
         wrong = (expected != [position for _, position in rows]).nonzero()[0]
@@ -285,61 +350,64 @@ class Sampler:
             request, position = rows[wrong[0]]
             raise ValueError(f"request {request} samples position {position}, but its next is {expected[wrong[0]]}")
 
-    def _edit(self, logits: Tensor, state: NDArray[Any], index: NDArray[np.int64], requests: list[int]) -> NDArray[Any]:
-        """Edits the rows `index`; says which of them were finite before."""
-        held, state, none = [self._edited[request] for request in requests], state[index], (_NO_IDS, _NO_VALUES)
-        seen = [(e.counts.ids, e.counts.counts) if e.counts else none for e in held]
-        banned = [e.banned(position) for e, position in zip(held, state["next"].tolist(), strict=True)]
-        edits = Edits(
-            rows=self._tensor(index),
-            repetition=self._tensor(state["repetition"]),
-            frequency=self._tensor(state["frequency"]),
-            presence=self._tensor(state["presence"]),
-            seen=Lists.of([ids for ids, _ in seen], [counts for _, counts in seen], self._device),
-            bias=Lists.of([e.bias_ids for e in held], [e.biases for e in held], self._device),
-            allowed=Lists.of([e.allowed for e in held], device=self._device),
-            banned=Lists.of(banned, device=self._device),
-        )
-        finite: NDArray[Any] = self._kernels.edit_logits(logits, edits).cpu().numpy()
-        return finite
+    def _edit_arrays(self, state: NDArray[Any], rows: NDArray[np.int64], requests: list[_Edited]) -> list[NDArray[Any]]:
+        """What `_edits` takes, for some of a step's rows and the requests that they belong to."""
+        banned = [r.banned(position) for r, position in zip(requests, state["next"].tolist(), strict=True)]
+        arrays = [
+            *(rows, state["repetition"], state["frequency"], state["presence"]),
+            *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),
+            *list_arrays([r.allowed for r in requests]),
+            *list_arrays(banned),
+        ]
+        if self._history is not None:
+            return [*arrays, state["history"]]
+        seen = [(r.counts.ids, r.counts.counts) if r.counts else (_NO_IDS, _NO_VALUES) for r in requests]
+        return [*arrays, *list_arrays([ids for ids, _ in seen], [counts for _, counts in seen])]
 
-    def _filters(self, state: NDArray[Any]) -> ops.Filters:
-        return ops.Filters(
-            temperature=self._tensor(state["temperature"]),
-            log_min_p=self._tensor(state["log_min_p"]),
-            top_k=self._tensor(state["top_k"]),
-            top_p=self._tensor(state["top_p"]),
-            keys=self._tensor(ops.noise_keys(state["stream"], state["next"])),
-        )
+    def _edits(self, sent: list[Tensor]) -> Edits:
+        """From the tensors of `_edit_arrays`."""
+        rows, repetition, frequency, presence = sent[:4]
+        bias, allowed, banned = (Lists(*sent[i : i + 3]) for i in (4, 7, 10))
+        seen = Lists(*sent[13:]) if self._history is None else History(self._history.counts, *sent[13:])
+        return Edits(rows, repetition, frequency, presence, seen, bias, allowed, banned)
 
-    def _logprobs(
-        self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], tops: NDArray[np.int64]
-    ) -> list[TokenLogprobs]:
+    def _filters(self, state: NDArray[Any], sent: list[Tensor]) -> ops.Filters:
+        """From the tensors of `_filter_arrays`."""
+        temperature, log_min_p, top_k, top_p, keys = sent
+        some_top_k, some_top_p = bool((state["top_k"] < self._vocab_size).any()), bool((state["top_p"] < 1).any())
+        return ops.Filters(temperature, log_min_p, top_k, top_p, keys, some_top_k, some_top_p)
+
+    def _draw(self, logits: Tensor, filters: ops.Filters, edits: Edits | None) -> tuple[Tensor, Tensor]:
+        """Edits logits and samples: tokens [rows], and whether each edited row was finite before."""
+        if edits is None:
+            return self._kernels.sample(logits, filters), torch.empty(0, dtype=torch.bool, device=logits.device)
+        finite = self._kernels.edit_logits(logits, edits)
+        tokens = self._kernels.sample(logits, filters)
+        edited = torch.where(finite, tokens[edits.rows], -1)  # a mask may have hidden what is not finite
+        tokens[edits.rows] = edited
+        if isinstance(edits.seen, History):
+            count_tokens(edits.seen, edited)
+        return tokens, finite
+
+    def _launch_scores(self, logits: Tensor, rows: Tensor, tokens: Tensor, tops: NDArray[np.int64]) -> Scored:
         """Raw log-probabilities of some rows: each row's token, then its best ones."""
-        if not len(rows):
-            return []
-        scores = self._kernels.token_scores(logits, self._tensor(rows), self._tensor(tokens), int(tops.max()))
-        table = zip(scores.ids.tolist(), scores.values.tolist(), scores.ranks.tolist(), tops.tolist(), strict=True)
-        return [_token_logprobs(ids, values, rank, top) for ids, values, rank, top in table]
+        scores = self._kernels.token_scores(logits, rows, tokens, int(tops.max(initial=0)))
+        return Scored(ops.TokenScores(*self._device.download(*scores)), tops)
+
+
+def _penalized(info: RequestInfo) -> bool:
+    params = info.params
+    repetition = params.repetition_penalty or 1.0
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or repetition != 1
+
+
+def _filter_arrays(state: NDArray[Any]) -> list[NDArray[Any]]:
+    """What `Sampler._filters` takes."""
+    keys = ops.noise_keys(state["stream"], state["next"])
+    return [state["temperature"], state["log_min_p"], state["top_k"], state["top_p"], keys]
 
 
 def _token_logprobs(ids: list[int], values: list[float], rank: int, top: int) -> TokenLogprobs:
     """`top` is how many of the best to report, fewer where the vocabulary ends, and none for a row not finite."""
     count = 0 if math.isnan(values[0]) else min(top, len(ids) - 1)
     return TokenLogprobs(ids[: 1 + count], values[: 1 + count], [rank, *range(1, 1 + count)])
-
-
-def _sampled_rows(
-    tokens: NDArray[np.int64],
-    good: NDArray[np.bool_],
-    masked: NDArray[np.bool_],
-    told: NDArray[np.int64],
-    logprobs: list[TokenLogprobs],
-) -> list[SampledRow]:
-    """`masked`: rows that failed for their edits, if they did; `told`: to which rows `logprobs` belong."""
-    sampled = [SampledRow(token) for token in tokens.tolist()]
-    for i in (~good).nonzero()[0].tolist():
-        sampled[i] = SampledRow(-1, error=NOTHING_LEFT if masked[i] else NOT_FINITE)
-    for i, entry in zip(told.tolist(), logprobs, strict=True):
-        sampled[i].logprobs = entry
-    return sampled

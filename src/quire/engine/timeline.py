@@ -1,0 +1,453 @@
+"""The engine's steps as a timeline for people: `--profile DIR`.
+
+What the scheduler did, what the device did and how each request fared, in Chrome's trace event format, which Perfetto
+(https://ui.perfetto.dev) draws; docs/profiling.md tells how to read it. Times are microseconds of `time.monotonic`.
+The format: "Trace Event Format", linked from https://github.com/catapult-project/catapult/tree/main/tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import io
+import logging
+import os
+import time
+from collections.abc import Callable
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+import msgspec
+import torch
+from torch.profiler import ProfilerActivity
+
+from quire.core.request import Request, RequestUpdate, Status
+from quire.core.scheduler import Scheduler
+from quire.core.step import Span, StepPlan, StepResult
+from quire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER, DEVICE = 1, 2
+"""The lanes, threads in terms of the format."""
+
+MAX_SPANS = 16
+"""Spans of a step that are written out. A step of 256 requests takes about 2 KiB with these, and 14 KiB with all."""
+
+MAX_REQUESTS = 512
+"""Requests that are drawn at once; others are counted."""
+
+FLUSH_BYTES = 64 * 1024
+FLUSH_SECONDS = 1.0
+"""Events wait in memory until they are so many, or so old, or no request runs."""
+
+MAX_BYTES = 512 * 2**20
+"""Where a file ends: Perfetto holds a whole one in the browser's memory."""
+
+FIRST_PROFILED_STEP, PROFILED_STEPS = 10, 20
+"""Steps whose kernels are profiled: few, for each is thousands of events, and not the first, which compile things."""
+
+BY_CALLER = "ended by the caller"
+"""Why a request ended that was aborted between two steps, or had found a stop string."""
+
+SHOWN_PROFILING = 0.001
+"""Seconds of the host that profiling must take in a step to be drawn itself."""
+
+
+class TraceFile:
+    """A JSON array of events, streamed to a file that is complete after every flush.
+
+    The format lets the closing bracket be missing, but some readers insist on it (Perfetto's issue 926). So each flush
+    writes over the bracket of the one before: a process that is killed loses its last second and nothing else.
+
+    Args:
+        folder: where; it is made if it is not there.
+
+    Attributes:
+        path: the file, `quire-<pid>-<n>.json`, with the first n that is free.
+
+    Raises:
+        ConfigError: no file can be made there.
+    """
+
+    def __init__(self, folder: str) -> None:
+        if not folder:
+            raise ConfigError("profile is empty; give a folder for the timeline")
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = _create(Path(folder))
+            self.path = Path(self._file.name)
+            self._buffer = bytearray()
+            self._encode = msgspec.json.Encoder().encode
+            self._pid = os.getpid()
+            self._end = 0  # of the events in the file
+            self._separator = b"[\n"
+            self._next_flush = 0.0
+            started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+            self._add("process_name", "M", SCHEDULER, 0, args={"name": "quire"})
+            self._add("process_labels", "M", SCHEDULER, 0, args={"labels": f"started {started}"})
+            for lane, name in ((SCHEDULER, "scheduler"), (DEVICE, "device")):
+                self._add("thread_name", "M", lane, 0, args={"name": name})
+                self._add("thread_sort_index", "M", lane, 0, args={"sort_index": lane})
+            self.flush()
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise ConfigError(
+                f"profile={folder!r}: no timeline can be written there ({error}); give a folder that can be written"
+            ) from error
+
+    # -- events --------------------------------------------------------------------------------------------
+
+    def slice(self, lane: int, name: str, begin: float, end: float, **args: Any) -> None:
+        """Something that took from `begin` to `end`, in seconds. Slices of a lane must not overlap."""
+        start = int(begin * 1e6)
+        self._add(name, "X", lane, start, dur=int(end * 1e6) - start, args=args)
+
+    def instant(self, lane: int, name: str, now: float) -> None:
+        """Something that took no time."""
+        self._add(name, "i", lane, int(now * 1e6), s="t")
+
+    def arrow_from(self, lane: int, name: str, id: int, begin: float) -> None:
+        """An arrow leaves the slice that begins at `begin`, which must be in the file already."""
+        self._add(name, "s", lane, int(begin * 1e6), cat="flow", id=id)
+
+    def arrow_to(self, lane: int, name: str, id: int, begin: float) -> None:
+        """The arrow of this name and id arrives at the slice that begins at `begin`."""
+        self._add(name, "f", lane, int(begin * 1e6), cat="flow", id=id, bp="e")
+
+    def begin(self, id: int, name: str, begin: float, **args: Any) -> None:
+        """A phase of a request begins; phases of one id nest."""
+        self._add(name, "b", SCHEDULER, int(begin * 1e6), cat="request", id2={"local": str(id)}, args=args)
+
+    def end(self, id: int, name: str, end: float, **args: Any) -> None:
+        """The phase of this id and name ends."""
+        self._add(name, "e", SCHEDULER, int(end * 1e6), cat="request", id2={"local": str(id)}, args=args)
+
+    def counter(self, name: str, now: float, **values: int) -> None:
+        """A curve for each of the values."""
+        self._add(name, "C", SCHEDULER, int(now * 1e6), args=values)
+
+    def _add(self, name: str, phase: str, lane: int, microseconds: int, **more: Any) -> None:
+        event = {"name": name, "ph": phase, "pid": self._pid, "tid": lane, "ts": microseconds, **more}
+        self._buffer += self._separator
+        self._buffer += self._encode(event)
+        self._separator = b",\n"
+
+    # -- the file ------------------------------------------------------------------------------------------
+
+    def flush_if_due(self, now: float) -> None:
+        """Write what has gathered, if it is much or old. Raises OSError, as `flush` does."""
+        if len(self._buffer) >= FLUSH_BYTES or now >= self._next_flush:
+            self.flush()
+            self._next_flush = now + FLUSH_SECONDS
+
+    def flush(self) -> None:
+        """Write what has gathered.
+
+        Raises:
+            OSError: it cannot be written, the file was deleted, or it is full; what was there before is kept.
+        """
+        events, self._buffer = bytes(self._buffer), bytearray()
+        if not events:
+            return
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError(errno.ENOENT, "it was deleted")
+        if self._end + len(events) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it has reached {MAX_BYTES >> 20} MiB")
+        if not self._write(events + b"\n]\n"):
+            self._file.truncate(self._end)
+            self._write(b"\n]\n")
+            raise OSError(errno.ENOSPC, "the disk is full")
+        self._end += len(events)
+
+    def _write(self, data: bytes) -> bool:
+        """Put `data` behind the events; False if not all of it found a place."""
+        self._file.seek(self._end)
+        return self._file.write(data) == len(data)
+
+    def close(self) -> None:
+        """Write the rest. Raises OSError, as `flush` does; the file is closed in any case."""
+        with self._file:
+            self.flush()
+
+
+def _create(folder: Path) -> io.FileIO:
+    """A new file in the folder, unbuffered, so that each write is one system call."""
+    for number in count():
+        try:
+            return io.FileIO(folder / f"quire-{os.getpid()}-{number}.json", "x")
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
+
+
+class KernelProfile:
+    """Torch's profile of a few steps: operators of the host and, on a GPU, its kernels. It is written once, beside the
+    timeline and not into it: its clock is another one.
+
+    Attributes:
+        path: its file, `<timeline>.kernels.json`.
+    """
+
+    def __init__(self, timeline: Path) -> None:
+        self.path = timeline.with_suffix(".kernels.json")
+        self._profiler: torch.profiler.profile | None = None
+        self._steps_left = FIRST_PROFILED_STEP + PROFILED_STEPS
+
+    def step(self) -> None:
+        """A step is about to run: the profile begins, goes on, or ends and is written.
+
+        Raises:
+            Exception: whatever the profiler raises, above all where the driver forbids it.
+        """
+        if self._steps_left < 0:
+            return
+        if self._profiler is None:
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            schedule = torch.profiler.schedule(wait=FIRST_PROFILED_STEP - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
+            self._profiler = torch.profiler.profile(
+                activities=[ProfilerActivity.CPU, *gpu], schedule=schedule, on_trace_ready=self._write
+            )
+            self._profiler.start()  # here, for it must begin and end in the thread that runs the steps
+        else:
+            self._profiler.step()
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            self.close()
+
+    def close(self) -> None:
+        """End; if some steps were profiled but not all, they are written now. Raises as `step` does."""
+        profiler, self._profiler, self._steps_left = self._profiler, None, -1
+        if profiler is not None:
+            profiler.stop()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(self.path))
+        if not self.path.exists():  # the profiler only prints that
+            raise FileNotFoundError(errno.ENOENT, "cannot be written", str(self.path))
+        logger.info("the device's kernels in a few steps: %s", self.path)
+
+
+P = ParamSpec("P")
+
+
+def _harmless(moment: Callable[Concatenate[Timeline, P], None]) -> Callable[Concatenate[Timeline, P], None]:
+    """Nothing that goes wrong reaches the engine: it is logged, and the timeline ends there."""
+
+    @functools.wraps(moment)
+    def guarded(self: Timeline, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.on:
+            try:
+                moment(self, *args, **kwargs)
+            except Exception as error:
+                self.give_up(error)
+
+    return guarded
+
+
+class Timeline:
+    """Draws what the engine does: a `StepObserver` that never raises.
+
+    Args:
+        trace: where to.
+        scheduler: what it knows of requests and blocks is drawn too.
+        kernels: what profiles the device's kernels; None: nothing does.
+
+    Attributes:
+        path: the file.
+        on: False once it is closed, or could not go on.
+    """
+
+    def __init__(self, trace: TraceFile, scheduler: Scheduler, kernels: KernelProfile | None = None) -> None:
+        self.path = trace.path
+        self.on = True
+        self._trace = trace
+        self._scheduler = scheduler
+        self._kernels = kernels
+        self._requests: dict[int, Request] = {}  # those that are drawn and have not ended
+        self._prefilling: set[int] = set()
+        self._num_hidden = 0
+        self._submitted: dict[int, float] = {}  # when steps in flight were, by number
+        self._waited = 0.0  # when the host had the last result
+        self._device_end = 0.0
+
+    # -- what the engine tells -----------------------------------------------------------------------------
+
+    @_harmless
+    def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
+        """See `StepObserver`."""
+        self._trace.slice(SCHEDULER, "schedule", begin, begin + seconds, step=plan.number)
+        for info in plan.started:
+            self._start(info.request)
+        for number in plan.ended:  # those of which no commit has told
+            self._end(number, BY_CALLER)
+        if self._kernels is not None:
+            self._profile_kernels(self._kernels)
+
+    @_harmless
+    def submitted(self, plan: StepPlan, begin: float, seconds: float) -> None:
+        """See `StepObserver`."""
+        self._submitted[plan.number] = begin
+        self._trace.slice(SCHEDULER, "submit", begin, begin + seconds, step=plan.number)
+        self._trace.arrow_from(SCHEDULER, "step", plan.number, begin)
+
+    @_harmless
+    def waited(self, plan: StepPlan, begin: float, seconds: float) -> None:
+        """See `StepObserver`."""
+        self._waited = begin + seconds
+        self._trace.slice(SCHEDULER, "wait", begin, self._waited, step=plan.number)
+
+    @_harmless
+    def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """See `StepObserver`."""
+        now = time.monotonic()
+        self._trace.slice(SCHEDULER, "commit", self._waited, now, step=plan.number)
+        begin = self._draw_step(plan, result, now)
+        for update in updates:
+            if update.finish_reason is not None:
+                self._end(update.request, update.finish_reason)
+            elif update.request in self._prefilling and update.tokens:
+                self._begin_decode(self._requests[update.request])
+        self._count(plan, begin, now)
+        if not self._scheduler.running:
+            self._trace.flush()  # nothing may come for a long time
+        else:
+            self._trace.flush_if_due(now)
+
+    @_harmless
+    def close(self) -> None:
+        """Write what is left. Nothing is drawn after this."""
+        self.on = False
+        for number, request in list(self._requests.items()):
+            if request.status is Status.FINISHED:
+                self._end(number, BY_CALLER)
+        try:
+            if self._kernels is not None:
+                self._kernels.close()
+        finally:
+            self._trace.close()
+
+    def give_up(self, error: Exception) -> None:
+        """Say why it cannot go on, and let go of everything."""
+        known = isinstance(error, OSError)
+        logger.warning("the timeline %s ends here: %s", self.path, error, exc_info=not known)
+        self.on = False
+        self._requests.clear()
+        for each in (self._kernels, self._trace):
+            if each is not None:
+                with contextlib.suppress(Exception):
+                    each.close()
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def _draw_step(self, plan: StepPlan, result: StepResult, now: float) -> float:
+        """The device's slice, and the arrow to it; when it began."""
+        if not result.began:
+            del self._submitted[plan.number]
+            self._trace.instant(DEVICE, f"step {plan.number} failed", now)
+            return now
+        # The device's clock is brought to the host's with some error, which may grow. But a step was over when the host
+        # had its result, and did not begin before it was submitted, nor before the step ahead of it was over.
+        begin = min(result.began, self._waited - result.seconds)
+        begin = max(begin, self._submitted.pop(plan.number), self._device_end)
+        self._device_end = begin + result.seconds
+        chunks = [span for span in plan.spans if len(span.tokens) > span.num_sampled]
+        num_decodes = len(plan.spans) - len(chunks)
+        parts = [_count_of(num_decodes, "decode")] if num_decodes else []
+        parts += [_count_of(len(chunks), "prompt chunk")] if chunks else []
+        name = f"step {plan.number}: {' + '.join(parts)}, {_count_of(plan.num_tokens, 'token')}"
+        self._trace.slice(DEVICE, name, begin, self._device_end, **_step_args(plan, chunks))
+        self._trace.arrow_to(DEVICE, "step", plan.number, begin)
+        return begin
+
+    def _count(self, plan: StepPlan, begin: float, now: float) -> None:
+        trace, scheduler, kv = self._trace, self._scheduler, self._scheduler.kv
+        running = len(scheduler.running)
+        trace.counter("requests", now, running=running, waiting=scheduler.num_waiting)
+        trace.counter("KV blocks", now, used=kv.num_usable - kv.num_available)
+        trace.counter("step", begin, tokens=plan.num_tokens)
+        if not running:
+            trace.counter("step", now, tokens=0)
+
+    def _profile_kernels(self, kernels: KernelProfile) -> None:
+        """Beginning and writing the profile take up to seconds: they are drawn, lest they look like the engine's."""
+        begin = time.monotonic()
+        try:
+            kernels.step()
+        except Exception as error:
+            self._kernels = None
+            logger.warning("the device's kernels are not profiled: %s", error)
+        end = time.monotonic()
+        if end - begin >= SHOWN_PROFILING:
+            self._trace.slice(SCHEDULER, "profile kernels", begin, end)
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def _start(self, number: int) -> None:
+        """A request has left the queue."""
+        request = self._scheduler.requests[number]
+        stats, trace = request.stats, self._trace
+        admitted = stats.admitted or stats.arrived
+        if len(self._requests) >= MAX_REQUESTS:
+            self._num_hidden += 1
+            trace.counter("requests not drawn", admitted, total=self._num_hidden)
+            return
+        self._requests[number] = request
+        self._prefilling.add(number)
+        trace.begin(
+            number, "request", stats.arrived, request=number, prompt=request.num_prompt, cached=request.num_cached
+        )
+        trace.begin(number, f"queued {number}", stats.arrived)
+        trace.end(number, f"queued {number}", admitted)
+        trace.begin(number, f"prefill {number}", admitted)
+
+    def _begin_decode(self, request: Request) -> None:
+        first_token = request.stats.first_token or time.monotonic()
+        self._prefilling.remove(request.id)
+        self._trace.end(request.id, f"prefill {request.id}", first_token)
+        self._trace.begin(request.id, f"decode {request.id}", first_token)
+
+    def _end(self, number: int, reason: str) -> None:
+        """A request is over; one that is not drawn is ignored."""
+        request = self._requests.pop(number, None)
+        if request is None:
+            return
+        stats = request.stats
+        if number in self._prefilling and stats.first_token is not None:
+            self._begin_decode(request)
+        phase = "prefill" if number in self._prefilling else "decode"
+        self._prefilling.discard(number)
+        finished = stats.finished or time.monotonic()
+        self._trace.end(number, f"{phase} {number}", finished)
+        self._trace.end(
+            number, "request", finished, reason=reason, output=len(request.tokens) - request.num_prompt,
+            preemptions=stats.preemptions,
+        )  # fmt: skip
+
+
+def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
+    """What a click on the step shows. Prompt chunks come before decodes: they are fewer, and say more."""
+    started = {info.request for info in plan.started}
+    decodes = (span for span in plan.spans if len(span.tokens) <= span.num_sampled)
+    shown = [*chunks[:MAX_SPANS], *islice(decodes, max(0, MAX_SPANS - len(chunks)))]
+    args: dict[str, Any] = {
+        "step": plan.number,
+        "tokens": plan.num_tokens,
+        "started requests": len(started),
+        "ended requests": len(plan.ended),
+        # A request's first span begins behind what the prefix cache had of it.
+        "cached tokens": sum(span.start for span in plan.spans if span.request in started) if started else 0,
+        "spans": [
+            f"request {span.request}: {_count_of(len(span.tokens), 'token')} from position {span.start}, "
+            f"{span.num_sampled} sampled"
+            for span in shown
+        ],
+    }
+    if len(shown) < len(plan.spans):
+        args["spans not shown"] = len(plan.spans) - len(shown)
+    return args
+
+
+def _count_of(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,210 @@
+"""A step's forward pass where kernels read its shape on the device: a GPU.
+
+All that the device must be told of a step is one array of 32-bit integers, sent in one copy. Positions, slots and
+lengths are made of it there, together with what is there already: the block tables, and the token that each request
+sampled last, which the host need not know yet. No launch depends on anything but two padded counts, of tokens and of
+spans, so a step is recorded once a size as a CUDA graph, and replayed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.step import Span
+from quire.models.model import Model
+from quire.ops import KVCache, RaggedBatch
+from quire.ops.ragged import DeviceSpans
+from quire.runner.device import Device
+
+logger = logging.getLogger(__name__)
+
+LARGEST_GRAPH = 1024
+"""Tokens of the largest step that is recorded. Computing more takes longer than launching their kernels."""
+
+
+CHUNK = 64
+"""Tokens of a step that holds more than decodes are a multiple of this."""
+
+
+class Size(NamedTuple):
+    """Padded counts of a step's tokens and spans."""
+
+    tokens: int
+    spans: int
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A step of one size, recorded: write `inputs`, call `replay`, and `made` is new."""
+
+    inputs: Tensor
+    replay: Callable[[], None]
+    made: tuple[Tensor, Tensor]
+
+
+class DeviceForward:
+    """Runs spans through the model; keeps the block tables of all requests on the device.
+
+    Args:
+        most_spans: of a step.
+        width: blocks of the longest context.
+        graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
+
+    Attributes:
+        last_tokens: [requests] int64, the last sampled token of each row of the tables.
+    """
+
+    def __init__(
+        self, model: Model, kv: KVCache, device: Device, most_spans: int, width: int, graphs: str = "off"
+    ) -> None:
+        self._model, self._kv, self._device = model, kv, device
+        self._most_spans, self._graphs_when = most_spans, graphs
+        self._graphs: dict[Size, _Graph] = {}
+        # Twice the spans: requests that were preempted keep their row. More grow the tables, and record again.
+        self._tables = torch.zeros(2 * most_spans, width, dtype=torch.int32, device=device.torch)
+        self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64, device=device.torch)
+
+    def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+        """Entries of some rows of the tables, each from its start on."""
+        if max(rows) >= len(self._tables):
+            self._grow(max(rows) + 1)
+        width = self._tables.shape[1]
+        lengths = [len(part) for part in blocks]
+        firsts = np.array(rows) * width + np.array(starts)
+        places = np.repeat(firsts - np.cumsum([0, *lengths[:-1]]), lengths) + np.arange(sum(lengths))
+        values = np.fromiter(chain.from_iterable(blocks), np.int32, len(places))
+        where, what = self._device.upload(places, values)
+        self._tables.view(-1).index_copy_(0, where, what)
+
+    def _grow(self, height: int) -> None:
+        """More rows. What was recorded reads the old tables, so it is forgotten."""
+        more = max(height, 2 * len(self._tables)) - len(self._tables)
+        self._tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
+        self.last_tokens = torch.nn.functional.pad(self.last_tokens, (0, more))
+        self._graphs.clear()
+
+    def __call__(self, spans: list[Span], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Hidden states [tokens, hidden] after the last norm, and whether each is finite [tokens].
+
+        Both have rows of padding behind those of the spans, and are overwritten by the next step.
+
+        Args:
+            rows: which row of the tables belongs to each span's request.
+        """
+        size = padded(sum(len(span.tokens) for span in spans), len(spans), self._most_spans)
+        if self._graphs_when == "off" or size.tokens > LARGEST_GRAPH:
+            return self._run(self._write(self._inputs(size), size, spans, rows), size)
+        graph = self._graphs.get(size)
+        if graph is not None:
+            self._write(graph.inputs, size, spans, rows)
+            graph.replay()
+            return graph.made
+        inputs = self._write(self._inputs(size), size, spans, rows)
+        made = self._run(inputs, size)  # this step itself: it compiles what is not compiled yet
+        self._record(inputs, size)
+        return made
+
+    def record_all(self, report: Callable[[float], None]) -> None:
+        """Record every size that a step can have; `report` is told the share that is done."""
+        sizes = sorted(all_sizes(self._most_spans), reverse=True)
+        for index, size in enumerate(sizes):
+            report(index / len(sizes))
+            inputs = self._inputs(size)
+            inputs.zero_()  # no span has a row: nothing is stored but in the null block
+            self._run(inputs, size)
+            self._record(inputs, size)
+        report(1.0)
+
+    @property
+    def num_graphs(self) -> int:
+        """Sizes that are recorded."""
+        return len(self._graphs)
+
+    def _record(self, inputs: Tensor, size: Size) -> None:
+        begin = time.perf_counter()
+        replay, made = self._device.record(lambda: self._run(inputs, size))
+        self._graphs[size] = _Graph(inputs, replay, made)
+        seconds = time.perf_counter() - begin
+        logger.debug("recorded a step of %d tokens in %d spans in %.0f ms", *size, seconds * 1000)
+
+    # -- computing -----------------------------------------------------------------------------------------
+
+    def _inputs(self, size: Size) -> Tensor:
+        """Memory for what is sent of a step; see `_write`."""
+        return torch.empty(_places(size)[-1].stop, dtype=torch.int32, device=self._device.torch)
+
+    def _write(self, inputs: Tensor, size: Size, spans: list[Span], rows: NDArray[np.int64]) -> Tensor:
+        """Send what the device must know: row starts, starts and table rows of the spans, tokens, span of each row."""
+        count = len(spans)
+        lengths = np.array([len(span.tokens) for span in spans])
+        sent = np.zeros(len(inputs), np.int32)
+        row_starts, starts, table_rows, tokens, span_of_row = (sent[place] for place in _places(size))
+        np.cumsum(lengths, out=row_starts[1 : count + 1])
+        row_starts[count + 1 :] = row_starts[count]
+        starts[:count] = [span.start for span in spans]
+        table_rows[:count] = rows
+        real = int(row_starts[count])
+        tokens[:real] = np.fromiter(chain.from_iterable(span.tokens for span in spans), np.int32, real)
+        span_of_row[:real] = np.repeat(np.arange(count), lengths)
+        self._device.write(inputs, sent)
+        return inputs
+
+    def _run(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor]:
+        """The forward pass, from what `_write` has sent. Its launches depend on `size` alone."""
+        row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
+        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables)
+        kernels, block_size = self._model.kernels, self._kv.block_size
+        ids, positions, slots = kernels.place(tokens, span_of_row, self.last_tokens, spans, block_size)
+        none = self._tables[:0]
+        batch = RaggedBatch(ids, positions, slots, [], [], none, block_size, spans)
+        hidden = self._model.forward(batch, self._kv)
+        return hidden, kernels.finite_rows(hidden)
+
+
+def padded(tokens: int, spans: int, most_spans: int) -> Size:
+    """The size in which a step is computed: few enough to record them all, and little of it wasted.
+
+    Only pure decodes have as many tokens as spans, so that kernels can tell by the size.
+    """
+    if tokens == spans:
+        count = _padded_decodes(tokens)
+        return Size(count, count)
+    spans = next((count for count in (16, 64) if spans <= count <= most_spans), max(spans, most_spans))
+    return Size(-(-max(tokens, spans + 1) // CHUNK) * CHUNK, spans)
+
+
+def _padded_decodes(count: int) -> int:
+    """1, 2, 4, then multiples of 8; from 128 on at most an eighth more."""
+    if count <= 4:
+        return 1 << (count - 1).bit_length()
+    step = 1 << max(3, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+def all_sizes(most_spans: int) -> set[Size]:
+    """Every size of a step that is recorded."""
+    decodes = {padded(count, count, most_spans) for count in range(1, most_spans + 1)}
+    spans = {1, *(count for count in (17, 65) if count <= most_spans)}
+    mixed = {padded(tokens, count, most_spans) for count in spans for tokens in range(count + 1, LARGEST_GRAPH + 1)}
+    return {size for size in decodes | mixed if size.tokens <= LARGEST_GRAPH}
+
+
+@functools.cache
+def _places(size: Size) -> list[slice]:
+    """Where the parts of a step's inputs lie, each from a multiple of 16 bytes on: kernels are compiled for that."""
+    places, start = [], 0
+    for length in (size.spans + 1, size.spans, size.spans, size.tokens, size.tokens):
+        places.append(slice(start, start + length))
+        start += -(-length // 4) * 4
+    return places

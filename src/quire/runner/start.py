@@ -1,0 +1,136 @@
+"""From a loaded model to a runner that is ready: memory is planned, blocks are made, kernels are compiled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire.config import EngineConfig
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo, Span, StepPlan
+from quire.errors import MemoryPlanError
+from quire.models.model import Model
+from quire.ops import KVCache
+from quire.runner.device import Device
+from quire.runner.device_forward import DeviceForward
+from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
+from quire.runner.model_runner import ModelRunner
+
+OnLoad = Callable[[str, float], None]
+"""Told (phase, share done from 0 to 1) while an engine starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A runner, what it runs on, and what was decided for it."""
+
+    runner: ModelRunner
+    kv: KVCache
+    plan: MemoryPlan
+    notes: tuple[str, ...]
+
+
+def start_runner(config: EngineConfig, model: Model, device: Device, threads: int, report: OnLoad) -> Started:
+    """Plan the memory and make the runner.
+
+    Raises:
+        ConfigError: what was asked for does not fit; see `plan_memory`.
+    """
+    report("planning memory", 1.0)
+    if not device.asynchronous:
+        plan = plan_memory(config, model, free_memory())
+    else:
+        activations = _measured_activations(config, model, device)
+        plan = plan_memory(config, model, _granted(config, device), activations, share=1.0)
+    kv = _cache(config, model, plan.num_blocks)
+    if not model.kernels.reads_spans:
+        return Started(ModelRunner(model, kv, plan.logit_rows, threads, device), kv, plan, ())
+    forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs_when(config, device))
+    notes = []
+    if config.cuda_graphs == "eager" and device.asynchronous:
+        begin = time.perf_counter()
+        with torch.inference_mode(), device.active():
+            forward.record_all(lambda share: report("recording CUDA graphs", share))
+        notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
+    return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, forward), kv, plan, tuple(notes))
+
+
+def graphs_when(config: EngineConfig, device: Device) -> str:
+    """`config.cuda_graphs`, where there can be any."""
+    return "off" if config.enforce_eager or not device.asynchronous else config.cuda_graphs
+
+
+def _cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:
+    return KVCache(
+        num_blocks,
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        config.block_size,
+        model.dtype,
+        config.kv_cache_dtype,
+        model.kernels.device,
+    )
+
+
+def _device_forward(
+    config: EngineConfig, model: Model, kv: KVCache, device: Device, longest: int, graphs: str
+) -> DeviceForward:
+    return DeviceForward(model, kv, device, config.max_num_seqs, -(-longest // config.block_size), graphs)
+
+
+def _granted(config: EngineConfig, device: Device) -> int:
+    """Bytes of the device that Quire may still take.
+
+    Raises:
+        MemoryPlanError: others and the weights have taken more than its share already.
+    """
+    device.release()
+    free, total = device.memory()
+    granted = free - round((1 - config.gpu_memory_utilization) * total)
+    if granted <= 0:
+        least = (total - free) / total
+        raise MemoryPlanError(
+            f"gpu_memory_utilization={config.gpu_memory_utilization} of {format_size(total)} is "
+            f"{format_size(config.gpu_memory_utilization * total)}, but {format_size(total - free)} are taken by the "
+            f"weights and other programs; raise it above {least:.2f}, free the GPU, or quantize the weights"
+        )
+    return granted
+
+
+def _measured_activations(config: EngineConfig, model: Model, device: Device) -> int:
+    """Most bytes that the largest admissible step holds: such a step is run, on a pool of two blocks.
+
+    Raises:
+        MemoryPlanError: there is not enough for it.
+    """
+    kv = _cache(config, model, 2)
+    kv.data.zero_()
+    forward = _device_forward(config, model, kv, device, longest_context(config, model), "off")
+    runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward)
+    try:
+        return device.peak(lambda: _run_largest(runner, config, model))
+    except torch.OutOfMemoryError as error:
+        total = device.memory()[1]
+        raise MemoryPlanError(
+            f"a step of max_num_batched_tokens={config.max_num_batched_tokens} does not fit beside the weights "
+            f"({format_size(model.weight_bytes)}) into the GPU's {format_size(total)}; lower max_num_batched_tokens "
+            f"to {config.max_num_batched_tokens // 4} or less, or quantize the weights"
+        ) from error
+
+
+def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model) -> None:
+    """A step with all tokens and all requests that one may hold, every one of them sampled with all filters."""
+    requests = min(config.max_num_seqs, config.max_num_batched_tokens)
+    each, rest = divmod(config.max_num_batched_tokens, requests)
+    longest = longest_context(config, model)
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=0, logprobs=0)
+    plan = StepPlan(0, [])
+    for number in range(requests):
+        tokens = [0] * min(each + (number < rest), longest)  # their blocks are all the null block
+        plan.spans.append(Span(number, 0, tokens, num_sampled=1))
+        plan.started.append(RequestInfo(number, params, 0, tokens))
+    runner.run(plan)

@@ -1,0 +1,82 @@
+"""Which tokens a request has seen, and how often each stands in its output: what penalties are computed from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.ops.logit_edits import IN_OUTPUT, IN_PROMPT
+from quire.runner.device import Device
+
+
+class TokenCounts:
+    """The different tokens of one request, on the host.
+
+    Kept as arrays that grow, so that a step does not convert a long history again.
+    """
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        counts = Counter(output)
+        distinct = list(dict.fromkeys([*prompt, *output]))
+        self._place = {token: i for i, token in enumerate(distinct)}
+        self._ids = np.array(distinct, np.int64)
+        self._counts = np.array([counts[token] for token in distinct], np.float32)
+
+    def add(self, token: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            room = max(64, place)
+            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
+        self._ids[place] = token
+        self._counts[place] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Each different token of prompt and output once."""
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """How often each of `ids` stands in the output."""
+        return self._counts[: len(self._place)]
+
+
+class DeviceCounts:
+    """The tokens of all requests that have penalties, on the device, where a step can count what it has sampled.
+
+    Each has a row of one matrix of 4 bytes a token of the vocabulary (594 KiB for 151,936), whose rows double when
+    they are all taken. A request without penalties takes none.
+
+    Args:
+        vocab_size: columns.
+        device: where they lie. What is done here is queued there, in the order of the calls.
+    """
+
+    def __init__(self, vocab_size: int, device: Device) -> None:
+        self._device = device
+        self._free: list[int] = []
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device.torch)
+        """[rows, vocab] int32: see `logit_edits.History`."""
+
+    def take(self, prompt: Sequence[int], output: Sequence[int]) -> int:
+        """A row with the tokens of a request so far."""
+        if not self._free:
+            rows = len(self.counts)
+            self._free = list(range(rows, max(2 * rows, 8)))
+            self.counts = torch.cat([self.counts, self.counts.new_zeros(len(self._free), self.counts.shape[1])])
+        row = self._free.pop()
+        values = dict.fromkeys(prompt, IN_PROMPT)
+        for token, times in Counter(output).items():
+            values[token] = values.get(token, 0) + IN_OUTPUT * times
+        self.counts[row] = 0
+        ids, numbers = self._device.upload(np.array(list(values), np.int64), np.array(list(values.values()), np.int32))
+        self.counts[row, ids] = numbers
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)

@@ -1,0 +1,138 @@
+"""Stand-ins for a GPU, so that the way a step takes through one is tested without one.
+
+`DelayedDevice` computes at once, as a CPU does, but shows nothing of it until somebody waits; what it records, it runs
+again. `SpanKernels` are the plain-torch kernels behind the interface of those that read a step's spans on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from quire.engine import engine
+from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
+from quire.ops.ragged import DeviceSpans
+from quire.runner.device import Device, Reached
+
+UNREAD = 77
+"""Fills what is downloaded until somebody has waited for it."""
+
+
+class DelayedDevice(Device):
+    """A device that works by itself, as far as its caller can tell."""
+
+    asynchronous = True
+
+    def __init__(self, memory: int = 2**30) -> None:
+        super().__init__()
+        self.num_recorded = self.num_replayed = 0
+        self.peaks = 0
+        self._memory = memory
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # what is downloaded, and what will stand there
+
+    def download(self, *tensors: Tensor) -> list[Tensor]:
+        shown = [torch.full_like(tensor, UNREAD) for tensor in tensors]
+        self._hidden += [(show, tensor.clone()) for show, tensor in zip(shown, tensors, strict=True)]
+        return shown
+
+    def mark(self) -> Any:
+        hidden, self._hidden = self._hidden, []
+        return _Mark(hidden)
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        made = run()
+        self.num_recorded += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            for before, now in zip(made, run(), strict=True):
+                before.copy_(now)
+
+        return replay, made
+
+    def peak(self, run: Callable[[], None]) -> int:
+        run()
+        self.peaks += 1
+        return 2**20
+
+    def memory(self) -> tuple[int, int]:
+        return self._memory, self._memory
+
+
+class _Mark(Reached):
+    def __init__(self, hidden: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def wait(self) -> None:
+        with torch.inference_mode():
+            for shown, tensor in self._hidden:
+                shown.copy_(tensor)
+
+
+class SpanKernels(Kernels):
+    """Plain torch, reading spans as a GPU's kernels do: from tensors, with rows and spans of padding."""
+
+    reads_spans = True
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norm: HeadNorm | None,
+        tables: tuple[Tensor, Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> Tensor:
+        real, host = _on_host(batch)
+        if not real:
+            return qkv.view(len(qkv), -1, kv.head_dim)[:, : -2 * kv.kv_heads]
+        cos, sin = tables
+        return super().rotate_and_store(qkv[:real], norm, (cos[:real], sin[:real]), kv, host, layer)
+
+    def attend(
+        self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+    ) -> Tensor:
+        real, host = _on_host(batch)
+        out = super().attend(q[:real], kv, host, layer, scale, window) if real else q.flatten(1)[:0]
+        padding = out.new_full((len(batch.positions) - real, out.shape[1]), torch.nan)  # nobody may read it
+        return torch.cat([out, padding])
+
+
+def _on_host(batch: RaggedBatch) -> tuple[int, RaggedBatch]:
+    """The number of real rows, and the batch as kernels on a CPU read it. Made anew each time: a replay's differs."""
+    spans = batch.spans
+    assert isinstance(spans, DeviceSpans)
+    row_starts, contexts = spans.row_starts.tolist(), spans.context_lens.tolist()
+    count = sum(length > 0 for length in contexts)
+    real = row_starts[count]
+    assert row_starts[count:] == [real] * (len(row_starts) - count), "spans of padding are behind the others"
+    width = -(-max(contexts[:count], default=0) // batch.block_size)
+    tables = spans.block_tables[spans.table_rows[:count].long()][:, :width].long()
+    needed = -(-torch.tensor(contexts[:count]) // batch.block_size)
+    tables = tables * (torch.arange(width) < needed[:, None])
+    host = RaggedBatch(
+        batch.token_ids[:real],
+        batch.positions[:real],
+        batch.slots[:real],
+        row_starts[: count + 1],
+        contexts[:count],
+        tables.contiguous(),
+        batch.block_size,
+    )
+    return real, host
+
+
+@contextmanager
+def on_device(device: Device, kernels: Kernels) -> Any:
+    """Engines that start within run on this device with these kernels."""
+    with (
+        mock.patch.object(engine, "open_device", lambda kind: device),
+        mock.patch.object(engine, "choose_kernels", lambda *args: kernels),
+    ):
+        yield

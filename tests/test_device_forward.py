@@ -1,0 +1,177 @@
+"""A step's way through a GPU, with stand-ins for the GPU: sizes, graphs, overlap, memory, and what goes wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import Engine
+from quire.errors import MemoryPlanError
+from quire.runner.device_forward import CHUNK, LARGEST_GRAPH, all_sizes, padded
+from quire.runner.model_runner import OUT_OF_MEMORY
+from tests.devices import DelayedDevice, SpanKernels, on_device
+from tests.oracle import save_checkpoint
+from tests.test_determinism import prompts, run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(save_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2))
+
+
+def options(folder: str, **more: Any) -> EngineConfig:
+    chosen = {"model": folder, "threads": 1, "max_model_len": 320, "max_num_seqs": 8, "device": "cpu", **more}
+    return EngineConfig(**chosen)
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> dict[int, Any]:
+    """What each prompt gets on a CPU, alone."""
+    engine = Engine(options(folder, cpu_kernels="torch", prefix_cache="off", async_scheduling=False))
+    outcomes: dict[int, Any] = {}
+    for index in range(len(prompts())):
+        outcomes |= run(engine, [index])
+    return outcomes
+
+
+@pytest.mark.parametrize("graphs", ["lazy", "eager", "off"])
+@pytest.mark.parametrize(("blocks", "chunk", "cache"), [(22, 40, "radix"), (400, 173, "hash"), (22, 2048, "off")])
+def test_a_device_gives_the_same_tokens(folder, alone, graphs, blocks, chunk, cache):
+    for overlap in (True, False):
+        device = DelayedDevice()
+        with on_device(device, SpanKernels()):
+            config = options(
+                folder,
+                cuda_graphs=graphs,
+                num_kv_blocks=blocks,
+                max_num_batched_tokens=chunk,
+                prefix_cache=cache,
+                async_scheduling=overlap,
+                check_invariants=True,
+            )
+            engine = Engine(config)
+        order = list(range(len(prompts())))
+        assert run(engine, order) == alone
+        assert run(engine, order[::-1], first_id=100, stagger=2) == alone
+        assert (device.num_replayed > 0) == (graphs != "off")
+        assert device.peaks == 1, "the largest step was run once, for the memory plan"
+
+
+def test_all_graphs_are_recorded_at_start_and_said_so(folder):
+    device = DelayedDevice()
+    with on_device(device, SpanKernels()):
+        engine = Engine(options(folder, cuda_graphs="eager"))
+    assert device.num_recorded == len(all_sizes(8))
+    assert any(note.startswith(f"recorded {len(all_sizes(8))} CUDA graphs in ") for note in engine.notes)
+    run(engine, [0, 3])
+    assert device.num_recorded == len(all_sizes(8)), "no step has a size that was not recorded"
+
+
+def test_enforce_eager_records_nothing(folder):
+    device = DelayedDevice()
+    with on_device(device, SpanKernels()):
+        engine = Engine(options(folder, enforce_eager=True))
+    run(engine, [0])
+    assert device.num_recorded == 0
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 64, 256])
+def test_every_step_has_a_size_that_holds_it_and_only_decodes_are_square(most):
+    sizes = all_sizes(most)
+    draw = random.Random(most)
+    for _ in range(2000):
+        spans = draw.randint(1, most)
+        tokens = spans if draw.random() < 0.3 else spans + draw.randint(1, 3 * LARGEST_GRAPH)
+        size = padded(tokens, spans, most)
+        assert size.tokens >= tokens and size.spans >= spans
+        assert (size.tokens == size.spans) == (tokens == spans)
+        assert size in sizes or size.tokens > LARGEST_GRAPH
+        assert size.tokens < max(tokens, size.spans + 1) + CHUNK
+    assert len(sizes) < 100
+
+
+def test_more_preempted_requests_than_rows_grow_the_tables(folder, alone):
+    """Requests that wait after preemption keep their rows: with two running at most, many are known."""
+    with on_device(DelayedDevice(), SpanKernels()):
+        engine = Engine(options(folder, max_num_seqs=2, scheduling_policy="priority", num_kv_blocks=400))
+    for index in range(8):
+        important = SamplingParams(temperature=0.0, seed=0, priority=-index, ignore_eos=True).resolved()
+        engine.add(Request(index, prompts()[3], important, max_tokens=12))
+        engine.step()
+        engine.step()
+    tokens: dict[int, list[int]] = {index: [] for index in range(8)}
+    while not engine.idle:
+        for update in engine.step():
+            tokens[update.request] += update.tokens
+    assert engine.stats.preemptions > 4
+
+
+def test_out_of_memory_halves_the_step_and_ends_only_the_request_that_does_not_fit(folder, alone):
+    class Small(SpanKernels):
+        """Has no memory for more than 256 rows at once."""
+
+        def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > 256:
+                raise torch.OutOfMemoryError("no")
+            return super().silu_mul(x)
+
+    with on_device(DelayedDevice(), Small()):
+        engine = Engine(options(folder, max_num_batched_tokens=256, cuda_graphs="off", prefix_cache="off"))
+    object.__setattr__(engine.config, "max_num_batched_tokens", 2048)  # as if the plan had been wrong
+    engine.scheduler._max_chunk = 320
+    order = [0, 1, 2, 4, 5, 6, 7]
+    errors: dict[int, str | None] = {}
+    tokens: dict[int, list[int]] = {index: [] for index in order}
+    for index in order:
+        wanted = SamplingParams(temperature=0.0, seed=0, ignore_eos=True).resolved()
+        engine.add(Request(index, prompts()[index], wanted, max_tokens=12))
+    while not engine.idle:
+        for update in engine.step():
+            tokens[update.request] += update.tokens
+            if update.finish_reason:
+                errors[update.request] = update.error
+    assert errors == {index: OUT_OF_MEMORY if index == 4 else None for index in order}  # prompt 4 has 300 tokens
+    for index in (0, 2, 6):
+        assert tokens[index] == [token for token, _, _ in alone[index]]
+
+
+def test_too_little_memory_is_refused_with_what_to_do(folder):
+    device = DelayedDevice()
+    device.memory = lambda: (2**28, 2**32)  # type: ignore[method-assign]
+    with (
+        on_device(device, SpanKernels()),
+        pytest.raises(MemoryPlanError, match=r"gpu_memory_utilization=0.9 .* above 0.94"),
+    ):
+        Engine(options(folder))
+
+
+def test_a_step_that_does_not_fit_beside_the_weights_is_refused_with_what_to_do(folder):
+    class Full(DelayedDevice):
+        def peak(self, run):
+            raise torch.OutOfMemoryError("no")
+
+    with on_device(Full(), SpanKernels()), pytest.raises(MemoryPlanError, match="lower max_num_batched_tokens to 512"):
+        Engine(options(folder))
+
+
+def test_a_request_whose_mask_needs_its_last_token_waits_for_it(folder):
+    """bad_words: with steps in flight it gets what it gets without."""
+    found = []
+    for overlap in (False, True):
+        with on_device(DelayedDevice(), SpanKernels()):
+            engine = Engine(options(folder, async_scheduling=overlap))
+        plain = SamplingParams(temperature=0.0, seed=0, ignore_eos=True).resolved()
+        engine.add(Request(0, prompts()[1], plain, max_tokens=12, bad_words=[[9], [11, 12]]))
+        engine.add(Request(1, prompts()[2], plain, max_tokens=12))
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        while not engine.idle:
+            for update in engine.step():
+                tokens[update.request] += update.tokens
+        found.append(tokens)
+    assert found[0] == found[1]
