@@ -52,6 +52,9 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "block_size": ("32", 32),
     "num_kv_blocks": ("100", 100),
     "kv_cache_memory": ("1GiB", "1GiB"),
+    "gpu_memory_utilization": ("0.5", 0.5),
+    "cuda_graphs": ("off", "off"),
+    "profile": ("some/folder", "some/folder"),
     "prefix_cache": ("off", "off"),
     "max_num_seqs": ("8", 8),
     "max_num_batched_tokens": ("256", 256),
@@ -84,7 +87,13 @@ SAMPLING_VALUES: dict[str, tuple[str, Any]] = {
     "priority": ("-1", -1),
     "cache_salt": ("tenant", "tenant"),
 }
-ENGINE_SWITCHES = ("enable_chunked_prefill", "deterministic", "check_invariants")
+ENGINE_SWITCHES = (
+    "enable_chunked_prefill",
+    "async_scheduling",
+    "enforce_eager",
+    "deterministic",
+    "check_invariants",
+)
 SAMPLING_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 

@@ -30,7 +30,10 @@ from quire.errors import ConfigError
         ({"long_prefill_token_threshold": 3}, "below min_chunk"),
         ({"enable_chunked_prefill": False, "long_prefill_token_threshold": 64}, "needs chunked prefill"),
         ({"enable_chunked_prefill": False, "target_itl_ms": 50.0}, "shrinking prompt chunks"),
-        ({"device": "cuda"}, "allowed: cpu"),
+        ({"device": "tpu"}, "allowed: auto, cpu, cuda"),
+        ({"cuda_graphs": "always"}, "allowed: lazy, eager, off"),
+        ({"cuda_graphs": "eager", "enforce_eager": True}, "leave one out"),
+        ({"gpu_memory_utilization": 1.2}, "from 0.01 to 1.0"),
     ],
 )
 def test_a_bad_option_is_refused_with_its_value_and_what_is_allowed(options, message):

@@ -181,7 +181,8 @@ class Engine:
 
     def _notes_of_cpu(self) -> list[str]:
         """What changes nothing here although it was set, or why no GPU is used although there is one."""
-        config, notes = self.config, []
+        config = self.config
+        notes = [note] if (note := find_device()[1]) else []
         if not config.deterministic:
             notes.append("deterministic=False changes nothing on a CPU: the kernels are batch-invariant anyway")
         for field in fields(config):

@@ -1,0 +1,165 @@
+"""Which device is chosen, what is refused, and how numbers reach a GPU, as far as that can be seen without one."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import devices
+from quire.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.errors import ConfigError, DeviceError
+from quire.runner.device import CudaDevice, Device, check_cuda
+from tests.oracle import save_checkpoint
+
+
+class FakeDriver:
+    """Stands for libcuda.so.1 with so many GPUs, or one whose first call fails."""
+
+    def __init__(self, count: int, broken: bool = False) -> None:
+        self._count, self._broken = count, broken
+
+    def cuInit(self, flags: int) -> int:
+        return int(self._broken)
+
+    def cuDeviceGetCount(self, pointer: Any) -> int:
+        pointer._obj.value = self._count
+        return 0
+
+
+def with_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver | None, cuda_torch: bool = True) -> None:
+    def load(name: str) -> FakeDriver:
+        if driver is None:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+        return driver
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", load)
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: cuda_torch)
+
+
+@pytest.mark.parametrize("driver", [None, FakeDriver(0), FakeDriver(2, broken=True)])
+def test_without_a_gpu_the_cpu_is_chosen_without_a_word(monkeypatch, driver):
+    with_driver(monkeypatch, driver)
+    assert devices.find_device() == ("cpu", None)
+    config = EngineConfig.from_options({"model": "m"})
+    assert (config.device, config.max_num_seqs, config.deterministic) == ("cpu", 64, True)
+    assert not config.async_scheduling, "cores that compute do not wait for the scheduler"
+
+
+def test_a_gpu_is_chosen_with_its_own_defaults(monkeypatch):
+    with_driver(monkeypatch, FakeDriver(1))
+    config = EngineConfig.from_options({"model": "m"})
+    assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == ("cuda", 256, 8192)
+    assert config.async_scheduling and not config.deterministic
+    assert EngineConfig.from_options({"model": "m", "deterministic": True}).deterministic
+    assert EngineConfig.from_options({"model": "m"}, "chat").max_num_seqs == 16, "a preset wins over a device"
+    assert EngineConfig.from_options({"model": "m", "device": "cpu"}).max_num_seqs == 64
+
+
+def test_a_gpu_that_the_installed_torch_cannot_use_is_told(monkeypatch):
+    with_driver(monkeypatch, FakeDriver(1), cuda_torch=False)
+    kind, note = devices.find_device()
+    assert kind == "cpu" and note is not None and "built for CPUs only" in note
+
+
+def test_a_gpu_that_is_not_used_stands_in_the_engines_notes(monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: False)
+    engine = Engine(EngineConfig(model=str(save_checkpoint(tmp_path, "qwen3")), threads=1))
+    assert any("built for CPUs only" in note for note in engine.notes)
+
+
+def test_what_is_for_gpus_is_told_to_change_nothing_on_a_cpu(tmp_path):
+    config = EngineConfig(
+        model=str(save_checkpoint(tmp_path, "qwen3")), device="cpu", gpu_memory_utilization=0.5, cuda_graphs="off"
+    )
+    notes = Engine(config).notes
+    assert "gpu_memory_utilization=0.5 changes nothing on a CPU" in notes
+    assert "cuda_graphs=off changes nothing on a CPU" in notes
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), count: int = 1) -> None:
+    """As if this torch had CUDA."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+
+
+def test_cuda_is_refused_where_torch_has_none(tmp_path):
+    with pytest.raises(DeviceError, match="built for CPUs only; install torch with CUDA"):
+        Engine(EngineConfig(model=str(save_checkpoint(tmp_path, "qwen3")), device="cuda"))
+
+
+def test_cuda_is_refused_where_there_is_no_gpu(monkeypatch):
+    cuda(monkeypatch, count=0)
+    with pytest.raises(DeviceError, match=r"there is no GPU 0 here \(0 found\); check nvidia-smi"):
+        check_cuda()
+
+
+def test_an_old_gpu_is_refused(monkeypatch):
+    cuda(monkeypatch, capability=(7, 5))
+    with pytest.raises(DeviceError, match=r"Some GPU has compute capability 7.5; Quire's kernels need 8.0"):
+        check_cuda()
+
+
+@pytest.mark.parametrize(("version", "message"), [("3.5.1", "Triton 3.5.1 is too old"), (None, "needs Triton")])
+def test_an_old_or_missing_triton_is_refused(monkeypatch, version, message):
+    cuda(monkeypatch)
+    found = None if version is None else SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "triton", found)
+    with pytest.raises(DeviceError, match=message):
+        check_cuda()
+
+
+def test_a_refusal_is_a_configuration_error():
+    assert issubclass(DeviceError, ConfigError)
+
+
+# -- moving numbers ----------------------------------------------------------------------------------------
+
+
+class Unpinned(CudaDevice):
+    """Packs and unpacks as a GPU's device does, in plain memory."""
+
+    def __init__(self) -> None:
+        Device.__init__(self)
+
+    def _staging(self, size: int) -> Any:
+        staged = torch.empty(size, dtype=torch.uint8)
+        return staged, staged.numpy()
+
+
+@pytest.mark.parametrize("device", [Device(), Unpinned()], ids=["cpu", "packed"])
+def test_arrays_arrive_as_they_are_and_may_change_after(device):
+    arrays = [
+        np.arange(5, dtype=np.int32),
+        np.zeros(0, np.int64),
+        np.array([[1.5, -2.0], [3.0, 4.0], [5.0, 6.0]], np.float32),
+        np.array([True, False, True]),
+        np.array([2**62, -1], np.int64),
+        np.arange(12, dtype=np.float64)[::2],
+    ]
+    wanted = [torch.from_numpy(array.copy()) for array in arrays]
+    sent = device.upload(*arrays)
+    for array in arrays:
+        array[...] = 0
+    for tensor, want in zip(sent, wanted, strict=True):
+        assert tensor.dtype == want.dtype and torch.equal(tensor, want)
+    into = torch.zeros(5, dtype=torch.int32)
+    device.write(into, np.arange(5, dtype=np.int32))
+    assert into.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_driver_is_asked_for_real_here():
+    """Whatever this machine has, the question is answered."""
+    assert devices.count_gpus() >= 0
