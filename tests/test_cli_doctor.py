@@ -64,7 +64,7 @@ def test_a_kernel_whose_rows_depend_on_one_another_fails_the_doctor(
         return torch.nextafter(out, torch.full_like(out, 1e9)) if len(x) == 1 else out
 
     monkeypatch.setattr(kernels, "rms_norm", wrong)
-    monkeypatch.setattr("quire.ops.choose_kernels", lambda name: kernels)
+    monkeypatch.setattr("quire.ops.choose_kernels", lambda *args: kernels)
     monkeypatch.setattr(self_test, "run", lambda kernels: [self_test.check_norm_and_gate(kernels, torch.float32)])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out

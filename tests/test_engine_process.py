@@ -137,7 +137,7 @@ async def stats_when_idle(client):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         stats = json.loads(await client.inspect("stats"))
-        if not stats["running"] and not stats["waiting"]:
+        if not stats["running"] and not stats["waiting"] and not stats["held_blocks"]:  # a step may be in flight
             return stats
         await asyncio.sleep(0.02)
     raise TimeoutError(stats)

@@ -19,6 +19,10 @@ class DeviceError(ConfigError):
     """The device that was asked for is not there, or it or its software is too old."""
 
 
+class DeviceLostError(QuireError):
+    """The device has failed in a way that ends the engine; a server starts another one and resumes its requests."""
+
+
 class MemoryPlanError(ConfigError):
     """The memory that was granted does not hold what was asked of it."""
 

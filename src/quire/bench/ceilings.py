@@ -32,12 +32,16 @@ SQUARE = 2048
 INT8_SQUARE = 1024
 """The same of 8-bit integers, whose products are done sooner."""
 
+GPU_COPY_BYTES, GPU_SQUARE = 4 * 2**30, 8192
+"""The same on a GPU. What is copied there is read and written, and both count."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What the machine does at best, with `threads` threads: bytes and operations per second.
 
-    A multiplication and its addition are two operations. `matrix_rate` is that of the model's data type.
+    A multiplication and its addition are two operations. `matrix_rate` is that of the model's data type. A GPU has
+    no threads.
     """
 
     threads: int
@@ -46,11 +50,14 @@ class Machine:
     int8_rate: float
 
 
-def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7) -> Machine:
+def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7, device: torch.device | str = "cpu") -> Machine:
     """Read rate of a long sum, and the rates of matrix products in `dtype` and int8: each the best of `repeat`.
 
-    The rate of int8 is at least that of `dtype`, whose product could be taken in its place.
+    The rate of int8 is at least that of `dtype`, whose product could be taken in its place. On a GPU the rate of a
+    copy stands for that of reading.
     """
+    if torch.device(device).type == "cuda":
+        return _measure_gpu(dtype, repeat, torch.device(device))
     torch.set_num_threads(threads)
     big = huge(READ_BYTES).view(torch.float32).fill_(1.0)
     read = READ_BYTES / _best(big.sum, repeat)
@@ -59,11 +66,33 @@ def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7) -> Machin
     return Machine(threads, read, matrix, max(matrix, _int8_rate(2 * repeat)))
 
 
-def _int8_rate(repeat: int) -> float:
+def _measure_gpu(dtype: torch.dtype, repeat: int, device: torch.device) -> Machine:
+    def finished(call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            call()
+            torch.cuda.synchronize(device)
+
+        return run
+
+    size = min(GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)  # what the engine left must hold both
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    read = 2 * size / _best(finished(lambda: target.copy_(source)), repeat)
+    del source, target
+    x, weight = (torch.randn(GPU_SQUARE, GPU_SQUARE, device=device).to(dtype) for _ in range(2))
+    matrix = 2 * GPU_SQUARE**3 / _best(finished(lambda: torch.nn.functional.linear(x, weight)), repeat)
+    return Machine(0, read, matrix, max(matrix, _int8_rate(repeat, device, GPU_SQUARE, finished)))
+
+
+def _int8_rate(
+    repeat: int,
+    device: torch.device | str = "cpu",
+    square: int = INT8_SQUARE,
+    finished: Callable[[Callable[[], object]], Callable[[], object]] = lambda call: call,
+) -> float:
     """Rate of a product of 8-bit integers with sums of 32 bits; 0 where torch (whose private API it is) has none."""
-    x, weight = (torch.randint(-127, 128, (INT8_SQUARE, INT8_SQUARE), dtype=torch.int8) for _ in range(2))
+    x, weight = (torch.randint(-127, 128, (square, square), dtype=torch.int8, device=device) for _ in range(2))
     try:
-        return 2 * INT8_SQUARE**3 / _best(lambda: torch._int_mm(x, weight), repeat)
+        return 2 * square**3 / _best(finished(lambda: torch._int_mm(x, weight)), repeat)
     except (AttributeError, RuntimeError):
         return 0.0
 

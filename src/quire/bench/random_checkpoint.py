@@ -6,6 +6,7 @@ So anybody can measure without a download. Such a folder has no tokenizer: promp
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import uuid
@@ -18,8 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import ConfigError
+from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
 from quire.models.qwen3 import Qwen3
+from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -43,6 +46,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 40960,
     },
+    "qwen3-14b": {
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
     "qwen3-tiny": {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -54,7 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
-"""What differs in config.json: of the model that the name says, and of one for trying things out."""
+"""What differs in config.json: of the models that the names say, and of one for trying things out."""
 
 SPREAD = 0.02
 """Standard deviation of the weights, as such models are initialised."""
@@ -116,13 +130,50 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], progress: Progress
     return folder
 
 
+class RandomCheckpoint(Checkpoint):
+    """A folder with a config.json alone, whose weights are drawn on a device when they are asked for.
+
+    So a model is there in a second that would be written and read for a minute. A tensor is the same whenever it is
+    asked for.
+
+    Args:
+        folder: holds config.json, of Qwen3's architecture.
+        device: where the weights are made.
+        spread: their standard deviation.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | str = "cpu", spread: float = SPREAD) -> None:
+        self.folder = folder
+        self.config, self.generation = Fields.read(folder / "config.json"), Fields({}, "none")
+        self.entries = {
+            name: TensorEntry(name, "BF16", shape, folder, 0, 2 * math.prod(shape))
+            for name, shape in _tensor_shapes(self.config).items()
+        }
+        self._seeds = {name: seed for seed, name in enumerate(self.entries)}
+        self._device, self._spread = device, spread
+
+    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
+        """A new tensor; `dtypes` plays no part."""
+        generator = torch.Generator(self._device).manual_seed(self._seeds[name])
+        return _drawn(self.entries[name].shape, generator, self._spread)
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator, spread: float) -> torch.Tensor:
+    """Norms are ones."""
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    return tensor.fill_(1.0) if len(shape) == 1 else tensor.normal_(0.0, spread, generator=generator)
+
+
+def _tensor_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
+    return Qwen3.read_config(config, Fields({}, "none")).tensor_shapes()
+
+
 def _weights(config: Mapping[str, Any], progress: Progress | None) -> dict[str, torch.Tensor]:
-    shapes = Qwen3.read_config(Fields(config, "config.json"), Fields({}, "none")).tensor_shapes()
+    shapes = _tensor_shapes(Fields(config, "config.json"))
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        tensor = torch.empty(shape, dtype=torch.bfloat16)
-        weights[name] = tensor.fill_(1.0) if len(shape) == 1 else tensor.normal_(0.0, SPREAD, generator=generator)
+        weights[name] = _drawn(shape, generator, SPREAD)
         if progress:
             progress(len(weights) / len(shapes))
     return weights

@@ -150,7 +150,7 @@ def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> 
     with loading("machine") as on_load:
         if on_load:
             on_load("measuring its ceilings", 0.0)
-        machine = measure_machine(llm.model.dtype, llm.threads)
+        machine = measure_machine(llm.model.dtype, llm.threads, device=llm.model.kernels.device)
     ceilings = Ceilings(work_of(llm), machine)
     report.machine(machine)
     warm_up(llm)
@@ -221,7 +221,7 @@ class Report:
             "int8_gop_s": int8,
         }
         rates = f"{read} GB/s read, {matrix:,} GFLOP/s {self._common['dtype']}, {int8:,} GOP/s int8"
-        ceilings = f"{rates} with {machine.threads} threads"
+        ceilings = f"{rates} with {machine.threads} threads" if machine.threads else rates
         print(f"Started in {self._common['startup_s']} s. Ceilings: {ceilings}.", file=self._table)
         self._row(self.HEADINGS)
 

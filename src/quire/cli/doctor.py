@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from quire.devices import find_device
+
 INSTRUCTION_SETS = (
     "avx2",
     "avx512f",
@@ -54,8 +56,11 @@ class Problem(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `quire doctor`."""
-    parser.usage = "quire doctor [--json] [--cpu-kernels NAME]"
+    parser.usage = "quire doctor [--json] [--device DEVICE] [--cpu-kernels NAME]"
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="test this device's kernels (default: auto)"
+    )
     parser.add_argument(
         "--cpu-kernels", default="auto", metavar="NAME", help="test these kernels: an instruction set, torch, or auto"
     )
@@ -72,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     }
     problems = missing_packages(versions)
     if not any(problem.fatal for problem in problems):
-        report |= _of_torch(args.cpu_kernels)
-        problems += lost_kernels()
+        report |= _of_torch(args.cpu_kernels, args.device)
+        problems += lost_kernels() + unused_gpu()
         problems += slow_instruction_sets(report["machine"]["instruction_sets"])
         problems += _failed(report)
     report["problems"] = [msgspec.to_builtins(problem) for problem in problems]
@@ -162,21 +167,31 @@ def lost_kernels() -> list[Problem]:
     return [Problem(lost.what, lost.remedy)] if lost else []
 
 
-def _of_torch(cpu_kernels: str) -> dict[str, Any]:
-    """Threads, kernels, self-test and demo model: all that needs torch.
+def unused_gpu() -> list[Problem]:
+    """A GPU that Quire could use if torch could."""
+    note = find_device()[1]
+    return [Problem(note, "pip install torch (the build with CUDA)")] if note else []
+
+
+def _of_torch(cpu_kernels: str, device: str) -> dict[str, Any]:
+    """Device, threads, kernels, self-test and demo model: all that needs torch.
 
     Raises:
         ConfigError: these kernels were not built, or this machine cannot run them.
+        DeviceError: the device is not there, or too old.
     """
     import torch
 
     from quire.models.hub import resolve
     from quire.ops import choose_kernels, self_test
     from quire.ops.cpu import library
+    from quire.runner.device import open_device
 
-    kernels = choose_kernels(cpu_kernels)
+    found = open_device(find_device()[0] if device == "auto" else device)
+    kernels = choose_kernels(cpu_kernels, found.torch)
     demo = resolve("demo") / "model.safetensors"
     return {
+        "device": found.describe(),
         "threads": torch.get_num_threads(),
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
         "kernels": {
@@ -236,6 +251,7 @@ def _machine_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if "kernels" in report:
         demo = report["demo_model"]
         rows += [
+            ("device", report["device"]),
             ("torch uses", f"{report['threads']} threads, {report['torch_instruction_set']}"),
             ("demo model", "present" if demo["present"] else f"missing: {demo['path']}"),
         ]

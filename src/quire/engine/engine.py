@@ -257,6 +257,7 @@ class Engine:
             if self._timeline:
                 self._timeline.close()
             del self.model, self.scheduler, self.executor, self.kv_cache
+            self.device.release()
 
     def _commit(self, plan: StepPlan, pending: PendingResult) -> list[RequestUpdate]:
         begin = time.monotonic()

@@ -9,7 +9,10 @@ import weakref
 from concurrent.futures import Future
 from typing import Protocol
 
+import torch
+
 from quire.core.step import SpanResult, StepPlan, StepResult
+from quire.errors import DeviceLostError
 from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,8 @@ class Submitted:
         if self._launched is not None:
             try:
                 return self._launched.wait()
+            except torch.AcceleratorError as error:
+                raise _lost(error) from error
             except Exception:
                 _log_failure(self._plan)
         return StepResult(self._plan.number, [SpanResult([], error=STEP_FAILED) for _ in self._plan.spans])
@@ -95,7 +100,10 @@ class _InThread:
 def _work(runner: ModelRunner, plans: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None]) -> None:
     while (job := plans.get()) is not None:
         plan, future = job
-        future.set_result(Submitted(plan, _launch(runner, plan)).wait())
+        try:
+            future.set_result(Submitted(plan, _launch(runner, plan)).wait())
+        except BaseException as error:  # whoever waits must not wait for ever
+            future.set_exception(error)
         del job, plan, future  # what waits for the next plan holds nothing of this one
 
 
@@ -103,9 +111,16 @@ def _launch(runner: ModelRunner, plan: StepPlan) -> PendingResult | None:
     """The step, launched; None where that failed. It cannot be told whose fault it is, and the engine goes on."""
     try:
         return runner.launch(plan)
+    except torch.AcceleratorError as error:
+        raise _lost(error) from error
     except Exception:
         _log_failure(plan)
         return None
+
+
+def _lost(error: torch.AcceleratorError) -> DeviceLostError:
+    """Whatever a GPU is told after an error of its own fails too: only a new process can use it again."""
+    return DeviceLostError(f"the device failed, and nothing can run on it until this process ends: {error}")
 
 
 def _log_failure(plan: StepPlan) -> None:

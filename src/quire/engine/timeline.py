@@ -13,8 +13,9 @@ import functools
 import io
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -49,8 +50,8 @@ MAX_BYTES = 512 * 2**20
 FIRST_PROFILED_STEP, PROFILED_STEPS = 10, 20
 """Steps whose kernels are profiled: few, for each is thousands of events, and not the first, which compile things."""
 
-BY_CALLER = "ended by the caller"
-"""Why a request ended that was aborted between two steps, or had found a stop string."""
+BETWEEN_STEPS = "ended between steps"
+"""The reason of a request of whose end no commit tells: it was aborted, or the caller found a stop string."""
 
 SHOWN_PROFILING = 0.001
 """Seconds of the host that profiling must take in a step to be drawn itself."""
@@ -184,7 +185,7 @@ def _create(folder: Path) -> io.FileIO:
 
 class KernelProfile:
     """Torch's profile of a few steps: operators of the host and, on a GPU, its kernels. It is written once, beside the
-    timeline and not into it: its clock is another one.
+    timeline and not into it: its clock is another one. What goes wrong is logged, and nothing is profiled then.
 
     Attributes:
         path: its file, `<timeline>.kernels.json`.
@@ -193,40 +194,59 @@ class KernelProfile:
     def __init__(self, timeline: Path) -> None:
         self.path = timeline.with_suffix(".kernels.json")
         self._profiler: torch.profiler.profile | None = None
-        self._steps_left = FIRST_PROFILED_STEP + PROFILED_STEPS
+        self._thread = 0
+        self._steps_left = FIRST_PROFILED_STEP + PROFILED_STEPS + 1  # the last one only ends it
 
     def step(self) -> None:
-        """A step is about to run: the profile begins, goes on, or ends and is written.
-
-        Raises:
-            Exception: whatever the profiler raises, above all where the driver forbids it.
-        """
-        if self._steps_left < 0:
+        """A step is about to run: the profile begins, goes on, or ends and is written."""
+        if not self._steps_left:
             return
-        if self._profiler is None:
-            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            schedule = torch.profiler.schedule(wait=FIRST_PROFILED_STEP - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
-            self._profiler = torch.profiler.profile(
-                activities=[ProfilerActivity.CPU, *gpu], schedule=schedule, on_trace_ready=self._write
-            )
-            self._profiler.start()  # here, for it must begin and end in the thread that runs the steps
-        else:
-            self._profiler.step()
         self._steps_left -= 1
-        if self._steps_left < 0:
+        with self._logged():
+            if self._profiler is None:
+                self._profiler = self._start()
+            else:
+                self._check_thread()
+                self._profiler.step()
+        if not self._steps_left:
             self.close()
 
     def close(self) -> None:
-        """End; if some steps were profiled but not all, they are written now. Raises as `step` does."""
-        profiler, self._profiler, self._steps_left = self._profiler, None, -1
+        """End; if some steps were profiled but not all, they are written now."""
+        profiler, self._profiler, self._steps_left = self._profiler, None, 0
         if profiler is not None:
-            profiler.stop()
+            with self._logged():
+                self._check_thread()
+                profiler.stop()
+
+    def _start(self) -> torch.profiler.profile:
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        schedule = torch.profiler.schedule(wait=FIRST_PROFILED_STEP - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
+        profiler = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *gpu], schedule=schedule, on_trace_ready=self._write
+        )
+        profiler.start()
+        self._thread = threading.get_ident()
+        return profiler
+
+    def _check_thread(self) -> None:
+        """The profiler belongs to the thread that started it; torch 2.13 crashes where another one writes its file."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("the engine was closed by another thread before enough steps had run")
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(self.path))
         if not self.path.exists():  # the profiler only prints that
             raise FileNotFoundError(errno.ENOENT, "cannot be written", str(self.path))
         logger.info("the device's kernels in a few steps: %s", self.path)
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._profiler, self._steps_left = None, 0
+            logger.warning("the device's kernels are not profiled: %s", error)
 
 
 P = ParamSpec("P")
@@ -281,7 +301,7 @@ class Timeline:
         for info in plan.started:
             self._start(info.request)
         for number in plan.ended:  # those of which no commit has told
-            self._end(number, BY_CALLER)
+            self._end(number, BETWEEN_STEPS)
         if self._kernels is not None:
             self._profile_kernels(self._kernels)
 
@@ -321,12 +341,10 @@ class Timeline:
         self.on = False
         for number, request in list(self._requests.items()):
             if request.status is Status.FINISHED:
-                self._end(number, BY_CALLER)
-        try:
-            if self._kernels is not None:
-                self._kernels.close()
-        finally:
-            self._trace.close()
+                self._end(number, BETWEEN_STEPS)
+        if self._kernels is not None:
+            self._kernels.close()
+        self._trace.close()
 
     def give_up(self, error: Exception) -> None:
         """Say why it cannot go on, and let go of everything."""
@@ -334,10 +352,10 @@ class Timeline:
         logger.warning("the timeline %s ends here: %s", self.path, error, exc_info=not known)
         self.on = False
         self._requests.clear()
-        for each in (self._kernels, self._trace):
-            if each is not None:
-                with contextlib.suppress(Exception):
-                    each.close()
+        if self._kernels is not None:
+            self._kernels.close()
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed already
+            self._trace.close()
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -373,11 +391,7 @@ class Timeline:
     def _profile_kernels(self, kernels: KernelProfile) -> None:
         """Beginning and writing the profile take up to seconds: they are drawn, lest they look like the engine's."""
         begin = time.monotonic()
-        try:
-            kernels.step()
-        except Exception as error:
-            self._kernels = None
-            logger.warning("the device's kernels are not profiled: %s", error)
+        kernels.step()
         end = time.monotonic()
         if end - begin >= SHOWN_PROFILING:
             self._trace.slice(SCHEDULER, "profile kernels", begin, end)
@@ -418,12 +432,9 @@ class Timeline:
             self._begin_decode(request)
         phase = "prefill" if number in self._prefilling else "decode"
         self._prefilling.discard(number)
-        finished = stats.finished or time.monotonic()
+        finished, num_output = stats.finished or time.monotonic(), len(request.tokens) - request.num_prompt
         self._trace.end(number, f"{phase} {number}", finished)
-        self._trace.end(
-            number, "request", finished, reason=reason, output=len(request.tokens) - request.num_prompt,
-            preemptions=stats.preemptions,
-        )  # fmt: skip
+        self._trace.end(number, "request", finished, reason=reason, output=num_output, preemptions=stats.preemptions)
 
 
 def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:

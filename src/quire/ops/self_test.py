@@ -14,7 +14,7 @@ import torch
 from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.quantized import Quantization
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import DeviceSpans, RaggedBatch
 
 DTYPES = (torch.bfloat16, torch.float32)
 QUANTIZATIONS = (Quantization("int8"), Quantization("int4", 64))
@@ -61,8 +61,8 @@ def check_linear(kernels: Kernels, dtype: torch.dtype) -> Check:
     generator = torch.Generator().manual_seed(0)
     failures, cases = [], 0
     for shape in LINEAR_SHAPES:
-        weight = kernels.pack([torch.randn(shape, generator=generator).to(dtype)])
-        x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(dtype)
+        weight = kernels.pack([torch.randn(shape, generator=generator).to(kernels.device, dtype)])
+        x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(kernels.device, dtype)
         differing, tried = _compare_rows(weight.matmul, x)
         failures += [f"{shape[1]} to {shape[0]}, {where}" for where in differing]
         cases += tried
@@ -73,7 +73,7 @@ def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
     """As `check_linear`, with a weight in 8 or 4 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = kernels.pack_quantized(kernels.quantize(torch.randn(320, 704, generator=generator), how))
-    x = torch.randn(2 * max(ROW_COUNTS), 704, generator=generator).bfloat16()
+    x = torch.randn(2 * max(ROW_COUNTS), 704, generator=generator).to(kernels.device, torch.bfloat16)
     failures, cases = _compare_rows(weight.matmul, x)
     return Check(f"linear {how.scheme}", cases, tuple(failures))
 
@@ -81,8 +81,8 @@ def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
 def check_norm_and_gate(kernels: Kernels, dtype: torch.dtype) -> Check:
     """The norm and the gate of some of the rows against the same rows of all of them."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * max(ROW_COUNTS), 1408, generator=generator).to(dtype)
-    weight = torch.randn(1408, generator=generator).to(dtype)
+    x = torch.randn(2 * max(ROW_COUNTS), 1408, generator=generator).to(kernels.device, dtype)
+    weight = torch.randn(1408, generator=generator).to(kernels.device, dtype)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
         return torch.cat([kernels.rms_norm(rows, weight, 1e-6), kernels.silu_mul(rows)], dim=1)
@@ -131,8 +131,9 @@ class _Attention:
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.qkv = torch.randn(CONTEXT, (self.heads + 2 * self.kv_heads) * self.dim, generator=generator).to(dtype)
-        angles = torch.randn(CONTEXT, self.dim // 2, generator=generator)
+        width, device = (self.heads + 2 * self.kv_heads) * self.dim, kernels.device
+        self.qkv = torch.randn(CONTEXT, width, generator=generator).to(device, dtype)
+        angles = torch.randn(CONTEXT, self.dim // 2, generator=generator).to(device)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.blocks = -(-CONTEXT // block_size)
         self.table = torch.randperm(self.blocks, generator=generator) + 1
@@ -140,16 +141,15 @@ class _Attention:
 
     def __call__(self, chunks: Sequence[int], neighbour: int = 0) -> torch.Tensor:
         """[CONTEXT, heads * dim]. Each chunk shares its step with `neighbour` rows of another request."""
-        cache = KVCache(
-            2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size, self.dtype, self.kv_cache_dtype
-        )
+        shape = (2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size)
+        cache = KVCache(*shape, self.dtype, self.kv_cache_dtype, self.kernels.device)
         cache.data.zero_()
         out, start = [], 0
         for length in chunks:
             spans = [(start, length, self.table)]
             if neighbour:
                 spans.insert(0, (0, neighbour, self.table + self.blocks))
-            batch = _batch(spans, self.block_size)
+            batch = _batch(spans, self.block_size, self.kernels)
             qkv, cos, sin = (
                 torch.cat([x[first : first + rows] for first, rows, _ in spans]) for x in (self.qkv, self.cos, self.sin)
             )
@@ -159,23 +159,29 @@ class _Attention:
         return torch.cat(out)
 
 
-def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int) -> RaggedBatch:
-    """The batch of spans (start, rows, block table)."""
+def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int, kernels: Kernels) -> RaggedBatch:
+    """The batch of spans (start, rows, block table), as these kernels read it."""
     positions = [torch.arange(start, start + rows) for start, rows, _ in spans]
     slots = [
         table[at // block_size] * block_size + at % block_size
         for at, (_, _, table) in zip(positions, spans, strict=True)
     ]
     ends = torch.tensor([rows for _, rows, _ in spans]).cumsum(0).tolist()
-    return RaggedBatch(
-        token_ids=torch.zeros(ends[-1], dtype=torch.int64),
-        positions=torch.cat(positions),
-        slots=torch.cat(slots),
+    batch = RaggedBatch(
+        token_ids=torch.zeros(ends[-1], dtype=torch.int64, device=kernels.device),
+        positions=torch.cat(positions).to(kernels.device),
+        slots=torch.cat(slots).to(kernels.device),
         row_starts=[0, *ends],
         context_lens=[start + rows for start, rows, _ in spans],
         block_tables=torch.stack([table for _, _, table in spans]),
         block_size=block_size,
     )
+    if kernels.reads_spans:
+        starts = [start for start, _, _ in spans]
+        numbers = (batch.row_starts, starts, batch.context_lens, list(range(len(spans))))
+        sent = (torch.tensor(part, dtype=torch.int32, device=kernels.device) for part in numbers)
+        batch.spans = DeviceSpans(*sent, batch.block_tables.to(kernels.device, torch.int32))
+    return batch
 
 
 @contextmanager

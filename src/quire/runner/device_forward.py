@@ -62,6 +62,7 @@ class DeviceForward:
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
 
     Attributes:
+        graphs: the same.
         last_tokens: [requests] int64, the last sampled token of each row of the tables.
     """
 
@@ -69,8 +70,8 @@ class DeviceForward:
         self, model: Model, kv: KVCache, device: Device, most_spans: int, width: int, graphs: str = "off"
     ) -> None:
         self._model, self._kv, self._device = model, kv, device
-        self._most_spans, self._graphs_when = most_spans, graphs
-        self._graphs: dict[Size, _Graph] = {}
+        self._most_spans, self.graphs = most_spans, graphs
+        self._recorded: dict[Size, _Graph] = {}
         # Twice the spans: requests that were preempted keep their row. More grow the tables, and record again.
         self._tables = torch.zeros(2 * most_spans, width, dtype=torch.int32, device=device.torch)
         self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64, device=device.torch)
@@ -92,7 +93,7 @@ class DeviceForward:
         more = max(height, 2 * len(self._tables)) - len(self._tables)
         self._tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
         self.last_tokens = torch.nn.functional.pad(self.last_tokens, (0, more))
-        self._graphs.clear()
+        self._recorded.clear()
 
     def __call__(self, spans: list[Span], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Hidden states [tokens, hidden] after the last norm, and whether each is finite [tokens].
@@ -103,9 +104,9 @@ class DeviceForward:
             rows: which row of the tables belongs to each span's request.
         """
         size = padded(sum(len(span.tokens) for span in spans), len(spans), self._most_spans)
-        if self._graphs_when == "off" or size.tokens > LARGEST_GRAPH:
+        if self.graphs == "off" or size.tokens > LARGEST_GRAPH:
             return self._run(self._write(self._inputs(size), size, spans, rows), size)
-        graph = self._graphs.get(size)
+        graph = self._recorded.get(size)
         if graph is not None:
             self._write(graph.inputs, size, spans, rows)
             graph.replay()
@@ -129,12 +130,12 @@ class DeviceForward:
     @property
     def num_graphs(self) -> int:
         """Sizes that are recorded."""
-        return len(self._graphs)
+        return len(self._recorded)
 
     def _record(self, inputs: Tensor, size: Size) -> None:
         begin = time.perf_counter()
         replay, made = self._device.record(lambda: self._run(inputs, size))
-        self._graphs[size] = _Graph(inputs, replay, made)
+        self._recorded[size] = _Graph(inputs, replay, made)
         seconds = time.perf_counter() - begin
         logger.debug("recorded a step of %d tokens in %d spans in %.0f ms", *size, seconds * 1000)
 

@@ -83,6 +83,7 @@ class ModelRunner:
         self._next_number += 1
         with torch.inference_mode(), self.device.active(), _threads(self._threads):
             begin = self.device.mark()
+            self.kv.pulse[0] += 1  # a replay passes no layer
             try:
                 self._take_in(plan)
                 spans = [span for span in plan.spans if not self._requests[span.request].failed]

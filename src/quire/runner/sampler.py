@@ -68,6 +68,7 @@ class _Edited:
 
     Attributes:
         prompt_length: tokens before the output.
+        known: tokens of prompt and output that the host knows of.
         output: tokens so far; kept only for `bad_words`.
         counts: for penalties; None: there are none, or the device counts.
         allowed: no id: all are.
@@ -75,6 +76,7 @@ class _Edited:
     """
 
     prompt_length: int
+    known: int
     output: list[int]
     counts: TokenCounts | None
     bias_ids: NDArray[np.int64]
@@ -85,27 +87,30 @@ class _Edited:
     bad_words: list[list[int]]
 
     @property
-    def remembers(self) -> bool:
-        """Whether what it is depends on the tokens sampled."""
+    def needs_tokens(self) -> bool:
+        """Whether its edits depend on tokens that the host must know."""
         return bool(self.bad_words) or self.counts is not None
 
     def append(self, token: int) -> None:
         """Learn the next token; a negative one is none."""
         if token < 0:
             return
+        self.known += 1
         if self.bad_words:
             self.output.append(token)
         if self.counts is not None:
             self.counts.add(token)
 
-    def banned(self, position: int) -> NDArray[np.int64]:
-        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words.
+    def check(self, position: int) -> None:
+        """Raises RuntimeError if edits at `position` need tokens that are not known yet."""
+        if self.needs_tokens and self.known != position:
+            raise RuntimeError(
+                f"position {position} of a request with bad_words or penalties is sampled while only {self.known} "
+                "tokens before it are known: its last launch must be finished first"
+            )
 
-        Raises:
-            RuntimeError: bad words, and a token before `position` that is not known.
-        """
-        if self.bad_words and self.prompt_length + len(self.output) != position:
-            raise RuntimeError(f"a request with bad_words samples position {position} before its last step is finished")
+    def banned(self, position: int) -> NDArray[np.int64]:
+        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words."""
         ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
         if not self.bad_words and not ids:
             return _NO_IDS
@@ -242,6 +247,7 @@ class Sampler:
         on_host = penalized and self._history is None
         return _Edited(
             prompt_length=len(info.prompt_token_ids),
+            known=len(info.prompt_token_ids) + len(info.output_token_ids),
             output=list(info.output_token_ids) if bad_words else [],
             counts=TokenCounts(info.prompt_token_ids, info.output_token_ids) if on_host else None,
             bias_ids=np.array(list(bias), np.int64),
@@ -275,7 +281,7 @@ class Sampler:
         """Queues the sampling of one token a row, and remembers that each row's request has gone on.
 
         The next launch need not wait until this one is finished, but where a request has `bad_words`: what they
-        mask depends on tokens that the host must know.
+        mask depends on tokens that the host must know. (So do penalties on a CPU, where nothing is ever late.)
 
         Args:
             logits: [rows, vocab] fp32, contiguous. They may be overwritten.
@@ -288,7 +294,7 @@ class Sampler:
 
         Raises:
             ValueError: a position that does not follow from the request's prompt and output so far.
-            RuntimeError: a request has `bad_words`, and its last launch was not finished.
+            RuntimeError: a request needs tokens on the host, and its last launch was not finished.
         """
         slots = np.array([self._slots[request] for request, _ in rows], np.int64)
         state = self._table[slots]
@@ -307,7 +313,7 @@ class Sampler:
         scored = None
         if len(asked):
             scored = self._launch_scores(raw, raw_rows, tokens[asked_rows].clamp_(min=0), state["logprobs"][asked])
-        told = [(i, request) for i, request in zip(edited.tolist(), held, strict=True) if request.remembers]
+        told = [(i, request) for i, request in zip(edited.tolist(), held, strict=True) if request.needs_tokens]
         on_host, finite = self._device.download(tokens, finite)
         sampled = Sampled(tokens, on_host, finite, edited, told, asked, scored)
         if not self._device.asynchronous:
@@ -352,7 +358,10 @@ class Sampler:
 
     def _edit_arrays(self, state: NDArray[Any], rows: NDArray[np.int64], requests: list[_Edited]) -> list[NDArray[Any]]:
         """What `_edits` takes, for some of a step's rows and the requests that they belong to."""
-        banned = [r.banned(position) for r, position in zip(requests, state["next"].tolist(), strict=True)]
+        positions = state["next"].tolist()
+        for request, position in zip(requests, positions, strict=True):
+            request.check(position)
+        banned = [r.banned(position) for r, position in zip(requests, positions, strict=True)]
         arrays = [
             *(rows, state["repetition"], state["frequency"], state["presence"]),
             *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),

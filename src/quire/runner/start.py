@@ -15,7 +15,7 @@ from quire.errors import MemoryPlanError
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device
-from quire.runner.device_forward import DeviceForward
+from quire.runner.device_forward import DeviceForward, all_sizes
 from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
 from quire.runner.model_runner import ModelRunner
 
@@ -49,8 +49,10 @@ def start_runner(config: EngineConfig, model: Model, device: Device, threads: in
     if not model.kernels.reads_spans:
         return Started(ModelRunner(model, kv, plan.logit_rows, threads, device), kv, plan, ())
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs_when(config, device))
-    notes = []
-    if config.cuda_graphs == "eager" and device.asynchronous:
+    notes = [f"device: {device.describe()}"]
+    if forward.graphs == "lazy":
+        notes.append(f"up to {len(all_sizes(config.max_num_seqs))} CUDA graphs are recorded, each at its first use")
+    if forward.graphs == "eager":
         begin = time.perf_counter()
         with torch.inference_mode(), device.active():
             forward.record_all(lambda share: report("recording CUDA graphs", share))

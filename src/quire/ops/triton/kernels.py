@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 
 from quire.ops.kernels import HeadNorm, Kernels
 from quire.ops.kv_cache import KVCache
@@ -14,6 +15,10 @@ from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.triton import attention, cache, linear, rows, sampling
+
+
+VERSION = 1
+"""Grows with every change of a kernel's bits."""
 
 
 class TritonKernels(Kernels):
@@ -31,6 +36,12 @@ class TritonKernels(Kernels):
     def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False) -> None:
         self.device = torch.device(device)
         self.deterministic = deterministic
+
+    def describe(self, dtype: torch.dtype) -> str:
+        gpu = "Triton's interpreter" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        products = "batch-invariant products" if self.deterministic else "cuBLAS products, no promise of equal bits"
+        versions = f"Triton {triton.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        return f"Triton kernels {VERSION} on {gpu} with {products}, {versions}"
 
     # -- weights -------------------------------------------------------------------------------------------
 
