@@ -349,7 +349,6 @@ class AsyncLLM(_Base):
         self._closed = True
         self._commands.put(None)
         self._thread.join()
-        self._engine.close()
         self._tell_loop(self._streams.wake_all)
 
     def _check_running(self) -> None:
@@ -368,6 +367,8 @@ class AsyncLLM(_Base):
             logger.exception("the engine's thread failed")
             self._failure = error
             self._tell_loop(self._streams.wake_all)
+        finally:
+            self._engine.close()  # here, since a profile must end in the thread that began it
 
     def _take_commands(self) -> bool:
         """Run what was asked for, waiting for something to do while idle; False once the engine is closed."""

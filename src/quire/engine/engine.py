@@ -26,6 +26,7 @@ from quire.engine.timeline import KernelProfile, Timeline, TraceFile
 from quire.errors import EngineClosedError
 from quire.models.checkpoint import content_hash, resolve
 from quire.models.fields import Fields
+from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import choice_note, choose_kernels
 from quire.runner.device import open_device
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 BYTES_A_THREAD = 16 * 2**20
 """Weights that make another thread worth its waiting. Measured on 2 cores with the embedded model (7.6 MiB), six
 requests decoding: 1,147 and 1,207 tokens/s with 1 and 2 threads on an idle machine, 719 and 17 beside a busy one."""
+
+
+OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
+"""Options that change nothing on a CPU."""
 
 
 class StepObserver(Protocol):
@@ -119,28 +124,16 @@ class Engine:
         if config.device == "auto":
             config = replace(config, device=find_device()[0])
         self.config = config
-        trace = TraceFile(config.profile) if config.profile else None  # a bad folder is told before anything is loaded
+        trace = None if config.profile is None else TraceFile(config.profile)  # before a bad folder costs a load
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
-        kernels = choose_kernels(config.cpu_kernels, self.device.torch, config.deterministic)
-        loading = f"quantizing weights to {config.quantization}" if config.quantization else "loading weights"
-        self.model = load_model(
-            self.path,
-            config.dtype,
-            lambda done, total: report(loading, done / total),
-            kernels,
-            config.quantization,
-            config.quantization_group_size,
-        )
+        self.model = self._load_model(report)
         self.threads = config.threads or self._enough_threads()
         started = start_runner(config, self.model, self.device, self.threads, report)
         self.memory_plan: MemoryPlan = started.plan
         self.kv_cache = started.kv
         self.sampling_defaults = self._read_sampling_defaults()
-        self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
-        for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
-            logger.info("%s", note)
         self.max_model_len = self.memory_plan.max_model_len
         self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
@@ -151,7 +144,22 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
         self._closed = False
+        self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
+        for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
+            logger.info("%s", note)
         report("ready", 1.0)
+
+    def _load_model(self, report: OnLoad) -> Model:
+        config = self.config
+        loading = f"quantizing weights to {config.quantization}" if config.quantization else "loading weights"
+        return load_model(
+            self.path,
+            config.dtype,
+            lambda done, total: report(loading, done / total),
+            choose_kernels(config.cpu_kernels, self.device.torch, config.deterministic),
+            config.quantization,
+            config.quantization_group_size,
+        )
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None
@@ -169,27 +177,26 @@ class Engine:
 
     def _own_notes(self) -> list[str]:
         """What a user should know of options that act otherwise than their names say."""
-        notes = [note] if (note := choice_note(self.config.cpu_kernels)) else []
+        notes = self._notes_of_cpu() if self.config.device == "cpu" else []
         changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
         if changed:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
-        if self.config.threads is None and self.threads < torch.get_num_threads():
-            notes.append(f"threads={self.threads}: more would mostly wait for one another in a model this small")
-        if self.config.device == "cpu":
-            notes += self._notes_of_cpu()
+        if self._timeline is not None:
+            notes.append(f"a timeline of the steps is written to {self._timeline.path}")
         return notes
 
     def _notes_of_cpu(self) -> list[str]:
-        """What changes nothing here although it was set, or why no GPU is used although there is one."""
+        """Why it is slower than it might be, and what changes nothing here although it was set."""
         config = self.config
-        notes = [note] if (note := find_device()[1]) else []
+        notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
+        if config.threads is None and self.threads < torch.get_num_threads():
+            notes.append(f"threads={self.threads}: more would mostly wait for one another in a model this small")
         if not config.deterministic:
             notes.append("deterministic=False changes nothing on a CPU: the kernels are batch-invariant anyway")
         for field in fields(config):
-            if field.name in ("gpu_memory_utilization", "cuda_graphs", "enforce_eager"):
-                value = getattr(config, field.name)
-                if value != field.default:
-                    notes.append(f"{field.name}={value} changes nothing on a CPU")
+            value = getattr(config, field.name)
+            if field.name in OF_GPUS and value != field.default:
+                notes.append(f"{field.name}={value} changes nothing on a CPU")
         return notes
 
     def _kv_manager(self) -> KVManager:
@@ -238,9 +245,10 @@ class Engine:
             scheduled = time.monotonic()
             for observer in self._observers:
                 observer.planned(plan, begin, scheduled - begin)
+            submitting = time.monotonic()
             self._in_flight.append((plan, self.executor.submit(plan)))
             if self._timeline:
-                self._timeline.submitted(plan, scheduled, time.monotonic() - scheduled)
+                self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
         elif not self._in_flight and not self.scheduler.idle:
             return self._end_stalled()
         updates = self.scheduler.take_updates()

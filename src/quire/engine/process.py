@@ -9,9 +9,10 @@ import contextlib
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,6 +82,7 @@ class EngineProcess:
         self._adds: dict[int, wire.Add] = {}  # the same
         self._outside: dict[int, wire.Add] = {}  # by the wire's number: suspects, and who waits for them
         self._on_probation: int | None = None  # the wire's number
+        self._in_flight: deque[list[int]] = deque()  # the wire's numbers of each step's requests
         self._gone: set[int] = set()  # HTTP processes that died: what they said may arrive after that
         self._next_id = 0
         self._stopping = False
@@ -277,7 +279,14 @@ class EngineProcess:
         else:
             self._numbers[add.number], self._requests[number], self._adds[number] = number, request, add
             self._recorder.records[number] = Record(add.name, add.number, add.choice, add.tokenize_seconds)
-        self._board.end()
+        self._tell_board()
+
+    def _tell_board(self) -> None:
+        """The board says whose steps are in flight."""
+        if self._in_flight:
+            self._begin(list(dict.fromkeys(chain.from_iterable(self._in_flight))))
+        else:
+            self._board.end()
 
     def _begin(self, numbers: list[int]) -> None:
         """The board says for whom the next thing is done."""
@@ -331,12 +340,14 @@ class EngineProcess:
 
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
         """See `StepObserver`: the board says what is about to run."""
-        self._begin([self._adds[span.request].number for span in plan.spans])
+        self._in_flight.append([self._adds[span.request].number for span in plan.spans])
+        self._tell_board()
         self._recorder.planned(plan, begin, seconds)
 
     def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
         """See `StepObserver`: it has run."""
-        self._board.end()
+        self._in_flight.popleft()
+        self._tell_board()
         self._recorder.committed(plan, result, self._requests)
 
     def _tell_statistics(self) -> None:
@@ -398,6 +409,9 @@ def main() -> int:
     except Exception:
         logger.exception("the engine failed")
         return 1
+    finally:
+        with contextlib.suppress(Exception):  # what it holds may be what failed
+            process.engine.close()
     zmq.Context.instance().destroy(linger=0)
     return 0
 

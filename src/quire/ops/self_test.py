@@ -177,11 +177,18 @@ def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int, kern
         block_size=block_size,
     )
     if kernels.reads_spans:
-        starts = [start for start, _, _ in spans]
-        numbers = (batch.row_starts, starts, batch.context_lens, list(range(len(spans))))
-        sent = (torch.tensor(part, dtype=torch.int32, device=kernels.device) for part in numbers)
-        batch.spans = DeviceSpans(*sent, batch.block_tables.to(kernels.device, torch.int32))
+        batch.spans = DeviceSpans(
+            row_starts=_sent(batch.row_starts, kernels),
+            starts=_sent([start for start, _, _ in spans], kernels),
+            context_lens=_sent(batch.context_lens, kernels),
+            table_rows=_sent(list(range(len(spans))), kernels),
+            block_tables=batch.block_tables.to(kernels.device, torch.int32),
+        )
     return batch
+
+
+def _sent(numbers: list[int], kernels: Kernels) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=kernels.device)
 
 
 @contextmanager
