@@ -25,7 +25,7 @@ KERNELS := src/quire/ops/cpu
 SANITIZED := build/sanitize
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo test test-slow test-arm sanitize bench bench-peers format clean
+.PHONY: help demo test test-slow test-arm sanitize bench bench-peers gpu-check gpu-bundle format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,12 @@ bench: $(DEV)  ## measure all tables of benchmarks/README.md, and write them the
 
 bench-peers: $(DEV)  ## measure Quire beside other engines, and write the tables (half an hour, the first time an hour)
 	@$(BIN)/python -m benchmarks.peers --write
+
+gpu-check:  ## all that needs a GPU: parity, determinism, the tables of benchmarks/gpu.md (9 minutes, without .venv)
+	@$(PYTHON) -m benchmarks.gpu --out $(or $(OUT),benchmarks)
+
+gpu-bundle: $(DEV)  ## collect in build/gpu-bundle what a machine with torch and Triton alone lacks for gpu-check
+	@$(STEP) "Collecting wheels" $(BIN)/python scripts/gpu_bundle.py build/gpu-bundle
 
 format: $(DEV)  ## put the sources into the house's format
 	@$(BIN)/ruff format .

@@ -13,7 +13,11 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
+from quire.ops import Kernels
+from quire.ops.sampling import TokenScores
+from quire.runner.device import Device
 from quire.runner.sampler import SampledRow, Sampler
+from tests.devices import DelayedDevice, SpanKernels
 
 VOCAB = 50
 
@@ -283,6 +287,114 @@ def test_a_row_is_bit_equal_in_any_company(vocab: int, rows: int) -> None:
     groups += [draw.sample(range(rows), size) for size in (2, 3, 5, 8, rows)]
     for group in groups:
         assert sample(group) == {request: together[request] for request in group}
+
+
+# -- two halves ------------------------------------------------------------------------------------------------------
+
+
+def penalized(request: int) -> RequestInfo:
+    return info(
+        request,
+        [request, 5, 5],
+        seed=request,
+        temperature=1.5 * (request % 2),
+        output_token_ids=[7] * (request % 3),
+        repetition_penalty=(1.0, 1.5, 0.8)[request % 3],
+        frequency_penalty=(0.7, 0.0)[request % 2],
+        presence_penalty=(0.0, 0.4, -0.3)[request % 3],
+        min_tokens=2,
+        stop_token_ids=frozenset({9}),
+        logprobs=request % 3,
+    )
+
+
+def places(sampled: dict[int, int]) -> list[tuple[int, int]]:
+    return [(request, 3 + request % 3 + number) for request, number in sampled.items()]
+
+
+def test_steps_launched_before_others_are_finished_give_what_steps_one_by_one_give() -> None:
+    device = DelayedDevice()
+    ahead, expected = Sampler(VOCAB, SpanKernels(), device), Sampler(VOCAB, Kernels(), Device())
+    sampled: dict[int, int] = {}
+    waiting = []
+    for step in range(9):
+        for request in range(3 * step, 3 * step + 3):  # so that the device's table of tokens grows
+            ahead.start(penalized(request))
+            expected.start(penalized(request))
+            sampled[request] = 0
+        if step % 2:  # so that its rows are used again
+            for request in (step, step + 1):
+                ahead.end(request)
+                expected.end(request)
+                sampled.pop(request, None)
+        logits, rows = noise(len(sampled), seed=step), places(sampled)
+        launched = ahead.launch(logits.clone(), rows)
+        waiting.append((launched, device.mark(), expected.sample(logits, rows)))
+        sampled = {request: number + 1 for request, number in sampled.items()}
+        if len(waiting) == 2:
+            launched, mark, result = waiting.pop(0)
+            mark.wait()
+            assert launched.finish() == result
+
+
+def test_a_row_that_fails_ends_nothing_but_its_request() -> None:
+    device = DelayedDevice()
+    sampler = Sampler(VOCAB, SpanKernels(), device)
+    for request in range(3):
+        sampler.start(penalized(request))
+    logits = noise(3)
+    logits[1, 4] = math.nan
+    first = sampler.launch(logits, places(dict.fromkeys(range(3), 0)))
+    second = sampler.launch(noise(3, seed=1), places(dict.fromkeys(range(3), 1)))
+    device.mark().wait()
+    assert [row.error is None for row in first.finish()] == [True, False, True]
+    assert first.tokens.tolist()[1] == -1
+    assert [row.error for row in second.finish()] == [None] * 3
+
+
+class ShortOfMemory(SpanKernels):
+    """Fails once, when everything else of a step has been queued."""
+
+    failed = False
+
+    def token_scores(self, logits: Tensor, rows: Tensor, ids: Tensor, count: int) -> TokenScores:
+        if not self.failed:
+            self.failed = True
+            raise torch.OutOfMemoryError
+        return super().token_scores(logits, rows, ids, count)
+
+
+def test_a_step_that_ran_out_of_memory_can_be_tried_again() -> None:
+    samplers = Sampler(VOCAB, ShortOfMemory()), Sampler(VOCAB, Kernels())
+    for sampler in samplers:
+        sampler.start(info(temperature=0, frequency_penalty=1.0, logprobs=1))
+    logits = logits_of({7: 2.5, 8: 1.0})
+    with pytest.raises(torch.OutOfMemoryError):
+        one(samplers[0], logits.clone())
+    found, expected = ([one(sampler, logits.clone(), 3 + i) for i in range(3)] for sampler in samplers)
+    assert found == expected
+    assert [row.token for row in found] == [7, 7, 8]
+
+
+def test_a_request_with_bad_words_must_be_finished_before_it_is_launched_again() -> None:
+    device = DelayedDevice()
+    sampler = Sampler(VOCAB, SpanKernels(), device)
+    sampler.start(info(temperature=0, bad_words=[[6, 7]]))
+    first = sampler.launch(logits_of({6: 9.0}), [(0, 3)])
+    with pytest.raises(RuntimeError, match="last launch must be finished first"):
+        sampler.launch(logits_of({7: 9.0}), [(0, 4)])
+    device.mark().wait()
+    assert first.finish()[0].token == 6
+    second = sampler.launch(logits_of({7: 9.0, 2: 1.0}), [(0, 4)])
+    device.mark().wait()
+    assert second.finish()[0].token == 2
+
+
+def test_prompt_scores_come_late_too() -> None:
+    device, logits = DelayedDevice(), noise(3)
+    scored = Sampler(VOCAB, SpanKernels(), device).launch_score(logits, [1, 2, 3], 2)
+    device.mark().wait()
+    assert scored.finish() == Sampler(VOCAB, Kernels()).score(logits, [1, 2, 3], 2)
 
 
 def test_scores_are_bit_equal_in_any_slice() -> None:

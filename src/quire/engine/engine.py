@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from quire.devices import find_device
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.timeline import KernelProfile, Timeline, TraceFile
 from quire.errors import EngineClosedError
-from quire.models.checkpoint import content_hash, resolve
+from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.registry import load_model
@@ -105,6 +106,7 @@ class Engine:
         config: its options.
         on_load: told how far starting is.
         observer: told of every step.
+        open_checkpoint: opens the folder that `config.model` names; another one may make its tensors up.
 
     Attributes:
         path: folder of the checkpoint.
@@ -118,7 +120,11 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, on_load: OnLoad | None = None, observer: StepObserver | None = None
+        self,
+        config: EngineConfig,
+        on_load: OnLoad | None = None,
+        observer: StepObserver | None = None,
+        open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     ) -> None:
         report = on_load or (lambda phase, share: None)
         if config.device == "auto":
@@ -128,7 +134,7 @@ class Engine:
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
-        self.model = self._load_model(report)
+        self.model = self._load_model(report, open_checkpoint)
         self.threads = config.threads or self._enough_threads()
         started = start_runner(config, self.model, self.device, self.threads, report)
         self.memory_plan: MemoryPlan = started.plan
@@ -149,7 +155,7 @@ class Engine:
             logger.info("%s", note)
         report("ready", 1.0)
 
-    def _load_model(self, report: OnLoad) -> Model:
+    def _load_model(self, report: OnLoad, open_checkpoint: Callable[[Path], Checkpoint]) -> Model:
         config = self.config
         loading = f"quantizing weights to {config.quantization}" if config.quantization else "loading weights"
         return load_model(
@@ -159,6 +165,7 @@ class Engine:
             choose_kernels(config.cpu_kernels, self.device.torch, config.deterministic),
             config.quantization,
             config.quantization_group_size,
+            open_checkpoint,
         )
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 from quire.errors import UnknownArchitectureError
@@ -31,6 +32,7 @@ def load_model(
     kernels: Kernels | None = None,
     quantization: Scheme | None = None,
     group: int | None = None,
+    open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -41,12 +43,13 @@ def load_model(
         kernels: what computes it; the best that this machine has, unless said.
         quantization: quantize its linear layers; None: take them as they are, in a quantized folder quantized.
         group: int4: inputs that share a scale; None: the default.
+        open_checkpoint: opens the folder.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
         ConfigError: quantization is not possible as asked for.
     """
-    checkpoint = Checkpoint(Path(path))
+    checkpoint = open_checkpoint(Path(path))
     record = read_record(checkpoint.folder)
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored=record is not None)

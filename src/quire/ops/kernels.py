@@ -88,6 +88,9 @@ class Kernels:
         tile = attention_plan.KEY_TILE
         return f"{linear}, torch attention in tiles of {tile} keys, {level}, torch {torch.__version__}"
 
+    def warm_up(self, vocab_size: int) -> None:
+        """Compile what would otherwise be compiled when a request first needs it, for logits of this width."""
+
     # -- weights -------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:

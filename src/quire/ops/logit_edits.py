@@ -61,7 +61,8 @@ class History:
 
     Attributes:
         counts: [requests, vocab] int32: twice how often a token stands in the output, plus 1 where it is the prompt's.
-        requests: [n] int64, each row's place in `counts`; -1 where a row has no penalties.
+            The first row is nobody's, and stays 0.
+        requests: [n] int64, each row's place in `counts`; 0 where a row has no penalties.
     """
 
     counts: Tensor
@@ -116,8 +117,8 @@ def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
 def count_tokens(history: History, tokens: Tensor) -> None:
     """Counts tokens [n] as the next of their rows' outputs; a negative one is none."""
     vocab = history.counts.shape[1]
-    amounts = ((tokens >= 0) & (history.requests >= 0)).to(torch.int32) * IN_OUTPUT
-    places = history.requests.clamp(min=0) * vocab + tokens.clamp(min=0)
+    amounts = ((tokens >= 0) & (history.requests > 0)).to(torch.int32) * IN_OUTPUT
+    places = history.requests * vocab + tokens.clamp(min=0)
     history.counts.view(-1).index_add_(0, places, amounts)
 
 
@@ -128,12 +129,11 @@ def _penalize_listed(flat: Tensor, edits: Edits, seen: Lists, vocab: int) -> Non
 
 
 def _penalize_by_history(logits: Tensor, edits: Edits, history: History) -> None:
-    counts = history.counts[history.requests.clamp(min=0)]  # [n, vocab]
+    counts = history.counts[history.requests]  # [n, vocab]
     values = logits[edits.rows]
     penalties = (part[:, None] for part in (edits.repetition, edits.frequency, edits.presence))
     penalized = _penalized(values, (counts // IN_OUTPUT).float(), *penalties)
-    seen = (counts > 0) & (history.requests >= 0)[:, None]
-    logits[edits.rows] = torch.where(seen, penalized, values)
+    logits[edits.rows] = torch.where(counts > 0, penalized, values)
 
 
 def _penalized(values: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class Filters:
         top_k: int64; the vocabulary's size is off.
         top_p: fp64; inf is off.
         keys: int64, `noise_key` of each row.
+        some_top_k, some_top_p: False where the host knows that no row has it, so that it need not be looked for.
     """
 
     temperature: Tensor
@@ -72,6 +73,8 @@ class Filters:
     top_k: Tensor
     top_p: Tensor
     keys: Tensor
+    some_top_k: bool = True
+    some_top_p: bool = True
 
     def of(self, index: Tensor) -> Filters:
         """The filters of some of the rows."""
@@ -81,6 +84,8 @@ class Filters:
             self.top_k[index],
             self.top_p[index],
             self.keys[index],
+            self.some_top_k,
+            self.some_top_p,
         )
 
 

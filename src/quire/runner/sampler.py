@@ -44,7 +44,7 @@ _STATE = np.dtype(
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),
-        ("history", np.int64),  # row of `DeviceCounts`; -1: none
+        ("history", np.int64),  # row of `DeviceCounts`; 0: none
     ]
 )
 """What a request's row of the sampler's table says, so that a step is prepared for all requests at once."""
@@ -92,25 +92,26 @@ class _Edited:
         return bool(self.bad_words) or self.counts is not None
 
     def append(self, token: int) -> None:
-        """Learn the next token; a negative one is none."""
+        """Learn the next token; a negative one is none, and nobody will see what comes after it."""
+        self.known += 1
         if token < 0:
             return
-        self.known += 1
         if self.bad_words:
             self.output.append(token)
         if self.counts is not None:
             self.counts.add(token)
 
-    def check(self, position: int) -> None:
-        """Raises RuntimeError if edits at `position` need tokens that are not known yet."""
+    def banned(self, position: int) -> NDArray[np.int64]:
+        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words.
+
+        Raises:
+            RuntimeError: this request's edits depend on a token before `position` that is not known yet.
+        """
         if self.needs_tokens and self.known != position:
             raise RuntimeError(
                 f"position {position} of a request with bad_words or penalties is sampled while only {self.known} "
                 "tokens before it are known: its last launch must be finished first"
             )
-
-    def banned(self, position: int) -> NDArray[np.int64]:
-        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words."""
         ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
         if not self.bad_words and not ids:
             return _NO_IDS
@@ -221,7 +222,7 @@ class Sampler:
             "repetition": params.repetition_penalty or 1.0,
             "frequency": params.frequency_penalty,
             "presence": params.presence_penalty,
-            "history": counted.take(info.prompt_token_ids, info.output_token_ids) if counted else -1,
+            "history": counted.take(info.prompt_token_ids, info.output_token_ids) if counted else 0,
         }
         if not self._free:
             self._free = list(range(len(self._table), 2 * len(self._table)))
@@ -271,7 +272,7 @@ class Sampler:
         slot = self._slots.pop(request, None)
         if slot is not None:
             self._free.append(slot)
-            if self._history is not None and self._table["history"][slot] >= 0:
+            if self._history is not None and self._table["history"][slot] > 0:
                 self._history.give_back(int(self._table["history"][slot]))
             self._edited.pop(request, None)
 
@@ -302,10 +303,9 @@ class Sampler:
         asked, edited = (state["logprobs"] >= 0).nonzero()[0], state["edited"].nonzero()[0]
         held = [self._edited[rows[i][0]] for i in edited.tolist()]
         arrays = self._edit_arrays(state[edited], edited, held) if held else []
-        self._table["next"][slots] += 1
-
         asked_rows, *sent = self._device.upload(asked, *_filter_arrays(state), *arrays)
-        filters, edits = self._filters(state, sent[:_FILTERS]), self._edits(sent[_FILTERS:]) if held else None
+        filters = self._filters(state, sent[:_FILTERS])
+        edits = self._edits(sent[_FILTERS:]) if held else None
         raw, raw_rows = logits, asked_rows
         if state["edited"][asked].any():  # then keep copies, since what follows changes them
             raw, raw_rows = logits[asked_rows], torch.arange(len(asked), device=logits.device)
@@ -315,6 +315,10 @@ class Sampler:
             scored = self._launch_scores(raw, raw_rows, tokens[asked_rows].clamp_(min=0), state["logprobs"][asked])
         told = [(i, request) for i, request in zip(edited.tolist(), held, strict=True) if request.needs_tokens]
         on_host, finite = self._device.download(tokens, finite)
+        # Requests go on only now, so that a step for which the memory did not suffice can be tried again.
+        self._table["next"][slots] += 1
+        if edits is not None and isinstance(edits.seen, History):
+            count_tokens(edits.seen, tokens[edits.rows])
         sampled = Sampled(tokens, on_host, finite, edited, told, asked, scored)
         if not self._device.asynchronous:
             sampled.tell()
@@ -358,10 +362,7 @@ class Sampler:
 
     def _edit_arrays(self, state: NDArray[Any], rows: NDArray[np.int64], requests: list[_Edited]) -> list[NDArray[Any]]:
         """What `_edits` takes, for some of a step's rows and the requests that they belong to."""
-        positions = state["next"].tolist()
-        for request, position in zip(requests, positions, strict=True):
-            request.check(position)
-        banned = [r.banned(position) for r, position in zip(requests, positions, strict=True)]
+        banned = [r.banned(position) for r, position in zip(requests, state["next"].tolist(), strict=True)]
         arrays = [
             *(rows, state["repetition"], state["frequency"], state["presence"]),
             *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),
@@ -392,10 +393,7 @@ class Sampler:
             return self._kernels.sample(logits, filters), torch.empty(0, dtype=torch.bool, device=logits.device)
         finite = self._kernels.edit_logits(logits, edits)
         tokens = self._kernels.sample(logits, filters)
-        edited = torch.where(finite, tokens[edits.rows], -1)  # a mask may have hidden what is not finite
-        tokens[edits.rows] = edited
-        if isinstance(edits.seen, History):
-            count_tokens(edits.seen, edited)
+        tokens[edits.rows] = torch.where(finite, tokens[edits.rows], -1)  # a mask may have hidden what is not finite
         return tokens, finite
 
     def _launch_scores(self, logits: Tensor, rows: Tensor, tokens: Tensor, tops: NDArray[np.int64]) -> Scored:

@@ -113,6 +113,8 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device) ->
     kv.data.zero_()
     forward = _device_forward(config, model, kv, device, longest_context(config, model), "off")
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward)
+    with torch.inference_mode(), device.active():
+        model.kernels.warm_up(model.vocab_size)
     try:
         return device.peak(lambda: _run_largest(runner, config, model))
     except torch.OutOfMemoryError as error:
@@ -125,14 +127,21 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device) ->
 
 
 def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model) -> None:
-    """A step with all tokens and all requests that one may hold, every one of them sampled with all filters."""
+    """A step with all tokens and all requests that one may hold, every one of them sampled with all filters.
+
+    Then one of decodes alone, and one of a single decode, so that no user waits while their kernels are compiled.
+    """
     requests = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, rest = divmod(config.max_num_batched_tokens, requests)
     longest = longest_context(config, model)
-    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=0, logprobs=0)
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1, seed=0, logprobs=0)
     plan = StepPlan(0, [])
     for number in range(requests):
         tokens = [0] * min(each + (number < rest), longest)  # their blocks are all the null block
         plan.spans.append(Span(number, 0, tokens, num_sampled=1))
         plan.started.append(RequestInfo(number, params, 0, tokens))
     runner.run(plan)
+    for number, count in enumerate((requests, 1), start=1):
+        starts = [len(span.tokens) + number - 1 for span in plan.spans[:count]]
+        if max(starts) < longest:
+            runner.run(StepPlan(number, [Span(each, start, [0], num_sampled=1) for each, start in enumerate(starts)]))

@@ -49,8 +49,8 @@ class TokenCounts:
 class DeviceCounts:
     """The tokens of all requests that have penalties, on the device, where a step can count what it has sampled.
 
-    Each has a row of one matrix of 4 bytes a token of the vocabulary (594 KiB for 151,936), whose rows double when
-    they are all taken. A request without penalties takes none.
+    Each has a row of one matrix, with 4 bytes a token of the vocabulary (594 KiB for 151,936), whose rows double when
+    all are taken. A request without penalties takes none.
 
     Args:
         vocab_size: columns.
@@ -60,22 +60,24 @@ class DeviceCounts:
     def __init__(self, vocab_size: int, device: Device) -> None:
         self._device = device
         self._free: list[int] = []
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device.torch)
-        """[rows, vocab] int32: see `logit_edits.History`."""
+        with device.active():
+            self.counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device.torch)
+            """[1 + requests, vocab] int32: see `logit_edits.History`."""
 
     def take(self, prompt: Sequence[int], output: Sequence[int]) -> int:
         """A row with the tokens of a request so far."""
         if not self._free:
-            rows = len(self.counts)
-            self._free = list(range(rows, max(2 * rows, 8)))
-            self.counts = torch.cat([self.counts, self.counts.new_zeros(len(self._free), self.counts.shape[1])])
+            rows, vocab = self.counts.shape
+            grown = max(2 * rows, 8)
+            self.counts = torch.cat([self.counts, self.counts.new_zeros(grown - rows, vocab)])
+            self._free = list(range(rows, grown))
         row = self._free.pop()
         values = dict.fromkeys(prompt, IN_PROMPT)
         for token, times in Counter(output).items():
             values[token] = values.get(token, 0) + IN_OUTPUT * times
         self.counts[row] = 0
         ids, numbers = self._device.upload(np.array(list(values), np.int64), np.array(list(values.values()), np.int32))
-        self.counts[row, ids] = numbers
+        self.counts[row].index_copy_(0, ids, numbers)
         return row
 
     def give_back(self, row: int) -> None:

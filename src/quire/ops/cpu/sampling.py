@@ -58,6 +58,8 @@ def edit_logits(lib: Library, logits: Tensor, edits: Edits) -> Tensor:
     rows = _indices(edits.rows, n, num_rows, "row")
     numbers = [_array(x, torch.float32, n) for x in (edits.repetition, edits.frequency, edits.presence)]
     penalties = _Penalties(*(x.data_ptr() for x in numbers))
+    if not isinstance(edits.seen, Lists):
+        raise TypeError("penalties on the CPU are computed from lists of the tokens seen, not from a History")
     seen, bias = _lists(edits.seen, n, vocab, True), _lists(edits.bias, n, vocab, True)
     allowed, banned = _lists(edits.allowed, n, vocab, False), _lists(edits.banned, n, vocab, False)
     finite = torch.empty(n, dtype=torch.bool)

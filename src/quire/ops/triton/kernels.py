@@ -43,6 +43,10 @@ class TritonKernels(Kernels):
         versions = f"Triton {triton.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}"
         return f"Triton kernels {VERSION} on {gpu} with {products}, {versions}"
 
+    def warm_up(self, vocab_size: int) -> None:
+        if self.device.type == "cuda":  # the interpreter compiles nothing
+            sampling.warm_up(vocab_size, self.device)
+
     # -- weights -------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:

@@ -1,0 +1,218 @@
+"""The contract on the device: with deterministic=True a request's tokens and log-probabilities, bit for bit.
+
+As `tests/test_determinism.py` on a CPU: what each prompt gives alone, in one chunk, without a cache or graphs, it must
+give beside the others, at once and then one by one with a warm cache, whatever the block size, the cache, the chunks, a
+pool so small that requests preempt each other, overlap and graphs. And an engine on the device must say of a text what
+one on the CPU says in fp32.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.engines import engine
+from benchmarks.gpu.job import Job
+from quire.bench.random_checkpoint import model_config
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import Engine
+
+MAX_TOKENS = 12
+VOCAB = 500
+"""Prompts hold no larger ids; every model here has more."""
+
+
+class Setting(NamedTuple):
+    """A model and how it is computed: only within one of them must bits agree.
+
+    Attributes:
+        changes: to the config.json of qwen3-tiny; None: the embedded model.
+        spread: of the weights: large enough that prompts lead to different tokens.
+    """
+
+    changes: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+    spread: float = 0.1
+
+
+_PLAIN = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 1024}
+_WIDE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 8192,
+}
+
+SETTINGS: dict[str, list[Setting]] = {
+    "plain": [Setting(_PLAIN, {})],
+    "wide": [Setting(_WIDE, {}, spread=0.04)],  # long sums, which tempt to be cut up by the number of rows
+    "quantized": [
+        Setting(_PLAIN, {"quantization": "int8", "kv_cache_dtype": "fp8"}),
+        Setting(_PLAIN, {"quantization": "int4", "kv_cache_dtype": "int8"}),
+    ],
+    "demo": [Setting(None, {})],
+}
+
+
+class Switches(NamedTuple):
+    """What must not change a bit. A small pool holds the longest request and little more."""
+
+    block_size: int
+    prefix_cache: str
+    chunk: int
+    small_pool: bool
+    overlap: bool
+    graphs: str
+
+
+# Every value of a switch stands beside every value of each other one.
+PRODUCT = (
+    Switches(16, "radix", 40, True, True, "lazy"),
+    Switches(16, "hash", 173, False, False, "off"),
+    Switches(16, "off", 2048, True, True, "off"),
+    Switches(32, "radix", 173, False, True, "lazy"),
+    Switches(32, "hash", 2048, True, False, "lazy"),
+    Switches(32, "off", 40, False, False, "lazy"),
+    Switches(64, "radix", 2048, False, False, "off"),
+    Switches(64, "hash", 40, True, True, "off"),
+    Switches(64, "off", 173, True, True, "lazy"),
+    Switches(32, "radix", 40, True, False, "off"),
+)
+
+Outcome = list[tuple[int, tuple[int, ...], tuple[float, ...]]]
+
+
+def run(job: Job, name: str) -> None:
+    """The product for one kind of model; for the embedded one also what it says of a text."""
+    for setting in SETTINGS[name]:
+        _compare(job, name, setting)
+    if name == "demo":
+        _agreement(job)
+
+
+def _compare(job: Job, name: str, setting: Setting) -> None:
+    title = ", ".join([name, *map(str, setting.options.values())])
+    alone: dict[int, Outcome] = {}
+    with _engine(job, setting, prefix_cache="off", cuda_graphs="off", num_kv_blocks=400, max_model_len=320) as made:
+        for index in range(len(prompts())):
+            alone |= outcomes(made, [index], first_id=1000 * index)
+    texts = {tuple(token for token, _, _ in outcome) for outcome in alone.values()}
+    job.check(f"{title}: prompts that give the same tokens as another", len(alone) - len(texts), 0)
+    order, cached, preempted = list(range(len(alone))), 0, 0
+    for switches in PRODUCT[:2] if job.rehearse else PRODUCT:
+        job.check_time()
+        with _engine(job, setting, **_options(switches)) as made:
+            cold = outcomes(made, order)
+            warm = outcomes(made, order[::-1], first_id=1000, stagger=2)
+            wrong = sum(cold[index] != alone[index] for index in order)
+            wrong += sum(warm[index] != alone[index] for index in order)
+            job.check(f"{title}: requests that differ with {_words(switches)}", wrong, 0)
+            cached, preempted = cached + made.stats.cached_tokens, preempted + made.stats.preemptions
+    job.check(f"{title}: neither cached nor preempted anything", int(not cached) + int(not preempted), 0)
+
+
+def _options(switches: Switches) -> dict[str, Any]:
+    size = switches.block_size
+    return {
+        "block_size": size,
+        "prefix_cache": switches.prefix_cache,
+        "num_kv_blocks": 320 // size + 2 if switches.small_pool else 400,
+        "max_model_len": 320,
+        "max_num_batched_tokens": switches.chunk,
+        "max_num_seqs": 8,
+        "async_scheduling": switches.overlap,
+        "cuda_graphs": switches.graphs,
+    }
+
+
+def _words(switches: Switches) -> str:
+    parts = [f"blocks of {switches.block_size}", f"cache {switches.prefix_cache}", f"chunks of {switches.chunk}"]
+    parts += ["a small pool"] if switches.small_pool else []
+    return ", ".join([*parts, f"overlap {'on' if switches.overlap else 'off'}", f"graphs {switches.graphs}"])
+
+
+@contextmanager
+def _engine(job: Job, setting: Setting, **options: Any) -> Iterator[Engine]:
+    options = {**setting.options, "deterministic": True, **options}
+    if setting.changes is not None:
+        config = model_config("qwen3-tiny") | (dict(setting.changes) if not job.rehearse else {})
+        with engine(job, config, spread=setting.spread, **options) as (made, _):
+            yield made
+        return
+    made = Engine(EngineConfig.from_options({"model": "demo", "device": job.device, **options}))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def prompts() -> list[list[int]]:
+    """Lengths around the borders of blocks and of attention's key tiles; three share a head of 150 tokens."""
+    rnd = random.Random(5)
+    head = [rnd.randrange(3, VOCAB) for _ in range(150)]
+    own = [[rnd.randrange(3, VOCAB) for _ in range(n)] for n in (1, 16, 31, 250, 300)]
+    return [*own, [*head, 5, 6, 7], [*head, 9], [*head[:133], 11, 12]]
+
+
+def params(index: int) -> SamplingParams:
+    """Every other request is greedy; the others differ in their filters. All report log-probabilities."""
+    if index % 2 == 0:
+        return SamplingParams(temperature=0.0, seed=0, logprobs=2, ignore_eos=True).resolved()
+    return SamplingParams(
+        temperature=0.9, top_p=0.95 if index % 4 == 1 else 1.0, seed=index, logprobs=2, repetition_penalty=1.1
+    ).resolved()
+
+
+def outcomes(made: Engine, indices: list[int], first_id: int = 0, stagger: int = 0) -> dict[int, Outcome]:
+    """Token, reported ids and log-probabilities of each prompt; with `stagger`, one joins every so many steps."""
+    todo = list(indices)
+    found: dict[int, Outcome] = {index: [] for index in indices}
+    step = 0
+    while todo or not made.idle:
+        if todo and (not stagger or step % stagger == 0):
+            for index in todo if not stagger else todo[:1]:
+                made.add(Request(first_id + index, prompts()[index], params(index), max_tokens=MAX_TOKENS))
+            todo = todo[1:] if stagger else []
+        for update in made.step():
+            if update.error is not None:
+                raise RuntimeError(f"request {update.request} failed: {update.error}")
+            for token, entry in zip(update.tokens, update.logprobs or [], strict=True):
+                found[update.request - first_id].append((token, tuple(entry.ids), tuple(entry.values)))
+        step += 1
+    return found
+
+
+# -- against the CPU -----------------------------------------------------------------------------------------
+
+MEAN_LOGPROB, WORST_LOGPROB = 0.05, 0.5
+"""How far the embedded model's log-probabilities may be from those in fp32, on average and at worst: its weights are
+bf16, and so are the device's activations. (A CPU that computes in bf16 is 0.022 and 0.09 away.)"""
+
+
+def _agreement(job: Job) -> None:
+    """The log-probabilities of a text of random tokens, on the device and on the CPU in fp32."""
+    cpu = {"device": "cpu", "dtype": "float32", "cpu_kernels": "torch"}
+    found, wanted = (_scores(options) for options in ({"device": job.device}, cpu))
+    apart = [abs(a - b) for a, b in zip(found, wanted, strict=True)]
+    job.check(
+        "embedded model against fp32: mean difference of log-probabilities", sum(apart) / len(apart), MEAN_LOGPROB
+    )
+    job.check("embedded model against fp32: greatest difference of log-probabilities", max(apart), WORST_LOGPROB)
+
+
+def _scores(options: Mapping[str, Any]) -> list[float]:
+    made = Engine(EngineConfig.from_options({"model": "demo", "num_kv_blocks": 400, "max_model_len": 320, **options}))
+    scoring = SamplingParams(prompt_logprobs=0, seed=0, temperature=0.0).resolved()
+    made.add(Request(0, prompts()[4], scoring, max_tokens=1))
+    values: list[float] = []
+    while not made.idle:
+        for update in made.step():
+            values += [entry.values[0] for entry in update.prompt_logprobs or []]
+    made.close()
+    return values

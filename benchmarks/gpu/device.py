@@ -1,0 +1,69 @@
+"""Versions, the device, and what it does at best: copies within its memory, and bf16 products."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+import triton
+
+from benchmarks.gpu.job import Job
+
+COPY_BYTES = 4 * 2**30
+"""Far more than any cache holds."""
+
+SQUARE = 8192
+
+
+def run(job: Job) -> None:
+    """Record the machine, with its rates."""
+    numbers = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    if job.device == "cuda":
+        found = torch.cuda.get_device_properties(0)
+        name, capability = found.name, f"{found.major}.{found.minor}"
+        numbers |= {"cuda": str(torch.version.cuda)}
+        job.record("machine", device=name, capability=capability, memory=found.total_memory, **numbers, **_rates(job))
+    else:
+        job.record("machine", device="CPU (rehearsal)", capability="", memory=0, **numbers, **_rates(job))
+
+
+def _rates(job: Job) -> dict[str, float]:
+    return {"copy_rate": _copy_rate(job), "matmul_rate": _matmul_rate(job)}
+
+
+def _copy_rate(job: Job) -> float:
+    """Bytes read and written a second."""
+    source = torch.ones(COPY_BYTES // (256 if job.rehearse else 1), dtype=torch.uint8, device=job.device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / _best(job, lambda: target.copy_(source))
+
+
+def _matmul_rate(job: Job) -> float:
+    """Operations a second, on random numbers: zeros would cost less power, and so go faster."""
+    square = SQUARE // (32 if job.rehearse else 1)
+    x, weight = (torch.randn(square, square, device=job.device).to(torch.bfloat16) for _ in range(2))
+    return 2 * square**3 / _best(job, lambda: x @ weight)
+
+
+def _best(job: Job, call: Callable[[], object]) -> float:
+    """Seconds of a call: the best of five means of ten, after one mean that does not count.
+
+    Means, since a short burst runs at a clock that the device cannot keep.
+    """
+    means = []
+    for _ in range(6):
+        wait(job)
+        begin = time.perf_counter()
+        for _ in range(10):
+            call()
+        wait(job)
+        means.append((time.perf_counter() - begin) / 10)
+    return min(means[1:])
+
+
+def wait(job: Job) -> None:
+    """Until the device has done all that it was told."""
+    if job.device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,178 @@
+"""Engines with random weights, what is asked of them, and what their steps could have taken at best."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bound import limit, seconds, step_cost
+from benchmarks.gpu.job import Job
+from quire.bench.ceilings import Work
+from quire.bench.random_checkpoint import SPREAD, RandomCheckpoint, model_config
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import StepPlan, StepResult
+from quire.engine.engine import Engine
+from quire.engine.executor import Executor, PendingResult
+
+
+class Meter:
+    """Stands before an engine's executor: keeps the plans, and how long the host waited for their results."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all so far."""
+        self.plans: list[StepPlan] = []  # costed when they are asked for: that takes as long as planning did
+        self.waited = 0.0
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        self.plans.append(plan)
+        return _Timed(self, self._inner.submit(plan))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Timed:
+    def __init__(self, meter: Meter, inner: PendingResult) -> None:
+        self._meter, self._inner = meter, inner
+
+    def wait(self) -> StepResult:
+        begin = time.perf_counter()
+        result = self._inner.wait()
+        self._meter.waited += time.perf_counter() - begin
+        return result
+
+
+@dataclass
+class Bench:
+    """An engine under measurement.
+
+    Attributes:
+        tokens: how many each request has made.
+    """
+
+    job: Job
+    engine: Engine
+    meter: Meter
+    tokens: dict[int, int] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def add(self, prompt: int | Sequence[int], output: int) -> int:
+        """Queue a request for `output` greedy tokens, whatever ends a text; returns its number.
+
+        Args:
+            prompt: token ids, or how many random ones.
+        """
+        number = len(self.tokens)
+        ids = self.random_tokens(prompt) if isinstance(prompt, int) else list(prompt)
+        params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True).resolved()
+        self.tokens[number] = 0
+        self.engine.add(Request(number, ids, params, max_tokens=output, arrived=time.monotonic()))
+        return number
+
+    def random_tokens(self, count: int) -> list[int]:
+        return self._random.choices(range(self.engine.model.vocab_size), k=count)
+
+    def step(self) -> list[int]:
+        """One step; the requests that got a token.
+
+        Raises:
+            RuntimeError: a request ended with an error.
+        """
+        grown = []
+        for update in self.engine.step():
+            if update.error is not None:
+                raise RuntimeError(f"request {update.request} failed: {update.error}")
+            if update.tokens:
+                self.tokens[update.request] += len(update.tokens)
+                grown.append(update.request)
+        return grown
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Step until nothing is left, or `until` says so. Raises OutOfTime."""
+        while not self.engine.idle and not until():
+            self.step()
+            self.job.check_time()
+
+    def drop_all(self) -> None:
+        """End whatever runs."""
+        for number in list(self.tokens):
+            self.engine.abort(number)
+        self.run()
+
+    def measured(self, elapsed: float) -> dict[str, Any]:
+        """What the steps since `meter.clear()` took and could have taken: fields of a figure's record.
+
+        `share` is their least time over `elapsed` seconds, and `bound` what limits most of that least time; None where
+        the device's rates are not known. `host_ms`: what the host did in a step, waiting for the device left out.
+        """
+        plans, rates = self.meter.plans, self.job.rates
+        host = 1000 * (elapsed - self.meter.waited) / len(plans)
+        fields: dict[str, Any] = {
+            "seconds": elapsed,
+            "steps": len(plans),
+            "host_ms": host,
+            "share": None,
+            "bound": None,
+        }
+        if rates is not None:
+            work = Work.of(self.engine.model, self.engine.memory_plan.kv_bytes_per_token)
+            least = {"memory": 0.0, "compute": 0.0}
+            for plan in plans:
+                cost = step_cost(work, plan.spans)
+                least[limit(cost, rates)] += seconds(cost, rates)
+            fields |= {"share": sum(least.values()) / elapsed, "bound": max(least, key=lambda name: least[name])}
+        return fields
+
+
+@contextmanager
+def engine(
+    job: Job, config: str | Mapping[str, Any], *, spread: float = SPREAD, **options: Any
+) -> Iterator[tuple[Engine, Meter]]:
+    """An engine on a random model, and what measures its steps; all memory is free again afterwards.
+
+    Args:
+        config: a shape's name (see `random_checkpoint.SHAPES`), or a config.json.
+    """
+    fields = model_config(config) if isinstance(config, str) else dict(config)
+    folder = job.workdir / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    settings = EngineConfig.from_options({"model": str(folder), "device": job.device, **options})
+    weights = functools.partial(RandomCheckpoint, device=job.device, spread=spread)
+    made = Engine(settings, open_checkpoint=weights)
+    made.executor = meter = Meter(made.executor)
+    try:
+        yield made, meter
+    finally:
+        made.close()
+        del made, meter
+        gc.collect()
+        if job.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def bench(job: Job, config: str, **options: Any) -> Iterator[Bench]:
+    """An engine under measurement: see `engine`."""
+    with engine(job, config, **options) as (made, meter):
+        under = Bench(job, made, meter)
+        del made
+        try:
+            yield under
+        finally:
+            del under.engine  # or the caller's name for the bench would keep the memory

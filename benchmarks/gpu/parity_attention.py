@@ -1,0 +1,120 @@
+"""Parity of attention over the paged cache, and that no row depends on its company."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.job import Job
+from benchmarks.gpu.parity import Rig, Step
+from quire.ops import KVCache
+from quire.ops.kv_cache import KVCacheDtype, quantize
+from quire.ops.triton.kernels import TritonKernels
+
+UNITS = 2.0
+"""The result is rounded, and the probabilities before they are multiplied with the values."""
+
+LAYERS, LAYER = 2, 1
+
+
+class Case(NamedTuple):
+    """Heads, cache and window of an attention layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    window: int | None = None
+    stored: KVCacheDtype = "auto"
+
+    def __str__(self) -> str:
+        window = f", window {self.window}" if self.window else ""
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{heads}, blocks of {self.block_size}, cache {self.stored}{window}"
+
+
+CASES = {
+    "attention": (
+        Case(16, 8, 128),
+        Case(16, 8, 128, block_size=64, window=100),
+        Case(16, 8, 128, stored="int8"),
+        Case(16, 8, 128, stored="fp8"),
+        Case(40, 8, 128, block_size=32),
+    ),
+    "heads": (
+        Case(32, 8, 64),
+        Case(14, 2, 64, stored="int8"),
+        Case(8, 8, 80),
+        Case(8, 2, 256),
+    ),
+}
+"""By the section that they belong to. Each takes some seconds to compile, so they are two."""
+
+MIXED = [(0, 1), (0, 130), (16, 1), (255, 1), (256, 45), (299, 1), (1500, 1), (1000, 300), (63, 2)]
+"""Whole prompts, chunks and decodes, around the borders of blocks and of tiles of keys."""
+DECODES = [(0, 1), (15, 1), (16, 1), (255, 1), (256, 1), (700, 1), (2047, 1)]
+
+TINY_CASES = {"attention": (Case(4, 2, 16),), "heads": (Case(4, 2, 32, stored="int8", window=20),)}
+TINY_MIXED, TINY_DECODES = [(0, 1), (0, 20), (37, 3)], [(0, 1), (40, 1)]
+
+
+def run(job: Job, part: str, dtype: str) -> None:
+    """Mixtures of spans and pure decodes, in both modes; in the deterministic one also each span alone."""
+    rig = Rig(job, dtype)
+    steps = (TINY_MIXED, TINY_DECODES) if job.rehearse else (MIXED, DECODES)
+    for case in (TINY_CASES if job.rehearse else CASES)[part]:
+        for name, spans in zip(("mixed", "decodes"), steps, strict=True):
+            _attend(rig, case, name, spans)
+
+
+def _attend(rig: Rig, case: Case, name: str, spans: list[tuple[int, int]]) -> None:
+    step = Step(spans, case.block_size, pad_rows=3, pad_spans=2)
+    reference_kv, kv = _caches(rig, case, step)
+    q = rig.draw(step.rows, case.heads, case.head_dim)
+    wanted = rig.reference.attend(q, reference_kv, step.host(), LAYER, case.head_dim**-0.5, case.window)
+    for kernels in (rig.kernels, rig.deterministic):
+        found = _rows(rig, kernels, case, step, kv, q)
+        form = "deterministic attend" if kernels.deterministic else "attend"
+        rig.near(f"{form}, {name}, {case}", found, wanted, UNITS)
+    first, wrong = 0, 0
+    for index, (start, rows) in enumerate(spans):
+        alone = Step([(start, rows)], case.block_size, given_tables=step.tables[index : index + 1])
+        again = _rows(rig, rig.deterministic, case, alone, kv, q[first : first + rows])
+        wrong += not torch.equal(again, found[first : first + rows])
+        first += rows
+    rig.job.check(f"{rig.name}: deterministic attend, {name}, {case}: spans that differ alone", wrong, 0)
+
+
+def _rows(rig: Rig, kernels: TritonKernels, case: Case, step: Step, kv: KVCache, q: Tensor) -> Tensor:
+    """The result of the real rows."""
+    batch = step.on_device(rig.job.device)
+    padded = torch.nn.functional.pad(rig.sent(q), (0, 0, 0, 0, 0, step.pad_rows))
+    return kernels.attend(padded, kv, batch, LAYER, case.head_dim**-0.5, case.window)[: step.rows]
+
+
+def _caches(rig: Rig, case: Case, step: Step) -> tuple[KVCache, KVCache]:
+    """The same random keys and values for the reference, in fp32, and for the device.
+
+    What no span may read is NaN on the device: the null block, and what lies behind each context.
+    """
+    shape = (step.num_blocks, LAYERS, case.kv_heads, case.head_dim, case.block_size)
+    wide = KVCache(*shape, torch.float32, case.stored)
+    kv = KVCache(*shape, rig.dtype, case.stored, rig.job.device)
+    numbers = rig.draw(*wide.numbers.shape)
+    readable = torch.zeros(step.num_blocks, case.block_size, dtype=torch.bool)
+    for (start, rows), table in zip(step.spans, step.tables, strict=True):
+        places = torch.arange(start + rows)
+        readable[table[places // case.block_size], places % case.block_size] = True
+    hidden = ~readable[:, None, None, None, :].expand(wide.numbers.shape[:-1])
+    if wide.scales is None or kv.scales is None:
+        wide.numbers.copy_(numbers)
+        kv.numbers.copy_(numbers.masked_fill(hidden.unsqueeze(-1), torch.nan))
+    else:
+        codes, scales = quantize(numbers, wide.stored_dtype)
+        wide.numbers.copy_(codes)
+        wide.scales.copy_(scales)
+        kv.numbers.copy_(codes)
+        kv.scales.copy_(scales.masked_fill(hidden, torch.nan))
+    return wide, kv

@@ -1,0 +1,67 @@
+"""Parity of the matrix products: cuBLAS's, the batch-invariant one, and those with weights in 8 and 4 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.job import Job
+from benchmarks.gpu.parity import Rig
+from quire.ops import Kernels, Product, Quantization
+from quire.ops.quantized import QuantizedProduct
+
+FP32_TOLERANCE = 1e-3
+"""Of a result that is not rounded: sums of up to 17,408 products, in whatever order, and codes of 8 bits that may fall
+to the other side. Far below what rounding to bf16 would do."""
+
+ROW_COUNTS = (1, 2, 8, 17, 64, 130, 300)
+
+
+def run(job: Job, dtype: str) -> None:
+    """In the sizes of the models that are measured, and in one that no tile divides."""
+    rig = Rig(job, dtype)
+    sizes = [(40, 80)] if job.rehearse else [(4096, 1024), (1024, 3072), (7168, 5120), (5120, 17408), (1000, 80)]
+    counts = (1, 3, 17) if job.rehearse else ROW_COUNTS
+    for out_features, in_features in sizes:
+        weight, bias = rig.draw(out_features, in_features, spread=0.02), rig.draw(out_features)
+        x = rig.draw(max(counts), in_features)
+        exact = x @ weight.t()
+        for kernels in (rig.kernels, rig.deterministic):
+            form = "deterministic product" if kernels.deterministic else "product"
+            what = f"{form}, {out_features} x {in_features}"
+            half = out_features // 2
+            product = kernels.pack([rig.sent(weight[:half]), rig.sent(weight[half:])], rig.sent(bias))
+            _product(rig, what, product, x, exact + bias, counts)
+            if kernels.deterministic:
+                _same_rows(rig, what, product, x, counts)
+    for how in (Quantization("int8"), Quantization("int4", 64), Quantization("int4", 128)):
+        for out_features, in_features in [(40, 128)] if job.rehearse else [(4096, 1024), (5120, 17408)]:
+            _quantized(rig, how, rig.draw(out_features, in_features, spread=0.02), counts)
+
+
+def _product(rig: Rig, what: str, product: Product, x: Tensor, wanted: Tensor, counts: tuple[int, ...]) -> None:
+    for rows in (counts[0], counts[-1]):
+        sent = rig.sent(x[:rows])
+        rig.near(f"{what}, {rows} rows", product.matmul(sent), wanted[:rows], 1.0)
+        rig.within(f"{what}, {rows} rows to fp32", product.matmul(sent, torch.float32), wanted[:rows], FP32_TOLERANCE)
+
+
+def _same_rows(rig: Rig, what: str, product: Product, x: Tensor, counts: tuple[int, ...]) -> None:
+    """A row's bits, whatever the number of rows."""
+    whole = product.matmul(rig.sent(x))
+    wrong = sum(not torch.equal(product.matmul(rig.sent(x[:rows])), whole[:rows]) for rows in counts)
+    wrong += not torch.equal(product.matmul(rig.sent(x[5:7])), whole[5:7])
+    rig.job.check(f"{rig.name}: {what}: row counts that change a bit", wrong, 0)
+
+
+def _quantized(rig: Rig, how: Quantization, weight: Tensor, counts: tuple[int, ...]) -> None:
+    what = f"{how} product, {weight.shape[0]} x {weight.shape[1]}"
+    wanted = Kernels().quantize(weight, how)
+    found = rig.kernels.quantize(rig.sent(weight), how)
+    rig.same(f"{what}: codes", found.packed, wanted.packed)
+    rig.same(f"{what}: scales", found.scales, wanted.scales)
+    x = rig.draw(counts[-1], weight.shape[1])
+    product = rig.kernels.pack_quantized(found)
+    exact = QuantizedProduct(wanted).matmul(x)
+    _product(rig, what, product, x, exact, counts)
+    _same_rows(rig, what, product, x, counts)

@@ -1,0 +1,75 @@
+"""What is run, in which order, and how long each part may take: under nine minutes together.
+
+Every section is a process of its own, since an illegal access on the device ends all that its process could still do,
+and since a process can be ended when its time is out. Sections of one step run side by side: checks take their time
+to compile and time nothing, so they share the device; whatever is timed has it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TOTAL_SECONDS = 520.0
+"""For everything: some seconds below nine minutes, which go to starting and to writing the tables."""
+
+LEAST_SECONDS = 15.0
+"""A section is not begun with less: it would hardly have imported torch and found the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the whole.
+
+    Attributes:
+        name: see `worker.SECTIONS`.
+        kind: what `--only` chooses it by.
+        seconds: most that it may take, its process's start included.
+        quick: `--quick` runs it too.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    quick: bool = False
+
+
+def _checks() -> tuple[Section, ...]:
+    parts = ("rows", "products", "attention", "heads")
+    parity = [f"parity {part} {dtype}" for part in parts for dtype in ("bf16", "fp16")]
+    determinism = [f"determinism {model}" for model in ("plain", "wide", "quantized", "demo")]
+    return (
+        *(Section(name, "parity", 160, quick=True) for name in (*parity, "parity sampling")),
+        *(Section(name, "determinism", 160, quick=True) for name in determinism),
+    )
+
+
+STEPS: tuple[tuple[Section, ...], ...] = (
+    (Section("device", "device", 40, quick=True),),
+    _checks(),
+    (Section("A 0.6B", "A", 50, quick=True),),
+    (Section("B 0.6B", "B", 60, quick=True),),
+    (Section("A 14B", "A", 90),),
+    (Section("B 14B", "B", 60),),
+    (Section("cost of determinism", "cost", 60),),
+    (Section("C", "C", 50),),
+    (Section("D", "D", 40),),
+    (Section("E", "E", 60),),
+)
+"""In the order of what one would miss most if time ran out."""
+
+KINDS = tuple(dict.fromkeys(section.kind for step in STEPS for section in step))
+
+
+def chosen(kinds: Sequence[str] | None, quick: bool) -> list[list[Section]]:
+    """The steps with the sections that were asked for; `device` is always there, since shares need its rates.
+
+    Raises:
+        ValueError: an unknown kind; the message names the known ones.
+    """
+    for kind in kinds or ():
+        if kind not in KINDS:
+            raise ValueError(f"unknown section {kind!r}; known: {', '.join(KINDS)}")
+    wanted = {"device", *(kinds or KINDS)}
+    steps = [[one for one in step if one.kind in wanted and (one.quick or not quick)] for step in STEPS]
+    return [step for step in steps if step]

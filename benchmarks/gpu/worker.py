@@ -1,0 +1,84 @@
+"""Runs sections in a process of their own: `python -m benchmarks.gpu.worker --records FILE --seconds N SECTION...`.
+
+A section that fails is reported and the next one goes on; `__main__` reports those of a process that was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from benchmarks.gpu.bound import Rates
+from benchmarks.gpu.job import Job, OutOfTime
+from benchmarks.gpu.records import read
+
+SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "device": ("device", "run", ()),
+    **{
+        f"parity {part} {dtype}": (module, "run", (*more, dtype))
+        for dtype in ("bf16", "fp16")
+        for part, module, more in (
+            ("rows", "parity_rows", ()),
+            ("products", "parity_products", ()),
+            ("attention", "parity_attention", ("attention",)),
+            ("heads", "parity_attention", ("heads",)),
+        )
+    },
+    "parity sampling": ("parity_sampling", "run", ()),
+    **{f"determinism {name}": ("determinism", "run", (name,)) for name in ("plain", "wide", "quantized", "demo")},
+    "A 0.6B": ("workloads", "throughput", ("0.6B",)),
+    "A 14B": ("workloads", "throughput", ("14B",)),
+    "B 0.6B": ("workloads", "decodes", ("0.6B",)),
+    "B 14B": ("workloads", "decodes", ("14B",)),
+    "cost of determinism": ("workloads", "deterministic_cost", ()),
+    "C": ("workloads", "interference", ()),
+    "D": ("workloads", "shared_prefix", ()),
+    "E": ("start", "run", ()),
+}
+"""Module, function and what it is given behind its job. A module is imported when its section runs."""
+
+SETTLING_SECONDS = 5.0
+"""Before its time is out a section stops by itself, so that it is not ended in the middle."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
+    parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="for all sections together")
+    parser.add_argument("--rehearse", action="store_true")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds - SETTLING_SECONDS
+    for section in args.sections:
+        rates = known_rates(args.records)
+        with tempfile.TemporaryDirectory(prefix="quire-gpu-") as workdir:
+            device = "cpu" if args.rehearse else "cuda"
+            run_section(Job(section, device, args.rehearse, rates, Path(workdir), args.records, deadline))
+
+
+def known_rates(records: Path) -> Rates | None:
+    """Those of the device, once its section has recorded them."""
+    machines = [record for record in read(records) if record["kind"] == "machine"]
+    return Rates(machines[-1]["copy_rate"], machines[-1]["matmul_rate"]) if machines else None
+
+
+def run_section(job: Job) -> None:
+    """Run it, and record how it ended: "done", "out of time" or "failed"."""
+    begin, status, tail = time.monotonic(), "done", ""
+    module, function, arguments = SECTIONS[job.section]
+    try:
+        job.check_time()
+        getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(job, *arguments)
+    except OutOfTime as error:
+        status, tail = "out of time", str(error)
+    except Exception:  # the other sections are still worth having
+        status, tail = "failed", traceback.format_exc()[-4000:]
+    job.record("section", status=status, seconds=round(time.monotonic() - begin, 1), tail=tail)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""The workloads A to D: what one would do with an engine, and how near it comes to what the device allows.
+
+Weights are random, prompts are random token ids, output is greedy and of a fixed length. Whatever happens once
+(compiling, recording graphs) happens in a warm-up of the same kind before the clock starts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu.engines import Bench, bench
+from benchmarks.gpu.job import Job
+
+SHAPES = {"0.6B": "qwen3-0.6b", "14B": "qwen3-14b"}
+
+WARM_STEPS = 12
+"""Decode steps before those that are timed: the first of a size records its graph."""
+
+
+MORE_THAN_ENOUGH = 2048
+"""Output tokens of requests that shall still be there when the clock stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the workloads are.
+
+    Attributes:
+        requests, low, high: of A; lengths of prompts and outputs are uniform from low to high.
+        decodes: (batch, context) of B, by model.
+        decode_steps: that are timed.
+        prompt: of the prefill.
+        readers, long_prompt, steps_before: of C.
+        budgets: tokens a step in C.
+        sharers, prefix, own: of D.
+    """
+
+    requests: int = 256
+    low: int = 100
+    high: int = 1024
+    decodes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
+        ("0.6B", ((8, 1024), (64, 1024), (256, 1024), (8, 8192))),
+        ("14B", ((1, 1024), (64, 1024))),
+    )
+    decode_steps: int = 128
+    prompt: int = 8192
+    readers: int = 16
+    long_prompt: int = 16384
+    steps_before: int = 256
+    budgets: tuple[int, ...] = (256, 512, 2048)
+    sharers: int = 64
+    prefix: int = 4096
+    own: int = 256
+
+
+TINY = Sizes(
+    requests=6,
+    low=4,
+    high=24,
+    decodes=(("0.6B", ((2, 32), (4, 32))), ("14B", ((1, 32), (4, 32)))),
+    decode_steps=8,
+    prompt=96,
+    readers=3,
+    long_prompt=256,
+    steps_before=12,
+    budgets=(64, 128),
+    sharers=4,
+    prefix=64,
+    own=16,
+)
+"""For a rehearsal."""
+
+AIMS: dict[tuple[str, str, str], tuple[str, float]] = {
+    ("A", "0.6B", ""): ("value", 20_000),
+    ("A", "14B", ""): ("value", 5_000),
+    ("B", "0.6B", "64 x 1,024"): ("share", 0.8),
+    ("B", "0.6B", "256 x 1,024"): ("share", 0.8),
+    ("B", "14B", "1 x 1,024"): ("share", 0.6),
+    ("B", "14B", "64 x 1,024"): ("share", 0.8),
+    ("B", "14B", "prefill of 8,192"): ("share", 0.6),
+    ("D", "0.6B", "64 x (4,096 + 256)"): ("value", 8),
+}
+"""Which field of a figure should be how much at least, on an H200; by workload, model and setting."""
+
+MOST_GAP = 3
+"""C: the worst gap between tokens should be at most this many times the median before."""
+
+
+def sizes(job: Job) -> Sizes:
+    return TINY if job.rehearse else Sizes()
+
+
+def shape(job: Job, model: str) -> str:
+    return "qwen3-tiny" if job.rehearse else SHAPES[model]
+
+
+# -- A: many requests ----------------------------------------------------------------------------------------
+
+
+def throughput(job: Job, model: str, **options: Any) -> None:
+    """A: output tokens a second of many requests that arrive at once. What is done counts if time runs out."""
+    size = sizes(job)
+    with bench(job, shape(job, model), prefix_cache="off", max_num_seqs=size.requests, **options) as under:
+        generator = random.Random(1)
+        for _ in range(size.requests):  # all batch sizes, so all their graphs
+            under.add(generator.randint(size.low // 4, size.high // 4), generator.randint(1, size.high // 8))
+        under.run()
+        generator = random.Random(0)
+        wanted = [[generator.randint(size.low, size.high) for _ in range(2)] for _ in range(size.requests)]
+        prompts = [under.random_tokens(length) for length, _ in wanted]
+        under.meter.clear()
+        begin = time.perf_counter()
+        mine = [under.add(prompt, output) for prompt, (_, output) in zip(prompts, wanted, strict=True)]
+        while not under.engine.idle and not job.late:
+            under.step()
+        elapsed = time.perf_counter() - begin
+        made, asked = sum(under.tokens[number] for number in mine), sum(output for _, output in wanted)
+        fields = under.measured(elapsed)
+        if made < asked:
+            fields["note"] = f"stopped after {made:,} of {asked:,} output tokens, when its time was over"
+        figure(job, "A", model, _setting(options, ""), made / elapsed, "tok/s", **fields)
+
+
+# -- B: decode steps alone, and a long prompt alone ----------------------------------------------------------
+
+
+def decodes(job: Job, model: str, only: Sequence[tuple[int, int]] | None = None, **options: Any) -> None:
+    """B: steps in which each of some requests gets one token, behind contexts of random tokens."""
+    size = sizes(job)
+    cases = only or dict(size.decodes)[model]
+    most = max(16, *(batch for batch, _ in cases))
+    with bench(job, shape(job, model), prefix_cache="off", max_num_seqs=most, **options) as under:
+        for batch, context in cases:
+            _decode(under, model, batch, context, size.decode_steps, options)
+        if model == "14B":
+            _prefill(under, model, size.prompt)
+
+
+def _decode(under: Bench, model: str, batch: int, context: int, steps: int, options: dict[str, Any]) -> None:
+    mine = [under.add(context, steps + MORE_THAN_ENOUGH) for _ in range(batch)]
+    under.run(lambda: min(under.tokens[number] for number in mine) >= WARM_STEPS)
+    under.meter.clear()
+    begin = time.perf_counter()
+    for _ in range(steps):  # before the first and after the last the same number of steps is in flight
+        under.step()
+    elapsed = time.perf_counter() - begin
+    fields = under.measured(elapsed)
+    under.drop_all()
+    setting = _setting(options, f"{batch} x {context:,}")
+    figure(under.job, "B", model, setting, 1000 * elapsed / steps, "ms a step", **fields)
+
+
+def _prefill(under: Bench, model: str, length: int) -> None:
+    """One prompt, in as few steps as the engine takes; the best of three, after one that does not count."""
+    best: dict[str, Any] = {}
+    for turn in range(4):
+        prompt = under.random_tokens(length)
+        under.meter.clear()
+        begin = time.perf_counter()
+        under.add(prompt, 1)
+        under.run()
+        elapsed = time.perf_counter() - begin
+        if turn and (not best or elapsed < best["seconds"]):
+            best = under.measured(elapsed)
+    figure(under.job, "B", model, f"prefill of {length:,}", length / best["seconds"], "tok/s", **best)
+
+
+# -- C: a long prompt among streams --------------------------------------------------------------------------
+
+
+def interference(job: Job) -> None:
+    """C: gaps between the tokens of decoding requests while a long prompt arrives, for several budgets of a step."""
+    size = sizes(job)
+    for budget in size.budgets:
+        options = {"prefix_cache": "off", "max_num_seqs": 2 * size.readers, "max_num_batched_tokens": budget}
+        with bench(job, shape(job, "0.6B"), **options) as under:
+            before, during, fields = _gaps(under, size)
+        quiet, worst = statistics.median(before), max(during)
+        figure(
+            job,
+            "C",
+            "0.6B",
+            f"{budget:,} tokens a step",
+            worst / quiet,
+            "times",
+            median_before_ms=1000 * quiet,
+            median_ms=1000 * statistics.median(during),
+            p99_ms=1000 * percentile(during, 0.99),
+            worst_ms=1000 * worst,
+            aim=f"at most {MOST_GAP}" if budget == size.budgets[0] else None,
+            met=worst <= MOST_GAP * quiet if budget == size.budgets[0] else None,
+            **fields,
+        )
+
+
+def _gaps(under: Bench, size: Sizes) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Seconds between tokens of each reader, before the prompt arrives and until it has its first token.
+
+    Also what the steps after its arrival took and could have taken.
+    """
+    readers = [under.add(32, MORE_THAN_ENOUGH) for _ in range(size.readers)]
+    under.run(lambda: min(under.tokens[number] for number in readers) >= WARM_STEPS)
+    warm = under.add(size.long_prompt, 1)
+    under.run(lambda: under.tokens[warm] > 0)
+    enough = under.tokens[readers[0]] + size.steps_before
+    before = _gaps_until(under, readers, lambda: under.tokens[readers[0]] >= enough)
+    prompt = under.random_tokens(size.long_prompt)
+    under.meter.clear()
+    begin = time.perf_counter()
+    late = under.add(prompt, 1)
+    during = _gaps_until(under, readers, lambda: under.tokens[late] > 0)
+    fields = under.measured(time.perf_counter() - begin)
+    under.drop_all()
+    return before, during, fields
+
+
+def _gaps_until(under: Bench, readers: Sequence[int], done: Callable[[], bool]) -> list[float]:
+    last = dict.fromkeys(readers, time.perf_counter())
+    gaps: list[float] = []
+    while not done():
+        grown = under.step()
+        now = time.perf_counter()
+        for number in grown:
+            if number in last:
+                gaps.append(now - last[number])
+                last[number] = now
+        under.job.check_time()
+    return gaps
+
+
+# -- D: shared prefixes --------------------------------------------------------------------------------------
+
+
+def shared_prefix(job: Job) -> None:
+    """D: prompt tokens a second of requests that share a prefix, against as many that share nothing."""
+    size = sizes(job)
+    length = size.prefix + size.own
+    with bench(job, shape(job, "0.6B"), prefix_cache="radix", max_num_seqs=size.sharers) as under:
+        _prompts(under, [under.random_tokens(length) for _ in range(2)])
+        apart, _ = _prompts(under, [under.random_tokens(length) for _ in range(size.sharers)])
+        head = under.random_tokens(size.prefix)
+        together, fields = _prompts(under, [head + under.random_tokens(size.own) for _ in range(size.sharers)])
+    rates = {"shared_tok_s": size.sharers * length / together, "unshared_tok_s": size.sharers * length / apart}
+    setting = f"{size.sharers} x ({size.prefix:,} + {size.own:,})"
+    figure(job, "D", "0.6B", setting, apart / together, "times", **fields, **rates)
+
+
+def _prompts(under: Bench, prompts: Sequence[Sequence[int]]) -> tuple[float, dict[str, Any]]:
+    """Seconds until each has its first token."""
+    under.meter.clear()
+    begin = time.perf_counter()
+    for prompt in prompts:
+        under.add(prompt, 1)
+    under.run()
+    elapsed = time.perf_counter() - begin
+    return elapsed, under.measured(elapsed)
+
+
+# -- figures -------------------------------------------------------------------------------------------------
+
+
+def deterministic_cost(job: Job) -> None:
+    """A at 0.6B and B at batch 64 once more, with deterministic=True: table.py sets them beside the others."""
+    throughput(job, "0.6B", deterministic=True)
+    second = dict(sizes(job).decodes)["0.6B"][1]  # batch 64
+    decodes(job, "0.6B", [second], deterministic=True)
+
+
+def figure(job: Job, workload: str, model: str, setting: str, value: float, unit: str, **fields: Any) -> None:
+    """Record a figure, beside its aim where it has one."""
+    fields |= {"workload": workload, "model": model, "setting": setting, "value": value, "unit": unit}
+    aim = AIMS.get((workload, model, setting))
+    if aim is not None:
+        name, least = aim
+        fields["aim"] = f"{least:.0%} of the bound" if name == "share" else f"{least:,g}"
+        fields["met"] = None if fields[name] is None else fields[name] >= least
+    job.record("figure", **fields)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def _setting(options: dict[str, Any], text: str) -> str:
+    """What is special about a figure."""
+    return ", ".join(filter(None, [text, *(f"{name}={value}" for name, value in options.items())]))

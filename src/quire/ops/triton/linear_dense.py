@@ -1,0 +1,158 @@
+"""Products with a dense weight whose rows do not know of one another.
+
+An output element's sum has one order, whatever the number of rows: that of `linear_chunks`, and within a chunk that of
+the matrix instruction. Tiles have the same outputs and inputs for any rows, so the instruction is one too (64 x 128
+of a warp group on sm_90, 16 x 8 of a warp on sm_80), and a tile of twice the rows only has twice the warps. Whether a
+program sums one chunk or all is a bound of its loop, an argument like the number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.triton.linear_chunks import PROGRAMS, Chunks, Ending, checked, finish, place_of, sum_chunks
+
+LEAST_INPUTS = 256
+"""Of a chunk: below that, starting a program costs more than it reads."""
+
+
+class Tile(NamedTuple):
+    """What a program computes, and how.
+
+    Attributes:
+        rows, outputs, inputs: inputs are those of one step of its loop.
+        warps: on sm_90 a group of four is needed for each 64 rows.
+        stages: steps whose loads are in flight.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+SHORT = Tile(64, 128, 64, 4, 4)
+"""64 rows are the fewest of sm_90's fast instruction; even with one row, reading the weight takes longer than it."""
+TALL = Tile(128, 128, 64, 8, 3)
+"""With many rows: a third less is read for each multiplication."""
+EXACT = Tile(64, 64, 16, 8, 3)
+"""fp32, which goes without matrix instructions."""
+
+
+@triton.jit(do_not_specialize=["rows", "span"])
+def _dense_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    in_features,
+    out_features,
+    blocks,
+    length,
+    span,
+    EVEN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """A tile of x W^T, over `span` blocks of inputs from program_id(1) * span on; out is [.., rows, out_features]."""
+    row_tile, out_tile = place_of(tl.program_id(0), rows, tl.cdiv(out_features, OUTPUTS), ROWS)
+    m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)[None, :]
+    k = tl.arange(0, INPUTS)
+    first = tl.program_id(1) * span
+    last = tl.minimum(first + span, blocks)
+    x_tile = x + m * in_features + first * INPUTS + k[None, :]
+    weight_tile = weight + n * in_features + first * INPUTS + k[:, None]
+
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    chunk = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for block in range(first, last):
+        if EVEN:
+            a = tl.load(x_tile, mask=m < rows, other=0.0)
+            b = tl.load(weight_tile, mask=n < out_features, other=0.0)
+        else:
+            inside = k < in_features - block * INPUTS
+            a = tl.load(x_tile, mask=(m < rows) & inside[None, :], other=0.0)
+            b = tl.load(weight_tile, mask=(n < out_features) & inside[:, None], other=0.0)
+        chunk = tl.dot(a, b, chunk, input_precision="ieee")
+        x_tile += INPUTS
+        weight_tile += INPUTS
+        if CHUNKED and ((block + 1) % length == 0 or block + 1 == last):
+            total += chunk
+            chunk = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    if not CHUNKED:
+        total = chunk
+    out += tl.program_id(1).to(tl.int64) * rows * out_features
+    finish(total, m, n, rows, out_features, None, None, bias, out)
+
+
+class DenseProduct:
+    """The product with a dense weight, each row's bits independent of the other rows: a `Product`.
+
+    Args:
+        weight: [out, in], contiguous, used where it lies.
+        bias: [out].
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+        self._bias = None if bias is None else bias.float()
+        self._short, self._tall = (EXACT, EXACT) if weight.dtype == torch.float32 else (SHORT, TALL)
+        if not one_instruction(weight.device):
+            self._tall = self._short
+        self._out_tiles = triton.cdiv(self.out_features, self._short.outputs)
+        blocks = triton.cdiv(self.in_features, self._short.inputs)
+        self._chunks = Chunks.of(self._out_tiles, blocks, LEAST_INPUTS // self._short.inputs)
+
+    def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
+        x, out_dtype = checked(x, self.in_features, (self._weight.dtype,), out_dtype)
+        rows = len(x)
+        out = x.new_empty(rows, self.out_features, dtype=out_dtype)
+        if rows == 0:
+            return out
+        enough = triton.cdiv(rows, self._tall.rows) * self._out_tiles >= PROGRAMS // 2  # one a multiprocessor
+        tile = self._tall if enough else self._short
+        tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
+        launch = functools.partial(self._launch, x, tile)
+        sum_chunks(launch, tiles, self._chunks, torch.float32, out, Ending(bias=self._bias))
+        return out
+
+    def _launch(
+        self, x: torch.Tensor, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
+    ) -> None:
+        _dense_kernel[grid](
+            x,
+            self._weight,
+            ending.bias,
+            out,
+            len(x),
+            self.in_features,
+            self.out_features,
+            self._chunks.blocks,
+            self._chunks.length,
+            span,
+            EVEN=self.in_features % tile.inputs == 0,
+            CHUNKED=self._chunks.count > 1,
+            ROWS=tile.rows,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+
+
+def one_instruction(device: torch.device) -> bool:
+    """Whether the tall tile is computed with the short one's instruction: not on sm_100, where it has 128 rows."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 10

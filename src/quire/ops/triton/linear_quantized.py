@@ -1,0 +1,336 @@
+"""Products with weights in 8 or 4 bits: see `quire.ops.quantized` for what they mean.
+
+Activations become int8 in a kernel of their own, and integers are multiplied, so sums of products are exact and tiles
+may have any shape. What is rounded is the same whatever the tile: int8 scales the whole sum; int4 scales each group's
+sum and adds it to those before it, in the order of `linear_chunks`.
+
+A weight is re-laid once into **blocks** of inputs, each of which holds all outputs one after the other, so that what
+a program reads at once is one range of memory: int8 [blocks, padded outputs, bytes]. What is padding is 0.
+- int8: a block is 128 inputs; a byte is a code.
+- int4: a block is two groups of inputs; byte j has code j of the first group in its low half and code j of the second
+  in its high half, both in two's complement, so that either, at the top of a byte, is 16 times the code.
+  scales: fp16 [2 * blocks + 2, padded outputs]; the last two rows are read ahead, and not used.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from quire.ops.quantized import PANEL, TINY, QuantizedWeight, codes_of
+from quire.ops.triton.linear_chunks import PROGRAMS, Chunks, Ending, checked, finish, place_of, sum_chunks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of activations."""
+OUTPUTS = 128
+"""Of a tile. Weights are the left factor, of which a matrix instruction of sm_90 and later takes 64 rows or more;
+the right factor's rows, those of x, may be as few as 16."""
+INT8_BLOCK = 128
+"""Inputs of a block of int8: a line of the cache."""
+LARGEST_GROUP = 64
+"""int4: larger ones are kept as several of this size, whose products fit the registers."""
+LEAST_INPUTS = 256
+"""Of a chunk: below that, starting a program costs more than it reads."""
+ROW_BLOCK = 16384
+"""Numbers of a row that are quantized at once: 32 a thread."""
+PANELS_AT_ONCE = 64
+"""Panels that are re-laid at a time, so that little more memory is needed than for the result."""
+COMPILED = isinstance(finish, triton.JITFunction)
+"""Whether kernels are compiled; Triton's interpreter does not run assembly."""
+
+
+class Tile(NamedTuple):
+    """Rows of a tile, the warps that compute it, and how many steps' loads are in flight."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+FEW, SOME, MANY = Tile(16, 4, 4), Tile(64, 4, 3), Tile(128, 8, 3)
+SOME_INT4 = Tile(64, 8, 3)
+"""Any number of rows above `FEW`: the groups' sums need registers besides."""
+
+
+# -- activations ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _quantize_rows_kernel(x, codes, scales, size, padded, TINY: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    infinity = float("inf")
+    highest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        part = tl.load(x + row * size + start + columns, mask=start + columns < size, other=0.0).to(tl.float32)
+        # The maximum of a GPU passes over NaN.
+        highest = tl.maximum(highest, tl.where(tl.abs(part) < infinity, tl.abs(part), infinity))
+    largest = tl.max(highest)
+    largest = tl.where(largest < TINY, 0.0, largest)
+    finite = largest < infinity
+    some = finite & (largest > 0)
+    inverse = tl.where(some, tl.div_rn(127.0, tl.where(some, largest, 1.0)), 0.0)
+    for start in range(0, padded, BLOCK):
+        part = tl.load(x + row * size + start + columns, mask=start + columns < size, other=0.0).to(tl.float32)
+        code = tl.where(finite, part, 0.0) * inverse
+        code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is added rounds to a whole number, halves to even
+        tl.store(codes + row * padded + start + columns, code.to(tl.int8), mask=start + columns < padded)
+    tl.store(scales + row, tl.where(finite, tl.div_rn(largest, 127.0), float("nan")))
+
+
+def quantize_rows(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantized.quantize_rows`, bit by bit: codes int8 [rows, padded], zeros behind x's; scales fp32 [rows]."""
+    rows, size = x.shape
+    codes, scales = x.new_empty(rows, padded, dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)
+    block = min(triton.next_power_of_2(padded), ROW_BLOCK)
+    warps = min(max(1, block // 512), 16)
+    _quantize_rows_kernel[(rows,)](x, codes, scales, size, padded, TINY, block, num_warps=warps, enable_fp_fusion=False)
+    return codes, scales
+
+
+# -- products ------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "span"])
+def _int8_kernel(
+    codes,
+    weight,
+    row_scales,
+    scales,
+    bias,
+    out,
+    rows,
+    out_features,
+    out_padded,
+    blocks,
+    span,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile of W x^T, over `span` blocks of inputs from program_id(1) * span on; out is [.., rows, out_features]."""
+    row_tile, out_tile = place_of(tl.program_id(0), rows, out_padded // OUTPUTS, ROWS)
+    m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+    n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
+    k = tl.arange(0, BLOCK)
+    first = tl.program_id(1) * span
+    last = tl.minimum(first + span, blocks)
+    x_tile = codes + (m * blocks + first) * BLOCK + k[:, None]
+    weight_tile = weight + (first.to(tl.int64) * out_padded + n) * BLOCK + k[None, :]
+
+    total = tl.zeros((OUTPUTS, ROWS), tl.int32)
+    for _ in range(first, last):
+        total = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=m < rows, other=0), total, out_dtype=tl.int32)
+        x_tile += BLOCK
+        weight_tile += out_padded * BLOCK
+    out += tl.program_id(1).to(tl.int64) * rows * out_features
+    finish(total, m, n, rows, out_features, row_scales, scales, bias, out)
+
+
+@triton.jit(do_not_specialize=["rows", "span"])
+def _int4_kernel(
+    codes,
+    weight,
+    scales,
+    row_scales,
+    bias,
+    out,
+    rows,
+    out_features,
+    out_padded,
+    blocks,
+    length,
+    span,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """As `_int8_kernel`; the sums of the groups, in fp32, come together in chunks of `length` blocks."""
+    row_tile, out_tile = place_of(tl.program_id(0), rows, out_padded // OUTPUTS, ROWS)
+    m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+    outputs = out_tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    n = outputs[:, None]
+    k = tl.arange(0, GROUP)
+    first = tl.program_id(1) * span
+    last = tl.minimum(first + span, blocks)
+    x_tile = codes + (m * blocks + first) * 2 * GROUP + k[:, None]
+    weight_tile = weight + (first.to(tl.int64) * out_padded + n) * GROUP + k[None, :]
+    scale = scales + first * 2 * out_padded + outputs
+
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    scale_1 = tl.load(scale)
+    scale_2 = tl.load(scale + out_padded)
+    for block in range(first, last):
+        # The next block's scales are on their way while this one is computed.
+        scale += 2 * out_padded
+        next_1 = tl.load(scale)
+        next_2 = tl.load(scale + out_padded)
+        both = tl.load(weight_tile)
+        sums = tl.dot(_low(both, COMPILED), tl.load(x_tile, mask=m < rows, other=0), out_dtype=tl.int32)
+        chunk = _add_group(chunk, sums, scale_1)
+        sums = tl.dot(_high(both, COMPILED), tl.load(x_tile + GROUP, mask=m < rows, other=0), out_dtype=tl.int32)
+        chunk = _add_group(chunk, sums, scale_2)
+        if (block + 1) % length == 0 or block + 1 == last:
+            total += chunk
+            chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        scale_1, scale_2 = next_1, next_2
+        x_tile += 2 * GROUP
+        weight_tile += out_padded * GROUP
+    out += tl.program_id(1).to(tl.int64) * rows * out_features
+    finish(total, m, n, rows, out_features, row_scales, None, bias, out)
+
+
+@triton.jit
+def _add_group(chunk, sums, scale):
+    """chunk + sums * scale / 16, rounded once."""
+    scale = (scale.to(tl.float32) * 0.0625)[:, None]
+    return tl.fma(sums.to(tl.float32), tl.broadcast_to(scale, chunk.shape), chunk)
+
+
+# The compiler takes bytes one by one; the assembly takes four at once, which halves the loop's instructions.
+
+
+@triton.jit
+def _low(both, COMPILED: tl.constexpr):
+    """16 times the signed low half of each byte."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0; }", "=r,r", [both], tl.int8, True, 4
+        )
+    return both << 4
+
+
+@triton.jit
+def _high(both, COMPILED: tl.constexpr):
+    """16 times the signed high half of each byte."""
+    if COMPILED:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [both], tl.int8, True, 4)
+    return both & -16
+
+
+# -- the product ---------------------------------------------------------------------------------------------
+
+
+class QuantizedProduct:
+    """The product with a quantized weight, each row's bits independent of the other rows: a `Product`.
+
+    Args:
+        weight: copied to the device.
+        bias: [out], on the device.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device) -> None:
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self._group = None if weight.group is None else min(weight.group, LARGEST_GROUP)
+        self._block_inputs = INT8_BLOCK if self._group is None else 2 * self._group
+        self._blocks = relay(weight, self._block_inputs, device)
+        self._out_tiles = self._blocks.shape[1] // OUTPUTS
+        self._chunks = Chunks.of(self._out_tiles, len(self._blocks), LEAST_INPUTS // self._block_inputs)
+        self._scales = weight.scales.to(device) if self._group is None else relay_scales(weight, self._blocks)
+        self._bias = None if bias is None else bias.float()
+
+    def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
+        x, out_dtype = checked(x, self.in_features, DTYPES, out_dtype)
+        rows = len(x)
+        out = x.new_empty(rows, self.out_features, dtype=out_dtype)
+        if rows == 0:
+            return out
+        codes, row_scales = quantize_rows(x, len(self._blocks) * self._block_inputs)
+        tile = self._tile(rows)
+        tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
+        if self._group is None:
+            launch, sums_dtype, scales = self._launch_int8, torch.int32, self._scales
+        else:
+            launch, sums_dtype, scales = self._launch_int4, torch.float32, None
+        ending = Ending(row_scales, scales, self._bias)
+        sum_chunks(functools.partial(launch, codes, tile), tiles, self._chunks, sums_dtype, out, ending)
+        return out
+
+    def _tile(self, rows: int) -> Tile:
+        """Any gives the same bits."""
+        if rows <= FEW.rows:
+            return FEW
+        if self._group is not None:
+            return SOME_INT4
+        enough = triton.cdiv(rows, MANY.rows) * self._out_tiles >= PROGRAMS // 2  # one a multiprocessor
+        return MANY if enough else SOME
+
+    def _launch_int8(
+        self, codes: torch.Tensor, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
+    ) -> None:
+        blocks, padded, _ = self._blocks.shape
+        _int8_kernel[grid](
+            codes,
+            self._blocks,
+            *ending,
+            out,
+            len(codes),
+            self.out_features,
+            padded,
+            blocks,
+            span,
+            ROWS=tile.rows,
+            OUTPUTS=OUTPUTS,
+            BLOCK=INT8_BLOCK,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+
+    def _launch_int4(
+        self, codes: torch.Tensor, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
+    ) -> None:
+        blocks, padded, group = self._blocks.shape
+        _int4_kernel[grid](
+            codes,
+            self._blocks,
+            self._scales,
+            ending.row_scales,
+            ending.bias,
+            out,
+            len(codes),
+            self.out_features,
+            padded,
+            blocks,
+            self._chunks.length,
+            span,
+            ROWS=tile.rows,
+            OUTPUTS=OUTPUTS,
+            GROUP=group,
+            COMPILED=COMPILED,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+
+
+def relay(weight: QuantizedWeight, inputs: int, device: torch.device) -> torch.Tensor:
+    """The codes in blocks of `inputs`, as the head of this file says, re-laid on the device."""
+    count = triton.cdiv(weight.in_features, inputs)
+    padded = triton.cdiv(weight.out_features, OUTPUTS) * OUTPUTS
+    width = inputs if weight.group is None else inputs // 2
+    blocks = torch.zeros(count, padded, width, dtype=torch.int8, device=device)
+    on_device = replace(weight, packed=weight.packed.to(device))
+    for first in range(0, len(weight.packed), PANELS_AT_ONCE):
+        codes = codes_of(on_device, slice(first, first + PANELS_AT_ONCE))
+        codes = F.pad(codes, (0, count * inputs - weight.in_features)).view(len(codes), count, -1, width)
+        both = codes[:, :, 0] if weight.group is None else codes[:, :, 0] & 15 | codes[:, :, 1] << 4
+        blocks[:, first * PANEL : first * PANEL + len(both)] = both.transpose(0, 1)
+    return blocks
+
+
+def relay_scales(weight: QuantizedWeight, blocks: torch.Tensor) -> torch.Tensor:
+    """Those of int4, [2 * blocks + 2, padded outputs]."""
+    count, padded, group = blocks.shape
+    scales = weight.scales.to(blocks.device).transpose(0, 1).flatten(1)  # [groups, outputs]
+    scales = scales.repeat_interleave((weight.group or group) // group, 0)
+    return F.pad(scales, (0, padded - scales.shape[1], 0, 2 * count + 2 - len(scales)))

@@ -1,0 +1,328 @@
+"""`make gpu-check` where there is no GPU: its counting, its tables, its processes, and a rehearsal of all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+import time
+import weakref
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.gpu import bound, parity, parity_rows, plan, table, workloads
+from benchmarks.gpu.__main__ import Run, failed, install, main
+from benchmarks.gpu.determinism import PRODUCT
+from benchmarks.gpu.engines import bench
+from benchmarks.gpu.job import Job
+from benchmarks.gpu.worker import SECTIONS
+
+from quire.bench.ceilings import Work
+from quire.bench.random_checkpoint import RandomCheckpoint, model_config
+from quire.core.step import Span
+from quire.models.registry import build_model
+from quire.ops import Kernels
+from quire.ops.triton.kernels import TritonKernels
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
+    """Exit code, folder and output of a rehearsal."""
+    out = tmp_path_factory.mktemp("out")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--seconds", "240", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=270)
+    return done.returncode, out, done.stdout + done.stderr
+
+
+# -- the rehearsal -------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_runs_every_section_and_passes_every_check(rehearsal: tuple[int, Path, str]) -> None:
+    code, out, printed = rehearsal
+    records = json.loads((out / "results-gpu.json").read_text())
+    assert code == 0, printed
+    ended = {record["section"]: record["status"] for record in records if record["kind"] == "section"}
+    assert ended == dict.fromkeys(SECTIONS, "done")
+    checks = [record for record in records if record["kind"] == "check"]
+    assert len(checks) > 100 and all(check["ok"] for check in checks)
+    assert {check["section"] for check in checks} == {
+        name for name in SECTIONS if name.startswith(("parity", "determinism"))
+    }
+
+
+def test_a_rehearsal_measures_every_workload_against_its_bound(rehearsal: tuple[int, Path, str]) -> None:
+    _, out, _ = rehearsal
+    figures = [one for one in json.loads((out / "results-gpu.json").read_text()) if one["kind"] == "figure"]
+    assert {(one["workload"], one["model"]) for one in figures} == {
+        *(("A", model) for model in ("0.6B", "14B")),
+        *(("B", model) for model in ("0.6B", "14B")),
+        *((workload, "0.6B") for workload in "CDE"),
+    }
+    assert all(one["share"] > 0 and one["host_ms"] > 0 for one in figures if one["workload"] in "ABCD")
+    assert all(0 < one["median_ms"] <= one["p99_ms"] <= one["worst_ms"] for one in figures if one["workload"] == "C")
+    assert all(
+        list(one["phases"].values()) == sorted(one["phases"].values()) for one in figures if one["workload"] == "E"
+    )
+
+
+def test_a_rehearsal_writes_its_tables(rehearsal: tuple[int, Path, str]) -> None:
+    _, out, printed = rehearsal
+    page = (out / "gpu.md").read_text()
+    assert page.startswith(table.BEGIN) and page.endswith(f"{table.END}\n")
+    assert "CPU (rehearsal)" in page
+    assert "| B | 14B | prefill of 96 |" in page
+    assert "With `deterministic=True` A 0.6B runs at" in page
+    assert "failed" not in page
+    assert page.splitlines()[1] in printed
+
+
+# -- what is counted -----------------------------------------------------------------------------------------
+
+WORK = Work(
+    weight_bytes=1200, body_parameters=500, head_parameters=100, kv_bytes=8, attention_ops=12, windows=(None, None, 4)
+)
+"""Two layers that see all, and one that sees 4 tokens."""
+
+
+def test_a_decode_reads_weights_and_context_and_multiplies_with_both() -> None:
+    cost = bound.step_cost(WORK, [Span(1, 9, [7], num_sampled=1), Span(2, 2, [7], num_sampled=1)])
+    assert cost.num_bytes == 1200 + 8 * (10 + 10 + 4 + 3 + 3 + 3) + 8 * 3 * 2
+    assert cost.products == 2 * 2 * (500 + 100)
+    assert cost.attention == 12 * (10 + 10 + 4 + 3 + 3 + 3)
+
+
+def test_a_part_of_a_prompt_reads_no_head_and_its_context_once() -> None:
+    cost = bound.step_cost(WORK, [Span(1, 2, [7] * 5)])
+    assert cost.num_bytes == 1000 + 8 * (7 + 7 + 7) + 8 * 3 * 5  # the first row sees 4 back to 0, the last ends at 7
+    assert cost.products == 2 * 5 * 500
+    assert cost.attention == 12 * (2 * (3 + 4 + 5 + 6 + 7) + (3 + 4 + 4 + 4 + 4))
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize(("start", "rows"), [(0, 1), (0, 9), (3, 1), (2, 7), (50, 3)])
+def test_pairs_are_what_each_row_sees(start: int, rows: int, window: int | None) -> None:
+    seen = [range(max(0, p + 1 - window) if window else 0, p + 1) for p in range(start, start + rows)]
+    work = Work(0, 1, 1, 1, 1, (window,))
+    cost = bound.step_cost(work, [Span(1, start, [0] * rows)])
+    assert cost.attention == sum(len(one) for one in seen)
+    assert cost.num_bytes == len(set().union(*seen)) + rows
+
+
+def test_the_bound_is_the_slower_of_reading_and_computing() -> None:
+    rates = bound.Rates(copy=100.0, matmul=1000.0)
+    reading, computing = bound.Cost(500, 1000, 1000), bound.Cost(100, 2000, 1000)
+    assert (bound.seconds(reading, rates), bound.limit(reading, rates)) == (5.0, "memory")
+    assert (bound.seconds(computing, rates), bound.limit(computing, rates)) == (3.0, "compute")
+
+
+@pytest.mark.parametrize(("shape", "billions", "gigabytes"), [("qwen3-0.6b", 0.596, 1.19), ("qwen3-14b", 14.77, 27.98)])
+def test_the_models_measured_have_the_sizes_of_their_names(
+    shape: str, billions: float, gigabytes: float, tmp_path: Path
+) -> None:
+    """The published counts; a step reads all of them but 14B's embedding table."""
+    (tmp_path / "config.json").write_text(json.dumps(model_config(shape)))
+    checkpoint = RandomCheckpoint(tmp_path, device="meta")
+    sizes = {name: entry.num_bytes for name, entry in checkpoint.entries.items()}
+    assert sum(sizes.values()) / 2e9 == pytest.approx(billions, abs=0.01)
+    read = sum(sizes.values()) - (sizes["model.embed_tokens.weight"] if "lm_head.weight" in sizes else 0)
+    assert read / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+
+def test_a_random_checkpoint_needs_no_file_and_is_the_same_each_time(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model_config("qwen3-tiny")))
+    checkpoint = RandomCheckpoint(tmp_path, spread=0.5)
+    first, again = (checkpoint.tensor("model.layers.1.mlp.up_proj.weight") for _ in range(2))
+    assert torch.equal(first, again)
+    assert first.dtype == torch.bfloat16 and first.float().std() == pytest.approx(0.5, rel=0.1)
+    assert not torch.equal(first, checkpoint.tensor("model.layers.0.mlp.up_proj.weight"))
+    model, _ = build_model(checkpoint, "auto", None, Kernels(), None)
+    assert model.num_parameters * 2 == sum(entry.num_bytes for entry in checkpoint.entries.values())
+
+
+# -- the parts -----------------------------------------------------------------------------------------------
+
+
+def test_every_value_of_a_switch_meets_every_value_of_each_other_one() -> None:
+    for first, second in itertools.combinations(zip(*PRODUCT, strict=True), 2):
+        assert set(zip(first, second, strict=True)) == set(itertools.product(set(first), set(second)))
+
+
+def test_sections_to_run_are_those_that_a_worker_knows_in_time() -> None:
+    planned = [section for step in plan.STEPS for section in step]
+    assert sorted(section.name for section in planned) == sorted(SECTIONS)
+    assert plan.TOTAL_SECONDS < 9 * 60 - 10
+    quick = plan.chosen(None, quick=True)
+    assert sum(max(section.seconds for section in step) for step in quick) < 6 * 60
+    assert [[section.name for section in step] for step in plan.chosen(["C"], quick=False)] == [["device"], ["C"]]
+    with pytest.raises(ValueError, match="unknown section 'F'; known: device, parity, "):
+        plan.chosen(["F"], quick=False)
+
+
+def test_a_difference_is_seen_against_its_own_row() -> None:
+    wanted = torch.tensor([[100.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    found = wanted.clone()
+    found[1, 2] += 0.02
+    assert parity.difference(found, wanted) == pytest.approx(0.01)
+    assert parity.difference(wanted, wanted) == 0
+    assert parity.difference(found[:1], wanted) == float("inf")
+    found[0, 0] = float("nan")
+    assert not parity.difference(found, wanted) <= 1e9
+
+
+def test_a_kernel_that_errs_fails_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonKernels, "silu_mul", lambda self, x: Kernels().silu_mul(x) * 1.01)
+    job = Job("parity rows fp16", "cpu", True, None, tmp_path, tmp_path / "records", time.monotonic() + 100)
+    parity_rows.run(job, "fp16")
+    checks = [json.loads(line) for line in job.records.read_text().splitlines()]
+    assert {check["name"].partition(",")[0] for check in checks if not check["ok"]} == {"fp16: silu_mul"}
+
+
+def test_nothing_of_an_engine_is_left_when_the_next_one_is_made(tmp_path: Path) -> None:
+    """Each takes most of a GPU's memory."""
+    job = Job("C", "cpu", True, None, tmp_path, tmp_path / "records", time.monotonic() + 100)
+    with bench(job, "qwen3-tiny", max_num_seqs=4) as under:
+        held = [weakref.ref(one) for one in (under.engine.model, under.engine.kv_cache, under.engine)]
+        under.add(20, 3)
+        under.run()
+        assert under.tokens == {0: 3} and len(under.meter.plans) >= 3
+    assert [one() for one in held] == [None] * 3
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(number) for number in range(200, 0, -1)]
+    assert [workloads.percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 100.0, 198.0, 200.0]
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+DONE = json.dumps({"kind": "section", "section": "writes", "status": "done", "seconds": 1})
+CODE = {
+    "writes": f"import sys; open(sys.argv[1], 'a').write('{DONE}\\n')",
+    "crashes": "import os; print('last words', flush=True); os.abort()",
+    "hangs": "import subprocess; subprocess.run(['sleep', '600'])",
+}
+
+
+class ShortRun(Run):
+    """Processes that do as their section's name says."""
+
+    def command(self, names: Any, seconds: float) -> list[str]:
+        return [sys.executable, "-c", CODE[names[0]], str(self.file)]
+
+
+def test_a_section_that_crashes_or_hangs_is_reported_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.__main__.GRACE_SECONDS", 0.0)
+    run = ShortRun(tmp_path, {}, False, time.monotonic() + 100)
+    begin = time.monotonic()
+    run.side_by_side([["crashes"], ["hangs"], ["writes"]], 3.0)
+    assert time.monotonic() - begin < 20
+    ended = {record["section"]: record for record in run.records()}
+    assert {name: record["status"] for name, record in ended.items()} == {
+        "crashes": "crashed",
+        "hangs": "out of time",
+        "writes": "done",
+    }
+    assert "last words" in ended["crashes"]["tail"]
+
+
+def test_sections_are_skipped_once_time_is_over(tmp_path: Path) -> None:
+    run = Run(tmp_path, {}, False, time.monotonic() + 5)
+    records = run.everything(plan.chosen(["parity", "A"], quick=False))
+    assert {record["status"] for record in records} == {"skipped"}
+    assert failed(records)
+    assert not failed([record for record in records if not record["section"].startswith("parity")])
+
+
+def test_half_a_line_of_a_lost_process_does_no_harm(tmp_path: Path) -> None:
+    run = Run(tmp_path, {}, False, 0.0)
+    run.file.write_text(
+        '{"kind": "check", "ok": true}\n{"kind": "che{"kind": "check", "ok": false}\n{"kind": "figure"}\n{"k'
+    )
+    assert run.records() == [{"kind": "check", "ok": True}, {"kind": "figure"}]
+
+
+def test_without_a_gpu_there_is_one_clear_error(capfd: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main([]) == 2
+    assert capfd.readouterr().err == (
+        "error: torch finds no GPU here; --rehearse tries the harness on a CPU, with tiny shapes\n"
+    )
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_markers_and_keeps_what_stands_around_them() -> None:
+    page = (ROOT / "benchmarks" / "gpu.md").read_text()
+    replaced = table.with_section(page, "new")
+    assert f"{table.BEGIN}\nnew\n{table.END}" in replaced
+    assert replaced.partition(table.BEGIN)[0] == page.partition(table.BEGIN)[0]
+    with pytest.raises(ValueError, match="no markers"):
+        table.with_section("nothing", "new")
+
+
+def test_a_report_names_what_failed_and_what_determinism_costs() -> None:
+    figure = {"kind": "figure", "workload": "B", "model": "0.6B", "unit": "ms a step", "share": 0.5, "bound": "memory"}
+    records: list[dict[str, Any]] = [
+        figure | {"setting": "64 x 1,024", "value": 2.0, "aim": "80% of the bound", "met": False},
+        figure | {"setting": "64 x 1,024, deterministic=True", "value": 4.0},
+        {"kind": "check", "section": "parity rows bf16", "name": "silu", "worst": 0.3, "tolerance": 0.1, "ok": False},
+        {"kind": "section", "section": "C", "status": "failed", "seconds": 3, "tail": "Trace\nValueError: no"},
+    ]
+    text = table.report(records, "2026-01-01")
+    assert "| B | 0.6B | 64 x 1,024 | 2 ms a step | 50% (memory) |  | 80% of the bound | **no** |" in text
+    assert "With `deterministic=True` B 0.6B 64 x 1,024 runs at 50% of its speed." in text
+    assert "- **failed**: parity rows bf16: silu: 0.3, allowed 0.1" in text
+    assert "- **C: failed** after 3 s. ValueError: no" in text
+    assert "the device could not be measured" in text
+
+
+# -- the bundle ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_bundle() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_bundle", ROOT / "scripts" / "gpu_bundle.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_engine_runs_without_the_packages_of_the_server_and_the_command_line(gpu_bundle: ModuleType) -> None:
+    assert {"fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client", "httpx2"} <= {
+        *gpu_bundle.SERVERS_OWN
+    }
+    modules = gpu_bundle.engine_modules()
+    assert {"quire", "torch", "triton", "tokenizers", "blake3", "msgspec"} <= modules
+    assert not modules & {*gpu_bundle.SERVERS_OWN, *gpu_bundle.COMMAND_LINES_OWN}
+    lacking = gpu_bundle.lacking(modules)
+    assert {"tokenizers", "blake3", "msgspec", "safetensors"} <= lacking
+    assert not lacking & {"torch", "numpy", "triton", "jinja2", "sympy", "quire"}
+
+
+def test_missing_packages_come_from_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "needed-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("needed.py", "answer = 42")
+        wheel.writestr("needed-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: needed\nVersion: 1.0\n")
+        wheel.writestr("needed-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("needed-1.0.dist-info/RECORD", "")
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    monkeypatch.setattr("benchmarks.gpu.__main__.BUNDLE", tmp_path / "none")
+    assert not install(tmp_path / "site", environment)
+    monkeypatch.setattr("benchmarks.gpu.__main__.BUNDLE", tmp_path)
+    assert install(tmp_path / "site", environment)
+    command = [sys.executable, "-c", "import needed, quire; print(needed.answer)"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "42\n"

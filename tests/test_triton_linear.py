@@ -1,0 +1,306 @@
+"""The products in Triton: equal to their references, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.errors import CheckpointError
+from quire.ops import Kernels, quantized
+from quire.ops.linear import Product
+from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, dequantize, layout
+from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
+from quire.ops.triton.linear_chunks import PROGRAMS, Chunks
+from tests.triton_compile import compile_all
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16)
+"""The interpreter multiplies bf16 wrongly, and does not round to it."""
+INT8 = Quantization("int8")
+HOWS = (INT8, *(Quantization("int4", group) for group in (32, 64, 128)))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    return linear.pack([weight], bias, CPU, deterministic=True)
+
+
+def quantized_product(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+    return linear.pack_quantized(weight, bias, CPU)
+
+
+def launch_all() -> None:
+    """The launches of a step that differ in code: few rows and many, chunks side by side and one after the other."""
+    weight = torch.empty(1024, 3072, dtype=torch.bfloat16)
+    x = torch.empty(2500, 3072, dtype=torch.bfloat16)
+    projection = dense(weight)
+    for rows in (16, 2500):
+        projection.matmul(x[:rows])
+    head = dense(torch.empty(151_936, 64, dtype=torch.bfloat16))
+    head.matmul(torch.empty(256, 64, dtype=torch.bfloat16), torch.float32)
+    dense(torch.empty(200, 1000), torch.empty(200)).matmul(torch.empty(16, 1000))
+    for how in (INT8, Quantization("int4", 64)):
+        product = quantized_product(empty(how, 1024, 3072))
+        for rows in (16, 600, 2500):
+            product.matmul(x[:rows])
+
+
+def empty(how: Quantization, outputs: int, inputs: int) -> QuantizedWeight:
+    wanted = layout(how, outputs, inputs)
+    packed = torch.zeros(wanted.packed, dtype=wanted.packed_dtype)
+    return QuantizedWeight(how, packed, torch.zeros(wanted.scales, dtype=wanted.scales_dtype), inputs, outputs)
+
+
+def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions() -> None:
+    used = compile_all("tests.test_triton_linear")
+    for kernel in used:
+        # On sm_80 the assembler gives up two registers of int4's larger tile, so that two programs fit.
+        assert kernel["stack"] <= (8 if (kernel["kernel"], kernel["arch"]) == ("_int4_kernel", 80) else 0), kernel
+        assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
+    for name, variants in (("_dense_kernel", 4), ("_int8_kernel", 3), ("_int4_kernel", 2)):
+        for arch, instructions in ((80, {"mma.sync"}), (90, {"wgmma"}), (100, {"tcgen05", "mma.sync"})):
+            found = [kernel["matrix"] for kernel in used if (kernel["kernel"], kernel["arch"]) == (name, arch)]
+            assert len(found) == variants
+            assert found.count([]) == (name == "_dense_kernel")  # fp32
+            assert all(set(matrix) <= instructions for matrix in found), (name, arch, found)
+
+
+# Dense products
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (80, 360), (300, 128)])
+def test_dense_products_equal_those_in_fp64(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    outputs, inputs = shape
+    weight, bias = draw(*shape, dtype=dtype, seed=1), draw(outputs, dtype=dtype, seed=2)
+    for used in (None, bias):
+        product = dense(weight, used)
+        assert (product.in_features, product.out_features) == (inputs, outputs)
+        for rows in (0, 1, 70):
+            x = draw(rows, inputs, dtype=dtype, seed=rows)
+            expected = x.double() @ weight.double().T + (0 if used is None else used.double())
+            wide = product.matmul(x, torch.float32)
+            assert (wide.dtype, wide.shape) == (torch.float32, (rows, outputs))
+            torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-4)
+            assert torch.equal(product.matmul(x), wide.to(dtype))  # rounded once
+
+
+def test_every_tile_of_a_large_product_is_computed() -> None:
+    weight, x = draw(200, 16, seed=1), draw(1100, 16, seed=2)  # 18 row tiles: two groups of eight, and two more
+    torch.testing.assert_close(dense(weight).matmul(x), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+def test_the_librarys_product_is_not_rounded_on_its_way_to_fp32(dtype: torch.dtype) -> None:
+    weight, bias, x = draw(80, 100, dtype=dtype, seed=1), draw(80, dtype=dtype, seed=2), draw(7, 100, dtype=dtype)
+    for used in (None, bias):
+        product = linear.pack([weight], used, CPU, deterministic=False)
+        expected = x.double() @ weight.double().T + (0 if used is None else used.double())
+        torch.testing.assert_close(product.matmul(x, torch.float32).double(), expected, rtol=1e-5, atol=1e-4)
+        assert product.matmul(x).dtype == dtype
+        torch.testing.assert_close(product.matmul(x).double(), expected, rtol=0.02, atol=0.05)
+        assert product.matmul(x[:0]).shape == (0, 80)
+
+
+def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are() -> None:
+    product, x = dense(draw(80, 100)), draw(70, 100, seed=1)  # 100 inputs fill no block: what is behind is the next row
+    before = product.matmul(x)
+    x[[5, 69]] = torch.nan
+    after = product.matmul(x)
+    rest = [row for row in range(70) if row not in (5, 69)]
+    assert after[[5, 69]].isnan().all()
+    assert torch.equal(after[rest], before[rest])
+
+
+# Quantized products
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("outputs, inputs", [(1, 128), (33, 384), (160, 1152)])
+def test_quantized_products_equal_their_reference(outputs: int, inputs: int, how: Quantization) -> None:
+    weight, bias = quantized.quantize(draw(outputs, inputs, seed=1), how), draw(outputs, seed=2)
+    for used in (None, bias):
+        ours, reference = quantized_product(weight, used), Kernels().pack_quantized(weight, used)
+        assert (ours.in_features, ours.out_features) == (inputs, outputs)
+        assert ours.matmul(draw(0, inputs), torch.float32).shape == (0, outputs)
+        for rows in (1, 17):
+            x = draw(rows, inputs, dtype=torch.float16, seed=rows)
+            found, expected = ours.matmul(x, torch.float32), reference.matmul(x, torch.float32)
+            tolerance = 0.0 if how.group is None else 4e-6
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * 10)
+            assert torch.equal(ours.matmul(x), found.half())
+
+
+@pytest.mark.parametrize("how, inputs", [(INT8, 7), (INT8, 70), (INT8, 1100), (HOWS[1], 96), (HOWS[2], 192)])
+def test_inputs_that_fill_no_block_are_taken(how: Quantization, inputs: int) -> None:
+    weight, x = quantized.quantize(draw(40, inputs), how), draw(3, inputs, seed=3)
+    torch.testing.assert_close(quantized_product(weight).matmul(x), Kernels().pack_quantized(weight).matmul(x))
+
+
+@pytest.mark.parametrize("how", HOWS[:2], ids=str)
+def test_codes_at_their_limits_do_not_overflow(how: Quantization) -> None:
+    weight = quantized.quantize(torch.ones(32, 8192), how)
+    x = torch.ones(2, 8192)
+    x[1] = -1
+    out = quantized_product(weight).matmul(x)
+    torch.testing.assert_close(out, torch.tensor([[8192.0], [-8192.0]]).expand(2, 32), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("how", HOWS[:2], ids=str)
+def test_a_quantized_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(how: Quantization) -> None:
+    product = quantized_product(quantized.quantize(draw(40, 64), how))
+    x = draw(5, 64, seed=4)
+    x[0, 3], x[1, 60], x[2, 0], x[3] = torch.nan, torch.inf, -torch.inf, 0
+    out = product.matmul(x)
+    assert out[:3].isnan().all()
+    assert (out[3] == 0).all()
+    assert torch.equal(out[4], product.matmul(x[4:])[0])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("block", [64, linear_quantized.ROW_BLOCK])
+def test_rows_become_the_codes_and_scales_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, block: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(linear_quantized, "ROW_BLOCK", block)
+    x = draw(40, 150, dtype=dtype, seed=1)
+    x[0, 149], x[1, 70], x[2, 0], x[3] = torch.nan, torch.inf, -torch.inf, 0
+    x[4] = torch.arange(150).to(dtype) / 2  # halves, once 127 is the largest
+    x[4, 0] = 127
+    x[5], x[6] = x[5] * 1e-38, 1e-38
+    codes, scales = linear_quantized.quantize_rows(x, 256)
+    expected_codes, expected_scales = quantized.quantize_rows(x)
+    assert torch.equal(codes[:, :150], expected_codes)
+    assert not codes[:, 150:].any()
+    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_codes_and_scales_lie_where_the_layout_says(how: Quantization) -> None:
+    weight = quantized.quantize(draw(40, 384), how)
+    codes = codes_of(weight)[:40].int()
+    width = 128 if how.group is None else min(how.group, 64)
+    blocks = linear_quantized.relay(weight, width if how.group is None else 2 * width, CPU)
+    assert blocks.shape == (384 // (width if how.group is None else 2 * width), 128, width)
+    assert not blocks[:, 40:].any()
+    for block, output, byte in [(0, 0, 0), (1, 39, 5), (2, 17, 31)]:
+        found = int(blocks[block, output, byte])
+        if how.group is None:
+            assert found == codes[output, 128 * block + byte]
+            continue
+        first, second = (int(codes[output, 2 * width * block + group * width + byte]) for group in (0, 1))
+        assert (found & 15, found >> 4) == (first & 15, second)
+        scales = linear_quantized.relay_scales(weight, blocks)
+        scale = scales[2 * block, output].float() * first
+        assert scale == dequantize(weight)[output, 2 * width * block + byte]
+    if how.group is not None:
+        assert scales.shape == (2 * len(blocks) + 2, 128) and not scales[-2:].any() and not scales[:, 40:].any()
+
+
+def test_little_is_re_laid_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = quantized.quantize(draw(150, 128), INT8)
+    whole = linear_quantized.relay(weight, 128, CPU)
+    monkeypatch.setattr(linear_quantized, "PANELS_AT_ONCE", 2)
+    assert torch.equal(linear_quantized.relay(weight, 128, CPU), whole)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+def test_weights_are_quantized_as_the_reference_does(how: Quantization, dtype: torch.dtype) -> None:
+    weight = draw(70, 256, dtype=dtype, seed=1) * 0.02
+    weight[3], weight[69, 1] = 0, 3
+    found, expected = linear.quantize(weight, how, CPU), quantized.quantize(weight, how)
+    assert torch.equal(found.packed, expected.packed)
+    assert torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("how", HOWS[:2], ids=str)
+def test_weights_that_a_format_cannot_hold_are_refused(how: Quantization) -> None:
+    weight = draw(40, 128)
+    weight[35, 77] = torch.inf
+    with pytest.raises(CheckpointError, match="not finite"):
+        linear.quantize(weight, how, CPU)
+    with pytest.raises(CheckpointError, match="inputs"):
+        linear.quantize(torch.zeros(1, 33 if how.group else quantized.MAX_INPUTS + 1), how, CPU)
+
+
+# The same bits
+
+
+def every_product(outputs: int, inputs: int) -> list[tuple[Product, torch.dtype]]:
+    weight = draw(outputs, inputs)
+    found = [(dense(weight.to(dtype), weight[:, 0].to(dtype)), dtype) for dtype in DTYPES]
+    return found + [(quantized_product(quantized.quantize(weight, how), weight[:, 0]), torch.bfloat16) for how in HOWS]
+
+
+def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
+    for product, dtype in every_product(40, 512):
+        x = draw(66, 512, dtype=dtype, seed=5)
+        whole = product.matmul(x, torch.float32)
+        for rows in (1, 2, 17, 64, 65):
+            part = slice(66 - rows, 66)
+            assert torch.equal(product.matmul(x[part], torch.float32), whole[part]), (product, dtype, rows)
+
+
+def test_chunks_side_by_side_and_one_after_the_other_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = every_product(40, 1152)  # the last chunk is shorter
+    inputs = [draw(20, 1152, dtype=dtype, seed=6) for _, dtype in products]
+    side_by_side = [product.matmul(x, torch.float32) for (product, _), x in zip(products, inputs, strict=True)]
+    monkeypatch.setattr(Chunks, "side_by_side", lambda chunks, tiles: False)
+    monkeypatch.setattr(linear_chunks, "add_up", None)  # nothing is left to add up
+    for (product, _), x, expected in zip(products, inputs, side_by_side, strict=True):
+        assert torch.equal(product.matmul(x, torch.float32), expected), product
+
+
+def test_tiles_of_more_rows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = every_product(40, 512)
+    inputs = [draw(40, 512, dtype=dtype, seed=7) for _, dtype in products]
+    small = [product.matmul(x, torch.float32) for (product, _), x in zip(products, inputs, strict=True)]
+    for module in (linear_dense, linear_quantized):
+        monkeypatch.setattr(module, "PROGRAMS", 2)
+    for (product, _), x, expected in zip(products, inputs, small, strict=True):
+        assert torch.equal(product.matmul(x, torch.float32), expected), product
+
+
+@pytest.mark.parametrize("out_tiles, blocks", [(1, 1), (1, 1000), (8, 48), (40, 272), (131, 64), (133, 80), (1187, 16)])
+def test_chunks_hold_all_blocks_and_few_programs_leave_little(out_tiles: int, blocks: int) -> None:
+    chunks = Chunks.of(out_tiles, blocks, 4)
+    assert (chunks.count - 1) * chunks.length < blocks <= chunks.count * chunks.length
+    assert chunks.count == 1 or chunks.length >= 4
+    assert out_tiles * chunks.count <= max(PROGRAMS, out_tiles)
+    assert chunks.side_by_side(out_tiles) == (chunks.count > 1)
+    assert not chunks.side_by_side(PROGRAMS // 2)
+    assert chunks.count < 20 or not chunks.side_by_side(100)
+
+
+# What products take
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    products = [linear.pack([draw(8, 64)], None, CPU, deterministic) for deterministic in (False, True)]
+    for product in products:
+        with pytest.raises(ValueError, match="bfloat16"):
+            product.matmul(draw(2, 64, dtype=torch.bfloat16))
+    for product in (*products, quantized_product(quantized.quantize(draw(8, 64), INT8))):
+        with pytest.raises(ValueError, match="64 columns"):
+            product.matmul(draw(2, 65))
+        with pytest.raises(ValueError, match="out_dtype"):
+            product.matmul(draw(2, 64), torch.float16)
+
+
+def test_strided_rows_are_taken_as_they_stand() -> None:
+    x = draw(6, 128)
+    for product in (dense(draw(8, 64)), quantized_product(quantized.quantize(draw(8, 64), INT8))):
+        assert torch.equal(product.matmul(x[::2, ::2]), product.matmul(x[::2, ::2].contiguous()))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_of_a_weight_come_side_by_side(deterministic: bool) -> None:
+    parts, x = [draw(outputs, 24, seed=outputs) for outputs in (40, 7, 33)], draw(5, 24)
+    joined = linear.pack([torch.cat(parts)], None, CPU, deterministic)
+    assert torch.equal(linear.pack(parts, None, CPU, deterministic).matmul(x), joined.matmul(x))
+    with pytest.raises(ValueError, match="differ"):
+        linear.pack([parts[0], parts[1].half()], None, CPU, deterministic)
