@@ -6,6 +6,11 @@ import statistics
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from benchmarks.common import Options, Result, main, tell
 from quire.config import EngineConfig
@@ -16,6 +21,11 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import SpanResult, StepPlan, StepResult
+from quire.ops import Kernels, RaggedBatch
+from quire.ops.sampling import Filters
+from quire.runner.device import Device
+from quire.runner.device_forward import DeviceForward
+from quire.runner.model_runner import ModelRunner
 
 BLOCK = 16
 
@@ -26,6 +36,7 @@ def run(options: Options) -> Result:
     scale = 20 if options.quick else 1
     tell("scheduler: steps, matches, blocks, queue")
     _steps(result, 256, 300 // scale)
+    _host_work(result, 256, 300 // scale)
     _match(result, 32_768 // scale)
     _blocks(result, 100_000 // scale)
     _queue(result, 100_000 // scale)
@@ -85,6 +96,56 @@ def _steps(result: Result, running: int, steps: int) -> None:
         scheduler.commit(plan, told, 0.0)
         times.append(middle - begin + time.perf_counter() - again)
     _row(result, f"`schedule` + `commit`, {running} running requests", times, 1e-3)
+
+
+class NullKernels(Kernels):
+    """Stands for a device's kernels: takes what they take, and computes nothing."""
+
+    reads_spans = True
+
+    def place(self, tokens: Tensor, span_of_row: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+        return tokens, tokens, tokens
+
+    def finite_rows(self, x: Tensor) -> Tensor:
+        return torch.ones(len(x), dtype=torch.bool)
+
+    def sample(self, logits: Tensor, filters: Filters) -> Tensor:
+        return torch.full((len(logits),), 3)
+
+
+class NullModel:
+    """A model with those kernels; its logits are a column wide."""
+
+    vocab_size = 151_936
+    kernels = NullKernels()
+
+    def forward(self, batch: RaggedBatch, kv: object) -> Tensor:
+        return torch.zeros(len(batch.token_ids), 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def _host_work(result: Result, running: int, steps: int) -> None:
+    """A whole step but the device's part: schedule, send, launch the sampler, read what came back, commit."""
+    scheduler = make_scheduler(40_000, max_num_seqs=running)
+    model: Any = NullModel()
+    kv: Any = SimpleNamespace(block_size=BLOCK, pulse=[0])
+    device = Device()
+    forward = DeviceForward(model, kv, device, running, 40_960 // BLOCK)
+    runner = ModelRunner(model, kv, 1, torch.get_num_threads(), device, forward)
+    for number in range(running):
+        params = SamplingParams(temperature=0.8, top_p=0.95, seed=number)
+        scheduler.add(Request(number, list(range(number, number + 64)), params.resolved(), max_tokens=steps + 10))
+    while len(scheduler.running) < running:
+        scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    times: list[float] = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        scheduler.commit(plan, runner.launch(plan).wait(), 0.0)
+        times.append(time.perf_counter() - begin)
+    _row(result, f"all of the host's work of a step on a GPU, {running} running, sampled", times, 1.5e-3)
 
 
 def _match(result: Result, length: int) -> None:

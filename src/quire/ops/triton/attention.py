@@ -1,11 +1,382 @@
-"""Attention over the paged cache for any mixture of spans, in one launch."""
+"""Attention over the paged cache for any mixture of spans: one launch, and a merge where splits lie side by side.
+
+A program computes one *row tile*: some tokens of one span, each with all query heads that share a KV head. It walks
+over the keys in *key tiles* of constant size at constant absolute positions, with a running maximum, sum and output in
+fp32 (https://arxiv.org/abs/2205.14135). Every `SPLIT` keys these are merged into the rows' totals and start afresh.
+
+So the splits of a short span can as well be taken by several programs, its *lanes*, which store what they have, and
+`_merge_splits` merges it, in the same order and with the same arithmetic (the idea is that of
+https://pytorch.org/blog/flash-decoding). Which way a row goes changes none of its bits. Neither does what else is in
+its tile: a key tile or a split that it does not see leaves its numbers as they are (but for the sign of a zero, which
+the last addition settles), and no product, sum or maximum mixes rows.
+
+Quantized keys and values are multiplied as codes, which bf16 and fp16 hold exactly. A key's scale then multiplies
+its scores, and a value's scale the softmax's weights, before these are rounded to the queries' data type.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 
 from quire.ops.kv_cache import KVCache
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import DeviceSpans, RaggedBatch
+
+SPLIT = 512
+"""Keys a split. Changing it changes bits. Few, since a lone request decodes with one program a split and KV head; not
+fewer, since each split costs a merge, and a row of scratch memory where splits lie side by side."""
+
+PROGRAMS = 1024
+"""About how many programs decoding should have: some rounds of the two that fit each multiprocessor of a large GPU,
+which has 130 to 150, so that no long context is left to one program. Does not change bits."""
+
+SHORT = 8
+"""Most tokens of a span whose splits lie side by side: one to decode, and its drafts. Does not change bits."""
+
+SCRATCH_BYTES = 1 << 26
+"""Most memory for splits that lie side by side. Does not change bits."""
+
+TILE_BYTES = 1 << 14
+"""Of a tile's keys, and of its values: with three in flight, they fit the 99 KiB of a consumer card's
+multiprocessor."""
+
+LOWEST = tl.constexpr(-1e30)
+"""Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN."""
+
+VALUE_UNIT = tl.constexpr(64.0)
+"""Weights times value scales are kept this much larger, so that fp16 holds them as well as it would hold values.
+A value scale of fp16 numbers is at most 65504 / 127, so they stay finite."""
+
+SPANS_AT_ONCE = tl.constexpr(256)
+MERGED_AT_ONCE = tl.constexpr(8)
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _find_span(row_starts, spans, tile, TOKENS: tl.constexpr):
+    """The span of a row tile: those of span s begin with tile row_starts[s] // TOKENS + s, which leaves it enough."""
+    count = 0
+    for first in range(0, spans, SPANS_AT_ONCE):
+        span = first + tl.arange(0, SPANS_AT_ONCE)
+        start = tl.load(row_starts + span, mask=span < spans, other=0)
+        count += tl.sum(((span < spans) & (start // TOKENS + span <= tile)).to(tl.int32), 0)
+    return count - 1
+
+
+@triton.jit
+def _locate(row_starts, spans, tiles, lanes, TOKENS: tl.constexpr):
+    """What this program works on: span, lane, the span's first row and the one behind its last, the tile's first row.
+
+    The first `tiles` programs are lane 0 of each row tile; behind them are the other lanes of each span's first one.
+    """
+    program = tl.program_id(0)
+    if program < tiles:
+        tile = tiles - 1 - program  # the rows of a long span that see most come first
+        span = _find_span(row_starts, spans, tile, TOKENS)
+        lane = 0
+    else:
+        tile = 0
+        span = (program - tiles) // (lanes - 1)
+        lane = (program - tiles) % (lanes - 1) + 1
+    span_first, span_last = tl.load(row_starts + span), tl.load(row_starts + span + 1)
+    first_row = span_first
+    if lane == 0:
+        first_row += (tile - span_first // TOKENS - span) * TOKENS
+    return span, lane, span_first, span_last, first_row
+
+
+@triton.jit
+def _seen(start, rows, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """What rows at positions start .. start + rows - 1 see: first key and the one behind the last; so for splits."""
+    low = 0
+    if WINDOW:
+        low = tl.maximum(start - WINDOW + 1, 0)
+    high = start + rows
+    return low, high, low // SPLIT, tl.cdiv(high, SPLIT)
+
+
+@triton.jit
+def _merge(top, total, out, other_top, other_total, other_out):
+    """The softmax over two sets of keys, from each one's maximum [rows], sum [rows] and output [rows, dim]."""
+    highest = tl.maximum(top, other_top)
+    shrink = tl.exp2(top - highest)
+    other_shrink = tl.exp2(other_top - highest)
+    total = total * shrink + other_total * other_shrink
+    out = out * shrink[:, None] + other_out * other_shrink[:, None]
+    return highest, total, out
+
+
+@triton.jit
+def _finish(total, out, QUANTIZED: tl.constexpr):
+    """Outputs over sums. Adding 0 makes -0, which splits that a row does not see may turn into 0, always 0."""
+    if QUANTIZED:
+        total = total * VALUE_UNIT
+    return out / total[:, None] + 0.0
+
+
+@triton.jit
+def _widen(codes, dtype: tl.constexpr):
+    """Stored numbers as `dtype`, exactly. Bytes are e4m3 codes, and not every GPU has that type.
+
+    Their sign, exponent and mantissa, put where a wider type has its own, mean a number too small by a power of two:
+    that of the difference between the exponents' biases. Extending the sign and shifting puts it all in place, but for
+    copies of the sign above the exponent, which the mask takes out.
+    """
+    if codes.dtype != tl.uint8:
+        wide = codes.to(dtype)
+    elif dtype == tl.float16:
+        bits = codes.to(tl.int8, bitcast=True).to(tl.int16) << 7 & (0xBF80 - 0x10000)
+        wide = bits.to(tl.float16, bitcast=True) * tl.full((), 2.0**8, tl.float16)
+    elif dtype == tl.bfloat16:
+        bits = codes.to(tl.int8, bitcast=True).to(tl.int16) << 4 & (0x87F0 - 0x10000)
+        wide = bits.to(tl.bfloat16, bitcast=True) * tl.full((), 2.0**120, tl.bfloat16)
+    else:
+        bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << 20 & (0x87F00000 - 0x100000000)
+        wide = bits.to(tl.float32, bitcast=True) * 2.0**120
+    return wide
+
+
+@triton.jit
+def _blocks(table, key, low, high, BLOCK_SIZE: tl.constexpr):
+    """The blocks of keys [keys]; the null block for those that nobody sees."""
+    return tl.load(table + key // BLOCK_SIZE, mask=(key >= low) & (key < high), other=0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer"])
+def _attend(
+    q,
+    numbers,
+    scales,
+    tables,
+    row_starts,
+    starts,
+    table_rows,
+    result,
+    split_out,
+    split_sums,
+    table_stride,
+    spans,
+    tiles,
+    lanes,
+    short,
+    slots,
+    layer,
+    scale,
+    Q_STRIDE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One row tile of one KV head: all its splits, or every lanes-th of them. Programs (see `_locate`, KV head).
+
+    Layouts: split_out [spans, short, heads, slots, HEAD_DIM]; split_sums, of maxima and sums, [.., slots, 2].
+    `scale` contains the factor log2(e), since weights are powers of 2.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP
+    TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
+    kv_head = tl.program_id(1)
+    span, lane, span_first, span_last, first_row = _locate(row_starts, spans, tiles, lanes, TOKENS)
+    if first_row >= span_last:
+        return
+    start = tl.load(starts + span) + first_row - span_first
+    tokens = tl.minimum(span_last - first_row, TOKENS)
+    low, high, first_split, last_split = _seen(start, tokens, WINDOW, SPLIT)
+    side_by_side = (span_last - span_first <= short) & (last_split - first_split > 1)
+    stride = 1
+    if side_by_side:
+        stride = lanes
+    elif lane > 0:
+        return
+
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    is_row = token < tokens
+    in_tile = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    q_at = (first_row + token).to(tl.int64) * Q_STRIDE + head * Q_HEAD_STRIDE
+    queries = tl.load(q + q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
+    position = (start + token)[:, None]
+    table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
+
+    all_top = tl.full((ROWS,), LOWEST, tl.float32)
+    all_total = tl.zeros((ROWS,), tl.float32)
+    all_out = tl.zeros((ROWS, DIM), tl.float32)
+    for split in range(first_split + lane, last_split, stride):
+        top = tl.full((ROWS,), LOWEST, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        out = tl.zeros((ROWS, DIM), tl.float32)
+        first = tl.maximum(split * TILES_PER_SPLIT, low // KEYS)
+        last = tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+        # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
+        block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
+        for key_tile in range(first, last):
+            key = key_tile * KEYS + tl.arange(0, KEYS)
+            there = (key >= low) & (key < high)
+            plane = ((block.to(tl.int64) * LAYERS + layer) * KV_HEADS + kv_head) * 2 * PLANE
+            block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
+            at = numbers + (plane + key % BLOCK_SIZE * HEAD_DIM)[:, None] + dim[None, :]
+            in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
+            k = _widen(tl.load(at, mask=in_keys, other=0), queries.dtype)
+            v = _widen(tl.load(at + PLANE, mask=in_keys, other=0), queries.dtype)
+
+            scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
+            if QUANTIZED:
+                scale_at = scales + plane // 4 + key % BLOCK_SIZE  # PLANE is in bytes
+                scores *= (tl.load(scale_at, mask=there, other=0.0) * scale)[None, :]
+            else:
+                scores *= scale
+            seen = key[None, :] <= position
+            if WINDOW:
+                seen &= key[None, :] > position - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+            highest = tl.maximum(top, tl.max(scores, 1))
+            shrink = tl.exp2(top - highest)
+            weights = tl.exp2(scores - highest[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            if QUANTIZED:
+                weights *= (tl.load(scale_at + PLANE // 4, mask=there, other=0.0) * VALUE_UNIT)[None, :]
+            out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+            top = highest
+        if side_by_side:
+            slot = ((span * short + token) * (KV_HEADS * GROUP) + head) * slots + split - first_split
+            tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
+            tl.store(split_sums + slot * 2, top, mask=is_row)
+            tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
+        else:
+            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+    if not side_by_side:
+        at = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
+        tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
+
+
+@triton.jit(do_not_specialize=["short", "slots"])
+def _merge_splits(
+    split_out,
+    split_sums,
+    row_starts,
+    starts,
+    result,
+    short,
+    slots,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One head of one token whose splits lie side by side; programs (span * short + token, head)."""
+    head = tl.program_id(1)
+    span, token = tl.program_id(0) // short, tl.program_id(0) % short
+    first_row = tl.load(row_starts + span)
+    rows = tl.load(row_starts + span + 1) - first_row
+    _, _, first_split, last_split = _seen(tl.load(starts + span), rows, WINDOW, SPLIT)
+    splits = last_split - first_split
+    if (token >= rows) | (rows > short) | (splits <= 1):
+        return
+
+    one, dim = tl.arange(0, 1), tl.arange(0, DIM)
+    first_slot = (tl.program_id(0) * HEADS + head) * slots
+    top = tl.full((1,), LOWEST, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    out = tl.zeros((1, DIM), tl.float32)
+    for first in range(0, splits, MERGED_AT_ONCE):
+        # Written out, so that all their loads are under way together; a split behind the last changes nothing.
+        for split in tl.static_range(MERGED_AT_ONCE):
+            slot = first_slot + first + split + one
+            there = slot < first_slot + splits
+            at = split_out + slot[:, None] * HEAD_DIM + dim[None, :]
+            other_out = tl.load(at, mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+            other_top = tl.load(split_sums + slot * 2, mask=there, other=LOWEST)
+            other_total = tl.load(split_sums + slot * 2 + 1, mask=there, other=0.0)
+            top, total, out = _merge(top, total, out, other_top, other_total, other_out)
+    at = ((first_row + token).to(tl.int64) * HEADS + head + one) * HEAD_DIM
+    tl.store(result + at[:, None] + dim[None, :], _finish(total, out, QUANTIZED), mask=(dim < HEAD_DIM)[None, :])
+
+
+class _Plan(NamedTuple):
+    """How a step's attention is launched. All from shapes, so that a captured launch serves every step of its shape.
+
+    Attributes:
+        rows, keys, dim: of a row tile (tokens times group), of a key tile, and of a head, padded: powers of two.
+        warps, stages: of a program, and how many key tiles it has in flight.
+        tiles: row tiles, or more.
+        lanes: programs that share the splits of a short span; 1: none do.
+        short: most tokens of such a span.
+        slots: most splits of such a span.
+        split_out, split_sums: scratch memory, fp32: see `_attend`.
+    """
+
+    rows: int
+    keys: int
+    dim: int
+    warps: int
+    stages: int
+    tiles: int
+    lanes: int
+    short: int
+    slots: int
+    split_out: torch.Tensor
+    split_sums: torch.Tensor
+
+
+def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, deterministic: bool) -> _Plan:
+    tokens, heads, head_dim = q.shape
+    count, group = len(spans.starts), heads // kv.kv_heads
+    dim = max(16, _power_of_two(head_dim))
+    head_bytes = dim * q.element_size()
+    rows = _row_tile(group, -(-tokens // count) * group, head_bytes, deterministic)
+
+    short = min(SHORT, rows // group, max(1, tokens // count))
+    slots = -(-spans.block_tables.shape[1] * kv.block_size // SPLIT)
+    if window is not None:
+        slots = min(slots, (window + short - 3) // SPLIT + 2)
+    short = min(short, SCRATCH_BYTES // (4 * count * heads * slots * (head_dim + 2)))
+    lanes = min(slots, -(-PROGRAMS // (count * kv.kv_heads))) if short else 1
+    scratch = count * short * heads * slots if lanes > 1 else 0
+    return _Plan(
+        rows=rows,
+        keys=min(64, max(16, TILE_BYTES // head_bytes)),
+        dim=dim,
+        warps=8 if rows * max(head_bytes, 256) > 64 * 256 else 4,  # the sums of 16 rows of 128 numbers fill a warp
+        stages=max(1, min(3, 1024 // head_bytes)),
+        tiles=tokens // (rows // group) + count,
+        lanes=lanes,
+        short=short if lanes > 1 else 0,
+        slots=slots,
+        split_out=q.new_empty(scratch * head_dim, dtype=torch.float32),
+        split_sums=q.new_empty(scratch * 2, dtype=torch.float32),
+    )
+
+
+def _row_tile(group: int, rows_per_span: int, head_bytes: int, deterministic: bool) -> int:
+    """Rows (tokens times group) of a tile: 64, with which memory still bounds decoding, and prompts do well.
+
+    Fewer would be multiplied by other instructions, and so might get other bits: under the contract it is always this.
+    """
+    rows = 64
+    if not deterministic and rows_per_span <= 16:
+        rows = 16
+    elif not deterministic and rows_per_span >= 512 and head_bytes <= 256:
+        rows = 128
+    return max(rows, _power_of_two(group))
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << (n - 1).bit_length()
 
 
 def attend(
@@ -17,5 +388,75 @@ def attend(
     window: int | None,
     deterministic: bool,
 ) -> torch.Tensor:
-    """See `Kernels.attend`; reads `batch.spans`."""
-    raise NotImplementedError
+    """See `Kernels.attend`; reads `batch.spans`. Rows of padding are not written.
+
+    Under `deterministic`, a row's bits depend on its request alone.
+
+    Args:
+        q: [tokens, heads, head_dim], each head contiguous.
+
+    Returns:
+        [tokens, heads * head_dim] in q's data type.
+    """
+    spans = batch.spans
+    if spans is None:
+        raise ValueError("this batch's spans are not on the device")
+    tokens, heads, head_dim = q.shape
+    key = ("triton attention", q.shape, q.dtype, kv.kv_heads, window, deterministic)
+    plan = batch.once(key, lambda: _make_plan(q, kv, spans, window, deterministic))
+    result = q.new_empty(tokens, heads * head_dim)
+    shape: dict[str, Any] = {
+        "HEAD_DIM": head_dim,
+        "WINDOW": window or 0,
+        "QUANTIZED": kv.scales is not None,
+        "SPLIT": SPLIT,
+        "DIM": plan.dim,
+        "enable_fp_fusion": False,  # both kernels merge, and must agree
+    }
+    count = len(spans.starts)
+    _attend[(plan.tiles + count * (plan.lanes - 1), kv.kv_heads)](
+        q,
+        kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
+        kv.scales,
+        spans.block_tables,
+        spans.row_starts,
+        spans.starts,
+        spans.table_rows,
+        result,
+        plan.split_out,
+        plan.split_sums,
+        spans.block_tables.stride(0),
+        count,
+        plan.tiles,
+        plan.lanes,
+        plan.short,
+        plan.slots,
+        layer,
+        scale * LOG2_E,
+        Q_STRIDE=q.stride(0),
+        Q_HEAD_STRIDE=q.stride(1),
+        LAYERS=kv.layers,
+        KV_HEADS=kv.kv_heads,
+        GROUP=heads // kv.kv_heads,
+        PLANE=kv.numbers.stride(3),
+        BLOCK_SIZE=kv.block_size,
+        ROWS=plan.rows,
+        KEYS=plan.keys,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **shape,
+    )
+    if plan.lanes > 1:
+        _merge_splits[(count * plan.short, heads)](
+            plan.split_out,
+            plan.split_sums,
+            spans.row_starts,
+            spans.starts,
+            result,
+            plan.short,
+            plan.slots,
+            HEADS=heads,
+            num_warps=1,
+            **shape,
+        )
+    return result

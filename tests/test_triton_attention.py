@@ -1,0 +1,319 @@
+"""Attention in Triton: equal to the torch reference, and bit-equal however a sequence is cut, batched and split."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops import KVCache, RaggedBatch, paged_attention, store_kv
+from quire.ops.kv_cache import KVCacheDtype
+from quire.ops.ragged import DeviceSpans
+from quire.ops.triton import attention
+from tests.test_cpu_attention import LAYER, Request, Span, batch_of, poisoned_cache
+from tests.triton_compile import compile_all
+
+SPLIT = 128
+"""Keys a split in these tests, so that short contexts have some."""
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # idle rows of a tile
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SPLIT", SPLIT)
+    monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
+
+
+def on_device(
+    spans: Sequence[Span], tables: Sequence[torch.Tensor], size: int, padding: tuple[int, int] = (0, 0)
+) -> RaggedBatch:
+    """The batch as kernels read it, with `padding` (rows, spans); the requests' tables lie in another order."""
+    host = batch_of(spans, tables, size)
+    rows, empty = padding
+    count = len(spans)
+
+    def padded(numbers: Sequence[int], value: int) -> torch.Tensor:
+        return torch.tensor([*numbers, *[value] * empty], dtype=torch.int32)
+
+    of_tokens = (torch.cat([t, t.new_zeros(rows)]) for t in (host.token_ids, host.positions, host.slots))
+    return RaggedBatch(
+        *of_tokens,
+        row_starts=[],
+        context_lens=[],
+        block_tables=torch.empty(0, 0, dtype=torch.int64),
+        block_size=size,
+        spans=DeviceSpans(
+            row_starts=padded(host.row_starts, host.row_starts[-1]),
+            starts=padded([start for start, _ in spans], 0),
+            context_lens=padded(host.context_lens, 0),
+            table_rows=padded([count - 1 - span for span in range(count)], 0),
+            block_tables=host.block_tables.flip(0).int(),
+        ),
+    )
+
+
+def attend(
+    q: torch.Tensor, kv: KVCache, batch: RaggedBatch, window: int | None, deterministic: bool = True
+) -> torch.Tensor:
+    rows = len(batch.token_ids) - len(q)
+    q = torch.cat([q, q.new_full((rows, *q.shape[1:]), float("nan"))]) if rows else q
+    return attention.attend(q, kv, batch, LAYER, kv.head_dim**-0.5, window, deterministic)[: len(q) - rows]
+
+
+def stored(
+    requests: Sequence[Request], size: int, how: KVCacheDtype, spare: int = 0
+) -> tuple[KVCache, list[torch.Tensor]]:
+    """A cache that holds the requests' keys and values, all else NaN, and their block tables."""
+    shape = requests[0].q.shape[1], requests[0].k.shape[1], requests[0].q.shape[2]
+    counts = [-(-len(r.k) // size) for r in requests]
+    kv = poisoned_cache(sum(counts) + spare + 1, shape, size, requests[0].q.dtype, how)
+    tables = list(torch.split(torch.randperm(sum(counts)) + 1, counts))
+    fill = batch_of([(0, len(r.k)) for r in requests], tables, size)
+    store_kv(torch.cat([r.k for r in requests]), torch.cat([r.v for r in requests]), kv, fill, LAYER)
+    return kv, tables
+
+
+@pytest.mark.parametrize(
+    "dtype, how, group, kv_heads, dim, size, window, deterministic",
+    [
+        (torch.float32, "auto", 1, 2, 64, 16, None, True),
+        (torch.float32, "auto", 5, 1, 80, 32, 150, False),
+        (torch.float32, "auto", 2, 1, 256, 64, 1, True),
+        (torch.float32, "int8", 8, 1, 24, 256, None, False),
+        (torch.float32, "fp8", 2, 1, 128, 16, 50, True),
+        (torch.float16, "auto", 8, 1, 128, 128, None, True),
+        (torch.float16, "auto", 2, 2, 96, 16, 50, False),
+        (torch.float16, "int8", 2, 1, 64, 16, None, True),
+        (torch.float16, "fp8", 5, 1, 80, 32, 150, False),
+    ],
+)
+def test_attention_equals_the_reference(
+    dtype: torch.dtype,
+    how: KVCacheDtype,
+    group: int,
+    kv_heads: int,
+    dim: int,
+    size: int,
+    window: int | None,
+    deterministic: bool,
+) -> None:
+    rng = random.Random(dim)
+    torch.manual_seed(0)
+    spans = [(rng.randint(130, 200), 1), (0, rng.randint(5, 30)), (rng.randint(90, 260), 3), (40, 33)]
+    rng.shuffle(spans)
+    requests = [Request(sum(span), (group * kv_heads, kv_heads, dim), dtype, rng.randint(0, 99)) for span in spans]
+    kv, tables = stored(requests, size, how)
+    q = torch.cat([r.q[start:] for r, (start, _) in zip(requests, spans, strict=True)])
+    exact = paged_attention(q.float(), kv, batch_of(spans, tables, size), LAYER, dim**-0.5, window).flatten(1)
+    last_place = {torch.float32: 1e-6, torch.float16: 2**-11}[dtype]
+    out = attend(q, kv, on_device(spans, tables, size, (3, 2)), window, deterministic)
+    torch.testing.assert_close(out.float(), exact, atol=2 * last_place, rtol=2 * last_place)
+
+
+@pytest.mark.parametrize("spans", [[(200, 1), (130, 1), (3, 1)], [(0, 300)], [(0, 1)]])
+def test_without_the_contract_tiles_suit_the_step(spans: list[Span]) -> None:
+    requests = [Request(sum(span), (2, 1, 64), torch.float32, seed=1) for span in spans]
+    kv, tables = stored(requests, 16, "auto")
+    q = torch.cat([r.q[start:] for r, (start, _) in zip(requests, spans, strict=True)])
+    batch = on_device(spans, tables, 16)
+    assert batch.spans is not None
+    assert attention._make_plan(q, kv, batch.spans, None, False).rows == (128 if len(q) == 300 else 16)
+    assert attention._make_plan(q, kv, batch.spans, None, True).rows == 64
+    exact = paged_attention(q, kv, batch_of(spans, tables, 16), LAYER, 0.125, None).flatten(1)
+    torch.testing.assert_close(attend(q, kv, batch, None, deterministic=False), exact, atol=2e-6, rtol=2e-6)
+
+
+LENGTH = 290
+
+
+def in_chunks(
+    request: Request, lengths: Sequence[int], size: int, how: KVCacheDtype, window: int | None, padding: tuple[int, int]
+) -> torch.Tensor:
+    """The output of a request in chunks, each behind a token of another request. What is not yet there is NaN."""
+    shape = request.q.shape[1], request.k.shape[1], request.q.shape[2]
+    other = Request(140, shape, request.q.dtype, seed=2)
+    blocks = -(-LENGTH // size)
+    kv, (others,) = stored([other], size, how, spare=blocks)
+    mine = kv.num_blocks - 1 - torch.randperm(blocks)
+    out, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        fill = batch_of([(start, length)], [mine], size)
+        store_kv(request.k[part], request.v[part], kv, fill, LAYER)
+        batch = on_device([(139, 1), (start, length)], [others, mine], size, padding)
+        out.append(attend(torch.cat([other.q[139:], request.q[part]]), kv, batch, window)[1:])
+        start += length
+    return torch.cat(out)
+
+
+def alone(request: Request, how: KVCacheDtype, window: int | None) -> torch.Tensor:
+    kv, tables = stored([request], 16, how)
+    return attend(request.q, kv, on_device([(0, LENGTH)], tables, 16), window)
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+@pytest.mark.parametrize(
+    "dtype, how, window, shape",
+    [
+        (torch.float32, "auto", None, (2, 1, 64)),
+        (torch.float16, "int8", 150, (3, 1, 32)),
+        (torch.float16, "fp8", None, (2, 1, 48)),
+    ],
+)
+def test_bits_depend_on_the_request_alone(
+    dtype: torch.dtype,
+    how: KVCacheDtype,
+    window: int | None,
+    shape: tuple[int, int, int],
+    side_by_side: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention, "PROGRAMS", 4 if side_by_side else 1)  # two lanes for three splits, or one
+    request = Request(LENGTH, shape, dtype, seed=1)
+    whole = alone(request, how, window)
+    assert whole.isfinite().all()
+    for size, lengths, padding in (
+        (16, [LENGTH], (5, 3)),
+        (64, [1, 2, 129, 130, 28], (0, 0)),
+        (256, [150, 124, 1, 8, 1, 6], (1, 1)),
+    ):
+        out = in_chunks(request, lengths, size, how, window, padding)
+        assert torch.equal(out.view(torch.uint8), whole.view(torch.uint8)), f"blocks of {size}, chunks {lengths}"
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, programs: int, spans: Sequence[Span], tokens: int) -> attention._Plan:
+    monkeypatch.setattr(attention, "PROGRAMS", programs)
+    requests = [Request(tokens, (4, 2, 16), torch.float16, seed=1)] * len(spans)
+    kv, tables = stored(requests[:1], 16, "auto")
+    q = torch.cat([requests[0].q[:rows] for _, rows in spans])
+    at = on_device(spans, tables * len(spans), 16).spans
+    assert at is not None
+    return attention._make_plan(q, kv, at, None, True)
+
+
+def test_splits_lie_side_by_side_where_spans_are_few_and_within_the_scratch_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode = [(1000, 1)] * 4
+    assert launched(monkeypatch, 64, decode, 1008).lanes == 8  # of 8 splits
+    assert launched(monkeypatch, 16, decode, 1008).lanes == 2  # 4 spans * 2 KV heads * 2
+    plan = launched(monkeypatch, 8, decode, 1008)
+    assert (plan.lanes, len(plan.split_out), len(plan.split_sums)) == (1, 0, 0)
+    assert launched(monkeypatch, 64, [(1000, 1), (900, 41)], 1008).short == attention.SHORT
+    monkeypatch.setattr(attention, "SCRATCH_BYTES", 4 * 4 * 8 * 18 * 4)
+    assert launched(monkeypatch, 64, decode, 1008).split_out.nbytes == 4 * 4 * 8 * 16 * 4
+    monkeypatch.setattr(attention, "SCRATCH_BYTES", 4 * 4 * 8 * 18 * 4 - 1)
+    assert launched(monkeypatch, 64, decode, 1008).lanes == 1
+
+
+@triton.jit
+def _widen_256(codes, out):
+    at = tl.arange(0, 256)
+    tl.store(out + at, attention._widen(tl.load(codes + at), out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cannot multiply in bf16
+def test_codes_are_widened_exactly(dtype: torch.dtype) -> None:
+    codes, out = torch.arange(256, dtype=torch.uint8), torch.empty(256, dtype=dtype)
+    _widen_256[(1,)](codes, out)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(out.float()[numbers.isfinite()], numbers[numbers.isfinite()])
+    _widen_256[(1,)](codes.view(torch.int8), out)
+    assert torch.equal(out.float(), codes.view(torch.int8).float())
+
+
+def test_a_group_may_be_larger_than_a_tile() -> None:
+    request = Request(3, (70, 1, 16), torch.float32, seed=1)
+    kv, tables = stored([request], 16, "auto")
+    out = attend(request.q, kv, on_device([(0, 3)], tables, 16), None)
+    exact = paged_attention(request.q, kv, batch_of([(0, 3)], tables, 16), LAYER, 0.25, None)
+    torch.testing.assert_close(out, exact.flatten(1), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("how", ["auto", "int8", "fp8"])
+def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(how: KVCacheDtype) -> None:
+    for name, at in (("k", 3), ("v", 200)):
+        request = Request(210, (2, 1, 16), torch.float32, seed=1)
+        getattr(request, name)[at, 0, 5] = float("nan")
+        kv, tables = stored([request], 16, how)
+        out = attend(request.q[at:], kv, on_device([(at, 210 - at)], tables, 16), None)
+        assert not out.isfinite().all(1).any(), f"{name} at {at}"
+
+
+def test_a_window_does_not_read_the_blocks_it_has_passed() -> None:
+    request = Request(300, (2, 1, 16), torch.float32, seed=1)
+    kv, tables = stored([request], 16, "auto")
+    want = attend(request.q[296:], kv, on_device([(296, 4)], tables, 16), 50)
+    passed = (296 - 50 + 1) // 16
+    kv.data[tables[0][:passed]] = float("nan")
+    tables[0][:passed] = 0
+    assert torch.equal(attend(request.q[296:], kv, on_device([(296, 4)], tables, 16), 50), want)
+    assert want.isfinite().all()
+
+
+def test_queries_may_lie_beside_keys_and_values() -> None:
+    request = Request(70, (4, 2, 16), torch.float32, seed=1)
+    kv, tables = stored([request], 16, "auto")
+    batch = on_device([(0, 70)], tables, 16)
+    beside = torch.cat([request.q, request.k, request.v], dim=1)[:, :4]
+    assert not beside.is_contiguous()
+    assert torch.equal(attend(beside, kv, batch, None), attend(request.q, kv, batch, None))
+
+
+def test_more_spans_than_are_looked_at_at_once_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SPANS_AT_ONCE", tl.constexpr(2))
+    request = Request(7, (1, 1, 16), torch.float32, seed=1)
+    kv, tables = stored([request], 16, "auto")
+    spans = [(position, 1) for position in range(7)]
+    out = attend(request.q, kv, on_device(spans, tables * 7, 16), None)
+    exact = attend(request.q, kv, on_device([(0, 7)], tables, 16), None)
+    assert torch.equal(out, exact)
+
+
+def test_a_batch_whose_spans_are_on_the_host_is_refused() -> None:
+    request = Request(7, (1, 1, 16), torch.float32, seed=1)
+    kv, tables = stored([request], 16, "auto")
+    with pytest.raises(ValueError, match="not on the device"):
+        attention.attend(request.q, kv, batch_of([(0, 7)], tables, 16), LAYER, 1.0, None, True)
+
+
+def launch_all() -> None:
+    """Decoding of Qwen3-0.6B and a prompt of Qwen3-14B; called where kernels are compiled."""
+
+    def launch(heads: int, rows: int, spans: int, deterministic: bool, how: KVCacheDtype = "auto") -> None:
+        kv = KVCache(2, 28, 8, 128, 16, torch.bfloat16, how)
+        q = torch.empty(rows, heads + 16, 128, dtype=torch.bfloat16)[:, :heads]
+        tables = [torch.zeros(2560, dtype=torch.int64)] * spans
+        batch = on_device([(0, rows // spans)] * spans, tables, 16)
+        attention.attend(q, kv, batch, LAYER, 0.1, None, deterministic)
+
+    launch(16, 4, 4, True)
+    launch(16, 4, 4, False)
+    launch(40, 2048, 1, False)
+    launch(16, 4, 4, True, "fp8")
+
+
+def test_kernels_compile_for_gpus() -> None:
+    found = compile_all("tests.test_triton_attention")
+    for arch, instruction in ((80, "mma.sync"), (90, "wgmma"), (100, "tcgen05")):
+        kernels = [use for use in found if use["arch"] == arch and use["kernel"] == "_attend"]
+        wide, narrow, prompt, fp8 = kernels
+        assert narrow["matrix"] == ["mma.sync"]
+        assert all(use["matrix"] == [instruction] for use in kernels if use is not narrow)
+        # Where a row's totals and its split's outputs do not fit beside each other, totals are spilled: loads and
+        # stores once a split, none in the loop over its tiles (so says the disassembly).
+        assert max(use["stack"] for use in kernels) <= 448, kernels
+        assert all(use["asynchronous"] for use in kernels)
+        # What two programs share: 99 KiB on consumer cards, which have the instructions of 80; 227 on the others.
+        most = 99 if arch == 80 else 113
+        assert max(use["shared"] for use in (wide, narrow, fp8)) <= most * 1024, kernels
+        assert prompt["shared"] <= (99 if arch == 80 else 160) * 1024
+        merge = [use for use in found if use["arch"] == arch and use["kernel"] == "_merge_splits"]
+        assert merge and all(use["stack"] == 0 for use in merge)
