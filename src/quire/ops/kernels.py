@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from quire.ops import attention, attention_plan, elementwise, logit_edits, sampling, step_inputs
+from quire.ops import attention, attention_plan, elementwise, experts, latent, logit_edits, sampling, step_inputs
+from quire.ops.experts import Experts, HeadProducts, Routing
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
@@ -195,6 +196,47 @@ class Kernels:
     ) -> torch.Tensor:
         """See `attention.paged_attention`. Returns [tokens, heads * head_dim]."""
         return attention.paged_attention(q, kv, batch, layer, scale, window).flatten(1)
+
+    # -- mixture of experts --------------------------------------------------------------------------------
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and weights of each token: see `experts.route`."""
+        return experts.route(logits, routing, bias)
+
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+        """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`)."""
+        return experts.LoopedExperts(gate_up, down)
+
+    # -- latent attention ----------------------------------------------------------------------------------
+
+    def heads(self, products: Sequence[Product]) -> HeadProducts:
+        """A product of its own for each head."""
+        return experts.LoopedHeads(products)
+
+    def store_latent(
+        self,
+        compressed: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> None:
+        """See `latent.store_latent`."""
+        latent.store_latent(compressed, norm, eps, tables, kv, batch, layer)
+
+    def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """See `latent.rotate_interleaved`."""
+        return latent.rotate_interleaved(x, tables)
+
+    def attend_latent(
+        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float
+    ) -> torch.Tensor:
+        """See `latent.latent_attention`."""
+        return latent.latent_attention(q, kv, batch, layer, scale)
 
     # -- sampling ------------------------------------------------------------------------------------------
 

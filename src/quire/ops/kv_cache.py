@@ -55,6 +55,7 @@ class KVCache:
         dtype: torch.dtype,
         kv_cache_dtype: KVCacheDtype = "auto",
         device: torch.device | str = "cpu",
+        sides: int = 2,
     ) -> None:
         """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
         if block_size not in BLOCK_SIZES:
@@ -69,7 +70,7 @@ class KVCache:
         self.stored_dtype = CODE_DTYPES.get(kv_cache_dtype, dtype)
         self.pulse: array[int] | memoryview[int] = array("q", [0])
         # Not zeroed: what no one has written is never read, and pages are only taken once they are used.
-        planes, shape = (num_blocks, layers, kv_heads, 2), (block_size, head_dim)
+        planes, shape = (num_blocks, layers, kv_heads, sides), (block_size, head_dim)
         self.scales: torch.Tensor | None = None
         if kv_cache_dtype == "auto":
             size = math.prod((*planes, *shape)) * dtype.itemsize

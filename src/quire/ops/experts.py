@@ -1,0 +1,110 @@
+"""Mixture of experts: which experts a token goes to, and what they make of it. Plain torch; the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from quire.ops.elementwise import silu_mul
+from quire.ops.linear import Product
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's scores choose experts, in the terms of the checkpoints' configurations.
+
+    Attributes:
+        num_experts: to choose from.
+        top_k: experts a token goes to (`num_experts_per_tok`).
+        scoring: how logits become scores (`scoring_func`).
+        groups, top_groups: experts lie in so many groups, of which the best so many stay (`n_group`, `topk_group`).
+        group_score: a group's score is its best expert's (V2's `group_limited_greedy`) or the sum of its two best
+            (V3's `noaux_tc`).
+        normalize: weights are divided by their sum (`norm_topk_prob`).
+        scale: and then multiplied by this (`routed_scaling_factor`).
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    normalize: bool = True
+    scale: float = 1.0
+
+
+def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and their weights, of each token.
+
+    Args:
+        logits: [tokens, experts] fp32.
+        bias: [experts] fp32, added to scores for the selection alone; None: none.
+
+    Returns:
+        (ids [tokens, top_k] int64, ascending in each row; weights [tokens, top_k] fp32, of the unbiased scores).
+        Of equal scores the lowest id is chosen.
+    """
+    raise NotImplementedError
+
+
+class Experts(Protocol):
+    """All experts of a layer: `down(silu(gate) * up)` each."""
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each token's experts.
+
+        Args:
+            x: [tokens, hidden]. ids, weights: [tokens, top_k], as `route` gives them.
+
+        Returns [tokens, hidden] in x's data type: products of experts in fp32, times the weights, summed in fp32 in
+        ascending order of ids, rounded once. A row's bits do not depend on the other rows.
+        """
+        ...
+
+
+class LoopedExperts:
+    """One expert after the other; one that no token chose costs nothing.
+
+    Args:
+        gate_up: per expert, the product [2 * intermediate, hidden]: gate and up side by side.
+        down: per expert, the product [hidden, intermediate].
+    """
+
+    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product]) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `Experts`."""
+        parts = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+        for expert in ids.unique().tolist():
+            token, place = (ids == expert).nonzero(as_tuple=True)
+            inner = silu_mul(self._gate_up[expert].matmul(x[token]))
+            parts[token, place] = self._down[expert].matmul(inner, torch.float32) * weights[token, place, None]
+        total = parts[:, 0]
+        for place in range(1, ids.shape[1]):
+            total = total + parts[:, place]
+        return total.to(x.dtype)
+
+
+class HeadProducts(Protocol):
+    """A product of its own for each head."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, heads, in], any strides. Returns [tokens, heads, out], contiguous, in x's data type."""
+        ...
+
+
+class LoopedHeads:
+    """One head after the other: see `HeadProducts`."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._products = products
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `HeadProducts`."""
+        parts = [product.matmul(x[:, head].contiguous()) for head, product in enumerate(self._products)]
+        return torch.stack(parts, dim=1)
