@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from quire.models.model import Model
-from quire.ops import KVCache, RaggedBatch
+from quire.ops import RaggedBatch
 
 torch.set_num_threads(1)  # for matrices this small, a second thread only waits
 transformers.utils.logging.disable_progress_bar()
@@ -36,7 +36,33 @@ CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+}
+"""Sizes of the architectures that have experts."""
 
 
 def save_checkpoint(
@@ -57,10 +83,10 @@ def save_checkpoint(
     is removed), for spellings that transformers no longer writes.
     """
     config_name, model_name = CLASSES[architecture]
-    if architecture == "qwen3":
+    if architecture in ("qwen3", "qwen3_moe"):
         options.setdefault("head_dim", 16)
     torch.manual_seed(seed)
-    config = getattr(transformers, config_name)(**{**SIZES, **options})
+    config = getattr(transformers, config_name)(**{**SIZES, **EXPERTS.get(architecture, {}), **options})
     model = getattr(transformers, model_name)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,6 +98,9 @@ def save_checkpoint(
                 parameter.normal_(0, 0.1)  # small, so that the layers decide and not the last token alone
             else:
                 parameter.normal_(0, 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     if edit:
         edit_json(folder / "config.json", edit)
@@ -115,7 +144,7 @@ class Driver:
     def __init__(self, model: Model, capacity: int, block_size: int = 16) -> None:
         blocks = -(-capacity // block_size)
         self.model = model
-        self.kv = KVCache(blocks + 1, model.num_layers, model.num_kv_heads, model.head_dim, block_size, model.dtype)
+        self.kv = model.new_cache(blocks + 1, block_size)
         order = list(range(1, blocks + 1))
         random.Random(0).shuffle(order)  # blocks lie anywhere
         self.table = torch.tensor(order)

@@ -6,7 +6,7 @@ import platform
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,14 @@ import torch
 
 from quire.errors import ConfigError
 from quire.ops import Kernels
-from quire.ops.cpu import library, linear
+from quire.ops.cpu import experts, library, linear
+from quire.ops.cpu import rows as row_kernels
 from quire.ops.cpu.library import Library
+from quire.ops.experts import Experts, HeadProducts, LoopedExperts, LoopedHeads
 from quire.ops.linear import Product
 from quire.ops.memory import Scratch
 from quire.ops.quantized import Quantization, QuantizedWeight, quantize
+from tests.test_cpu_experts import EXPERTS, HIDDEN, draw_layer, draw_routes
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +30,7 @@ ROWS = (1, 4, 5, 16, 17, 33, 50)
 
 
 class InTiles(Kernels):
-    """The products of the emulating library; the rest is torch's."""
+    """The products of the emulating library, and the experts' and heads'; the rest is torch's."""
 
     def __init__(self, lib: Library) -> None:
         self._lib, self._scratch = lib, Scratch()
@@ -37,6 +40,15 @@ class InTiles(Kernels):
 
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, weight, bias, self._scratch)
+
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+        return experts.CpuExperts(self._lib, gate_up, down, Scratch())
+
+    def heads(self, products: Sequence[Product]) -> HeadProducts:
+        return experts.CpuHeads(self._lib, products, Scratch())
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return row_kernels.silu_mul(self._lib, x)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +63,7 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "built", lambda: {"amx": path})
         patch.setattr(library, "cpu_flags", lambda: frozenset(library.NEEDS["amx"]))
-        yield InTiles(Library("amx", linear.PROTOTYPES))
+        yield InTiles(Library("amx", {**linear.PROTOTYPES, **row_kernels.PROTOTYPES, **experts.PROTOTYPES}))
 
 
 @pytest.mark.parametrize("granted", [True, False])
@@ -71,9 +83,10 @@ def test_where_linux_refuses_tile_registers_the_next_best_is_taken(
 
 
 def compiled(compiler: str, isa: str, folder: Path) -> Path:
-    """A library of nothing but the products, for any machine: tile registers are emulated."""
+    """A library of the products and what is made of them, for any machine: tile registers are emulated."""
     setup = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
-    sources = [str(ROOT / setup["SOURCES"] / name) for name in ("linear.cpp", "library.cpp")]
+    names = ("experts.cpp", "library.cpp", "linear.cpp", "pack.cpp", "route.cpp", "rows.cpp")
+    sources = [str(ROOT / setup["SOURCES"] / name) for name in names]
     flags = [*setup["FLAGS"], *setup["INSTRUCTION_SETS"][platform.machine()][isa], "-O1", "-DQUIRE_EMULATE_AMX"]
     path = folder / "lib_amx.so"
     subprocess.run([compiler, *flags, "-Werror", "-fPIC", "-shared", *sources, "-o", str(path)], check=True)
@@ -174,3 +187,19 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: Kernel
         assert torch.equal(product.matmul(x[:7]), whole[:7])
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("form", [torch.bfloat16, *SCHEMES[:2]], ids=str)
+def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
+    tiles: Kernels, form: torch.dtype | Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.ops.experts.silu_mul", tiles.silu_mul)
+    layer = draw_layer(tiles, form)
+    grouped, looped = tiles.experts(*layer), LoopedExperts(*layer)
+    for tokens in (*ROWS, 150):
+        x = draw(tokens, HIDDEN, dtype=torch.bfloat16, seed=tokens)
+        for top_k in (1, EXPERTS):
+            routes = draw_routes(tokens, top_k)
+            assert torch.equal(grouped(x, *routes), looped(x, *routes)), (tokens, top_k)
+        each = x.view(tokens, 1, HIDDEN).expand(-1, EXPERTS, -1)
+        assert torch.equal(tiles.heads(layer[0])(each), LoopedHeads(layer[0])(each))

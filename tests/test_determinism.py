@@ -1,9 +1,10 @@
 """The contract: a request's tokens and log-probabilities, bit for bit, whatever else the engine is doing.
 
 A product of switches: batch composition, chunk sizes, prefix cache (cold, warm, radix, hash, off), preemption
-forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by side. In full over the
-kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it over every other
-implementation and instruction set, quantized weights and quantized caches.
+forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by
+side. In full over the kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it
+over every other implementation and instruction set, quantized weights and quantized caches, experts and latent
+attention.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Setting(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
+    architecture: str | None = None
 
 
 SETTINGS = {
@@ -54,6 +56,8 @@ SETTINGS = {
         )
         for isa in library.usable()[1:]
     },
+    "experts": Setting(architecture="qwen3_moe"),
+    "latent attention": Setting(architecture="deepseek_v3"),
 }
 IN_FULL = ["bfloat16", "float32", "sliding window"]
 IN_PART = [name for name in SETTINGS if name not in IN_FULL]
@@ -120,6 +124,7 @@ def setting(request, tmp_path_factory) -> dict[str, Any]:
     """The engine's options: a checkpoint, and how it is computed."""
     chosen = SETTINGS[request.param]
     architecture, more = ("mistral", {"sliding_window": chosen.window}) if chosen.window else ("qwen3", {})
+    architecture = chosen.architecture or architecture
     folder = tmp_path_factory.mktemp("model")
     save_checkpoint(folder, architecture, dtype=chosen.dtype, num_hidden_layers=2, **more)
     return {"model": str(folder), "threads": 1, **chosen.options}

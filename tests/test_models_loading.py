@@ -384,10 +384,10 @@ def test_fields_that_change_nothing_are_accepted(llama: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(llama: Path) -> None:
-    edit_json(llama / "config.json", {"architectures": ["Qwen3MoeForCausalLM"]})
+    edit_json(llama / "config.json", {"architectures": ["Qwen3VLForCausalLM"]})
     with pytest.raises(UnknownArchitectureError) as caught:
         load_model(llama)
-    for name in ("Qwen3Moe", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Did you mean Qwen3"):
+    for name in ("Qwen3VL", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Did you mean Qwen3"):
         assert name in str(caught.value)
 
 

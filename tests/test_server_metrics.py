@@ -128,6 +128,15 @@ def test_engine_numbers_are_told_as_they_are() -> None:
     }
 
 
+def test_the_balance_of_the_experts_load_is_told_by_layer_where_there_are_experts() -> None:
+    assert "expert_load" not in text_of(Metrics(), engine=ENGINE)
+    balances = {"expert_load_balance": 1.75, "expert_load_balance_by_layer": {"1": 1.25, "2": 1.75}}
+    text = text_of(Metrics(), engine=ENGINE | balances)
+    assert types_in(text)["quire:expert_load_balance"] == "gauge"
+    for layer, balance in {"all": 1.75, "1": 1.25, "2": 1.75}.items():
+        assert value(text, "quire:expert_load_balance", layer=layer) == balance
+
+
 def test_engine_metrics_are_absent_while_there_is_no_engine() -> None:
     text = text_of(Metrics(), state="loading")
     assert not VLLM_ENGINE.keys() & types_in(text).keys()

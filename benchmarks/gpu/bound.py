@@ -38,7 +38,7 @@ class Rates(NamedTuple):
 
 def step_cost(work: Work, spans: Iterable[Span]) -> Cost:
     """What a step with these spans cannot do without."""
-    num_bytes, products, attention, sampled = 0, 0, 0, 0
+    num_bytes, products, attention, sampled, tokens = 0, 0, 0, 0, 0
     for span in spans:
         rows = len(span.tokens)
         for window in work.windows:
@@ -46,9 +46,10 @@ def step_cost(work: Work, spans: Iterable[Span]) -> Cost:
             attention += work.attention_ops * _pairs(span.start, rows, window)
         products += 2 * rows * work.body_parameters
         sampled += span.num_sampled
+        tokens += rows
     products += 2 * sampled * work.head_parameters
     head_share = work.head_parameters / (work.head_parameters + work.body_parameters)
-    weights = work.weight_bytes * (1.0 if sampled else 1.0 - head_share)
+    weights = work.weights_read(tokens) * (1.0 if sampled else 1.0 - head_share)
     return Cost(round(weights) + num_bytes, products, attention)
 
 

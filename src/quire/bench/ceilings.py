@@ -121,13 +121,15 @@ class Work:
     """What a model asks of a machine.
 
     Attributes:
-        weight_bytes: of the weights that each step reads.
-        body_parameters: numbers that every token is multiplied with.
+        weight_bytes: of the weights that a step of many tokens reads.
+        body_parameters: numbers that a token is multiplied with.
         head_parameters: numbers that every sampled token's row is multiplied with.
         kv_bytes: of one token's keys and values in one layer.
         attention_ops: operations of one token against one earlier one in one layer.
         windows: per layer, how many tokens back it sees; None where all.
         int8_products: the products with weights are those of 8-bit integers.
+        expert_bytes: of the weights, those of experts that tokens are sent to.
+        expert_share: of a layer's experts, those that one token is sent to.
     """
 
     weight_bytes: int
@@ -137,6 +139,8 @@ class Work:
     attention_ops: int
     windows: tuple[int | None, ...]
     int8_products: bool = False
+    expert_bytes: int = 0
+    expert_share: float = 1.0
 
     @classmethod
     def of(cls, model: Model, kv_bytes_per_token: int) -> Work:
@@ -146,13 +150,22 @@ class Work:
         tables = table if config.tie_word_embeddings else 2 * table
         return cls(
             weight_bytes=model.weight_bytes,
-            body_parameters=model.num_parameters - tables,
+            body_parameters=model.active_parameters - tables,
             head_parameters=table,
             kv_bytes=kv_bytes_per_token // model.num_layers,
-            attention_ops=4 * config.layer.num_heads * model.head_dim,
+            attention_ops=2 * config.layer.num_heads * model.attention_width,
             windows=model.windows,
             int8_products=model.quantization is not None,
+            expert_bytes=model.expert_bytes,
+            expert_share=config.routing.top_k / config.routing.num_experts if config.routing else 1.0,
         )
+
+    def weights_read(self, tokens: int) -> int:
+        """Bytes of weights that a step of so many tokens reads, if each chooses its experts at random.
+
+        An expert is then passed over by all of them with probability (1 - `expert_share`) ** `tokens`.
+        """
+        return self.weight_bytes - round(self.expert_bytes * (1.0 - self.expert_share) ** tokens)
 
     def seen(self, context: int) -> int:
         """Tokens that the last of `context` tokens attends to, itself included, summed over the layers."""
@@ -162,13 +175,13 @@ class Work:
         """Of a step that decodes one token for each of `batch` requests."""
         seen = batch * self.seen(context)
         products = 2 * batch * (self.body_parameters + self.head_parameters)
-        return Cost(self.weight_bytes + seen * self.kv_bytes, products, seen * self.attention_ops)
+        return Cost(self.weights_read(batch) + seen * self.kv_bytes, products, seen * self.attention_ops)
 
     def prompts(self, batch: int, prompt: int) -> Cost:
         """Of computing `batch` whole prompts, with one sampled token each, in one step."""
         products = 2 * batch * (prompt * self.body_parameters + self.head_parameters)
         seen = batch * sum(self.seen(context) for context in range(1, prompt + 1))
-        num_bytes = self.weight_bytes + batch * self.seen(prompt) * self.kv_bytes
+        num_bytes = self.weights_read(batch * prompt) + batch * self.seen(prompt) * self.kv_bytes
         return Cost(num_bytes, products, seen * self.attention_ops)
 
 

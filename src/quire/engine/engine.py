@@ -137,6 +137,8 @@ class Engine:
         self.model = self._load_model(report, open_checkpoint)
         self.threads = config.threads or self._enough_threads()
         started = start_runner(config, self.model, self.device, self.threads, report)
+        for load in self.model.expert_loads.values():
+            load.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
         self.kv_cache = started.kv
         self.sampling_defaults = self._read_sampling_defaults()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from quire.core.kv_manager import KVManager
 from quire.core.prefix_cache import KEY_BYTES, Node
@@ -120,7 +121,7 @@ class Recorder:
     # -- telling -------------------------------------------------------------------------------------------
 
     def stats(self, engine: Engine) -> dict[str, Any]:
-        """Counters, and what the pool holds."""
+        """Counters, what the pool holds, and how evenly tokens spread over experts."""
         kv = engine.scheduler.kv
         cached = len(kv.cache.nodes)
         return (
@@ -132,6 +133,7 @@ class Recorder:
                 "cached_blocks": cached,
                 "held_blocks": kv.num_usable - kv.num_available,
             }
+            | _expert_load(engine.model.expert_loads)
         )
 
     def document(self, engine: Engine, what: str, since: int = 0) -> bytes:
@@ -198,6 +200,21 @@ class Recorder:
             document = {"kv": _pool(kv), "tree": _tree(kv)}
             self._looked = (now, document)
         return document
+
+
+def _expert_load(loads: Mapping[int, Tensor]) -> dict[str, Any]:
+    """Largest load of an expert over the mean, of all layers and of each that has experts; nothing before a token."""
+    layers = {str(layer): load.tolist() for layer, load in loads.items()}
+    if not layers or not all(map(any, layers.values())):
+        return {}
+    return {
+        "expert_load_balance": _balance([tokens for layer in layers.values() for tokens in layer]),
+        "expert_load_balance_by_layer": {layer: _balance(load) for layer, load in layers.items()},
+    }
+
+
+def _balance(tokens: Sequence[int]) -> float:
+    return max(tokens) * len(tokens) / sum(tokens)
 
 
 def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:

@@ -1,37 +1,21 @@
-"""The decoder layer of Llama's family: attention, then a gated MLP, each behind a norm and a residual.
+"""The decoder layer of Llama's family: attention, then a gated MLP or experts, each behind a norm and a residual.
 
-Llama, Mistral, Qwen2 and Qwen3 share it; they differ in the options of `LayerConfig` and in the windows.
+Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE share it; they differ in the options of `LayerConfig` and in the
+windows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from quire.layers.attention import Attention
-from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
-from quire.ops import HeadNorm, Kernels, KVCache, LayerParts, RaggedBatch
-
-
-class LayerWeights(Protocol):
-    """Gives a layer's parts by their names in the checkpoint, such as "mlp.up_proj"."""
-
-    kernels: Kernels
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in the data type of the computation, such as "self_attn.q_norm.weight"."""
-        ...
-
-    def linear(self, *names: str, bias: bool = False) -> Linear:
-        """The product with a weight; with several that read the same input, their outputs side by side."""
-        ...
-
-    def norm(self, name: str, eps: float) -> RMSNorm:
-        """A norm."""
-        ...
+from quire.layers.experts import ExpertsConfig, ExpertsLayer
+from quire.layers.mlp import GatedMLP, mlp_shapes
+from quire.layers.weights import LayerWeights
+from quire.ops import HeadNorm, KVCache, LayerParts, RaggedBatch
+from quire.ops.kernels import WholeLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +24,13 @@ class LayerConfig:
 
     Attributes:
         hidden_size: width of the residual stream.
-        intermediate_size: width inside the MLP.
+        intermediate_size: width inside the MLP; of no meaning in a layer with experts.
         num_heads, num_kv_heads: query heads, and the key and value heads that they share.
         head_dim: width of a head; num_heads * head_dim need not be hidden_size.
         rms_norm_eps: added to the mean square.
         qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
         qk_norm: whether each head's query and key are normalized before they are turned.
+        experts: in place of the MLP; None: there are none.
     """
 
     hidden_size: int
@@ -58,10 +43,11 @@ class LayerConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsConfig | None = None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """A layer's tensors by their names in a checkpoint, with their shapes."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
         for name, rows, columns, bias in (
@@ -69,13 +55,14 @@ class LayerConfig:
             ("self_attn.k_proj", kv, hidden, self.qkv_bias),
             ("self_attn.v_proj", kv, hidden, self.qkv_bias),
             ("self_attn.o_proj", hidden, q, self.output_bias),
-            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
-            ("mlp.up_proj", inner, hidden, self.mlp_bias),
-            ("mlp.down_proj", hidden, inner, self.mlp_bias),
         ):
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
+        if self.experts is not None:
+            shapes |= self.experts.tensor_shapes(hidden)
+        else:
+            shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
         if self.qk_norm:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
         shapes["post_attention_layernorm.weight"] = (hidden,)
@@ -94,18 +81,21 @@ class DecoderLayer:
 
     def __init__(self, config: LayerConfig, weights: LayerWeights, layer: int, window: int | None) -> None:
         eps = config.rms_norm_eps
-        self._kernels = weights.kernels
         self.input_norm = weights.norm("input_layernorm", eps)
         self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
         head_norm = _head_norm(weights, config) if config.qk_norm else None
         self.attention = Attention(config.head_dim**-0.5, window, layer, head_norm, weights.kernels)
         self.output = weights.linear("self_attn.o_proj", bias=config.output_bias)
         self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
-        self.gate_up = weights.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
-        self.down = weights.linear("mlp.down_proj", bias=config.mlp_bias)
-        self._whole = weights.kernels.whole_layer(self._parts(config.num_heads))
+        self.mlp: GatedMLP | ExpertsLayer
+        self._whole: WholeLayer | None = None
+        if config.experts is None:
+            self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
+            self._whole = weights.kernels.whole_layer(self._parts(self.mlp, config.num_heads))
+        else:
+            self.mlp = ExpertsLayer(config.experts, weights)
 
-    def _parts(self, heads: int) -> LayerParts:
+    def _parts(self, mlp: GatedMLP, heads: int) -> LayerParts:
         attention = self.attention
         return LayerParts(
             input_norm=self.input_norm.weight,
@@ -113,8 +103,8 @@ class DecoderLayer:
             eps=self.input_norm.eps,
             qkv=self.qkv.product,
             output=self.output.product,
-            gate_up=self.gate_up.product,
-            down=self.down.product,
+            gate_up=mlp.gate_up.product,
+            down=mlp.down.product,
             head_norm=attention.norm,
             heads=heads,
             scale=attention.scale,
@@ -149,7 +139,7 @@ class DecoderLayer:
             x, residual = self.input_norm.with_residual(x, residual)
         x = self.output(self.attention(self.qkv(x), tables, kv, batch))
         x, residual = self.post_attention_norm.with_residual(x, residual)
-        return self.down(self._kernels.silu_mul(self.gate_up(x))), residual
+        return self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x), residual
 
 
 def _head_norm(weights: LayerWeights, config: LayerConfig) -> HeadNorm:

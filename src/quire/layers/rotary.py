@@ -142,10 +142,14 @@ def _attention_factor(config: RopeConfig) -> float:
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
-
     if config.mscale and config.mscale_all_dim:
-        return scale(config.mscale) / scale(config.mscale_all_dim)
-    return scale(1.0)
+        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+    return yarn_mscale(config.factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much larger scores should be where positions are stretched by `factor` (https://arxiv.org/abs/2309.00071).
+
+    DeepSeek multiplies queries and keys by it, weighted with `mscale_all_dim`: the softmax's scale by its square.
+    """
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

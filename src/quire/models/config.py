@@ -6,12 +6,15 @@ Every field that changes what is computed is either read here or refused by name
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from quire.errors import ModelConfigError
 from quire.layers.decoder import LayerConfig
+from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
+from quire.ops.experts import Routing
 
 UNSUPPORTED = {
     "quantization_config": ((), "quantized weights; use the checkpoint that it was made from"),
@@ -27,16 +30,19 @@ UNSUPPORTED = {
     "attention_chunk_size": ((), "attention in chunks"),
     "clip_qkv": ((), "clipped queries, keys and values"),
     "no_rope_layers": ((), "layers without rotary embedding"),
-    "num_experts": ((0,), "experts in an architecture without them"),
-    "num_local_experts": ((0,), "experts in an architecture without them"),
     "is_encoder_decoder": ((False,), "an encoder"),
     "add_cross_attention": ((False,), "attention to an encoder"),
 }
 """Fields that would change what is computed, with the values that would not, and what they ask for."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""The two spellings of how many experts a layer has; the first that is there counts."""
+
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 16
+MAX_EXPERTS = 1 << 12
 MAX_CONTEXT = 1 << 30
+DEFAULT_THETA = 10000.0
 
 ROPE_FIELDS: dict[RopeKind, set[str]] = {
     "default": set(),
@@ -62,12 +68,14 @@ class DecoderConfig:
     """A decoder of Llama's family.
 
     Attributes:
-        layer: sizes and options that every layer shares.
+        layer: sizes and options that every layer shares, but that `dense_layers` have no experts.
         windows: per layer, how many tokens back it sees, itself included; None where it sees all of them.
         rope: rotary embedding.
         max_position_embeddings: the longest context, in tokens, with rotary scaling taken into account.
         tie_word_embeddings: the output head is the embedding table.
         eos_token_ids: ids that end a text, without repeats.
+        dense_layers: those with an MLP, in a model whose other layers have experts.
+        skipped: how the names of tensors begin that a checkpoint may hold and the model does not need.
     """
 
     layer: LayerConfig
@@ -77,17 +85,28 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    dense_layers: frozenset[int] = frozenset()
+    skipped: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def routing(self) -> Routing | None:
+        """How tokens choose experts; None where no layer has any."""
+        return self.layer.experts.routing if self.layer.experts else None
+
+    def layer_at(self, index: int) -> LayerConfig:
+        """Sizes and options of one layer."""
+        return replace(self.layer, experts=None) if index in self.dense_layers else self.layer
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by name, with its shape."""
         table = (self.vocab_size, self.layer.hidden_size)
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
         for index in range(self.num_layers):
-            for name, shape in self.layer.tensor_shapes().items():
+            for name, shape in self.layer_at(index).tensor_shapes().items():
                 shapes[f"model.layers.{index}.{name}"] = shape
         shapes["model.norm.weight"] = (self.layer.hidden_size,)
         if not self.tie_word_embeddings:
@@ -105,6 +124,9 @@ def read_decoder_config(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    experts: ExpertsConfig | None = None,
+    dense_layers: frozenset[int] = frozenset(),
+    default_theta: float = DEFAULT_THETA,
 ) -> DecoderConfig:
     """Reads the fields that all architectures of the family share; the keywords say what is special.
 
@@ -112,12 +134,17 @@ def read_decoder_config(
         fields: of config.json.
         generation: of generation_config.json.
         default_head_dim: head_dim where the field is absent; None is hidden_size / num_attention_heads.
+        experts: of the layers that are not among `dense_layers`; None: no layer has any.
+        default_theta: rope_theta where the field is absent.
 
     Raises:
         ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
     """
     for name, (neutral, why) in UNSUPPORTED.items():
         fields.refuse(name, neutral, why)
+    if experts is None:
+        for name in EXPERT_COUNTS:
+            fields.refuse(name, (0,), "experts in an architecture without them")
     fields.choice("hidden_act", {"silu"}, default="silu")
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads", max=MAX_HEADS)
@@ -132,7 +159,7 @@ def read_decoder_config(
     if head_dim % 2:
         raise fields.error("head_dim", "even, since rotary embedding turns pairs")
     vocab_size = fields.integer("vocab_size")
-    rope, context = read_rope(fields, head_dim)
+    rope, context = read_rope(fields, head_dim, default_theta)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     return DecoderConfig(
         layer=LayerConfig(
@@ -146,6 +173,7 @@ def read_decoder_config(
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
+            experts=experts,
         ),
         vocab_size=vocab_size,
         windows=windows,
@@ -153,10 +181,11 @@ def read_decoder_config(
         max_position_embeddings=context,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         eos_token_ids=tuple(dict.fromkeys(eos)),
+        dense_layers=dense_layers,
     )
 
 
-def read_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
+def read_rope(fields: Fields, head_dim: int, default_theta: float = DEFAULT_THETA) -> tuple[RopeConfig, int]:
     """The rotary embedding and the longest context that it serves.
 
     The older spelling is `rope_theta` beside `rope_scaling` (whose kind is `type` or `rope_type`), the newer
@@ -174,7 +203,7 @@ def read_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
             f"absent: rope type {kind!r} reads {', '.join(sorted(ROPE_FIELDS[kind])) or 'nothing'}",
         )
     scaling.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
-    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0), above=1.0)
+    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=default_theta), above=1.0)
     context = fields.integer("max_position_embeddings", max=MAX_CONTEXT)
     # A length of its own beside the section wins over the one inside, as in transformers.
     original = fields.integer(
@@ -255,3 +284,40 @@ def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
             "sliding_window", "a number, with use_sliding_window true, since layer_types has such layers"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def read_routing(
+    fields: Fields,
+    count_field: str,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    group_score: Literal["max", "top2"] | None = None,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """How a router chooses experts.
+
+    Args:
+        count_field: what the checkpoint calls the number of experts.
+        group_score: how groups (`n_group`, `topk_group`) are scored; None: experts lie in no groups.
+        scoring, normalize, scale: see `Routing`.
+
+    Raises:
+        ModelConfigError: a count is missing, groups do not divide the experts, or `num_experts_per_tok` is more than
+            the experts that remain.
+    """
+    experts = fields.integer(count_field, max=MAX_EXPERTS)
+    groups = top_groups = 1
+    if group_score is not None:
+        groups = fields.integer("n_group", default=1, max=experts)
+        top_groups = fields.integer("topk_group", default=1, max=groups)
+        if experts % groups:
+            raise fields.error("n_group", f"a divisor of {count_field} ({experts})")
+        if group_score == "top2" and experts < 2 * groups:
+            raise fields.error("n_group", f"at most {experts // 2}, since a group is scored by its two best experts")
+    remaining = top_groups * (experts // groups)
+    top_k = fields.integer("num_experts_per_tok")
+    if top_k > remaining:
+        within = f"{count_field} ({experts})" if groups == 1 else f"the {remaining} experts of {top_groups} groups"
+        raise fields.error("num_experts_per_tok", f"at most {within}")
+    return Routing(experts, top_k, scoring, groups, top_groups, group_score or "max", normalize, scale)

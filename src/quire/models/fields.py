@@ -125,6 +125,13 @@ class Fields:
             raise self.error(name, "a list of strings")
         return value
 
+    def integers(self, name: str, *, below: int) -> list[int]:
+        """A list of whole numbers from 0 to below - 1; empty where there is none."""
+        value = self._values.get(name, [])
+        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < below for item in value):
+            raise self.error(name, f"a list of whole numbers, each from 0 to {below - 1}")
+        return value
+
     def token_ids(self, name: str, vocab_size: int) -> list[int]:
         """One token id or a list of them; empty where there is none."""
         value = self._values.get(name, [])

@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from quire.errors import ConfigError
 from quire.models.config import DecoderConfig
-from quire.models.weights import Weights
+from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, RaggedBatch
+from quire.ops.kv_cache import KVCacheDtype, kv_bytes_per_token
 
 
 class Model(ABC):
@@ -22,16 +24,26 @@ class Model(ABC):
         kernels: the implementation that computes it.
         vocab_size: ids run from 0 to vocab_size - 1.
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
+        kv_sides: 2: keys and values are stored; 1: rows that are both, of latent attention.
+        kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
+            token; None: they are what is stored.
+        attention_width: numbers of a key and its value that each query head is multiplied with.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
         windows: per layer, how many tokens back it sees, itself included; None where all.
         num_parameters: numbers in the checkpoint; a tied head is counted once.
-        weight_bytes: what a step reads and memory holds of them. An embedding table is not among them: it
-            stays a mapped file, of which a step reads a row a token. A tied one is there as the head.
+        weight_bytes: what memory holds of them, and a step of many tokens reads. An embedding table is not among
+            them: it stays a mapped file, of which a step reads a row a token. A tied one is there as the head.
+        expert_parameters, expert_bytes: those of them in experts that tokens are sent to, of which a step reads what
+            some token chose; 0 where there are none.
+        active_parameters: numbers that one token is computed with, and the embedding table.
+        expert_loads: by number, of each layer with experts: [experts] int64, tokens that each has got.
         notes: what a user should know at start-up.
     """
 
     notes: tuple[str, ...] = ()
+    kv_sides = 2
+    kv_saving: float | None = None
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         self.config = config
@@ -42,12 +54,21 @@ class Model(ABC):
         self.num_layers = config.num_layers
         self.num_kv_heads = config.layer.num_kv_heads
         self.head_dim = config.layer.head_dim
+        self.attention_width = 2 * self.head_dim
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.windows = config.windows
-        self.num_parameters = sum(math.prod(shape) for shape in config.tensor_shapes().values())
+        sizes = {name: math.prod(shape) for name, shape in config.tensor_shapes().items()}
+        self.num_parameters = sum(sizes.values())
         table = 0 if config.tie_word_embeddings else config.vocab_size * config.layer.hidden_size
         self.weight_bytes = (self.num_parameters - table) * dtype.itemsize
+        self.expert_parameters = sum(size for name, size in sizes.items() if EXPERT.fullmatch(name))
+        self.expert_bytes = self.expert_parameters * dtype.itemsize
+        self.active_parameters = self.num_parameters
+        if config.routing is not None:
+            idle = config.routing.num_experts - config.routing.top_k
+            self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
+        self.expert_loads: dict[int, torch.Tensor] = {}
 
     @property
     def precision(self) -> str:
@@ -60,6 +81,21 @@ class Model(ABC):
         """How many of the last positions the KV cache must keep; None: all of them."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == len(self.windows) else None
+
+    @staticmethod
+    def with_mtp(config: DecoderConfig) -> DecoderConfig:
+        """The configuration with the layer that predicts one token more; raises ConfigError where there is none."""
+        raise ConfigError("mtp=True, but this architecture has no multi-token-prediction layer; leave mtp out")
+
+    def new_cache(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> KVCache:
+        """Blocks for its KV; raises what `KVCache` does."""
+        shape = (num_blocks, self.num_layers, self.num_kv_heads, self.head_dim, block_size)
+        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides)
+
+    def kv_bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
+        """Bytes of KV that a token has in all layers."""
+        shape = (self.num_layers, self.num_kv_heads, self.head_dim)
+        return kv_bytes_per_token(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     @abstractmethod
     def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:

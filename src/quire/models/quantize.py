@@ -94,7 +94,7 @@ def _tensors(
     for name, product in weights.products.items():
         tensors[name + PACKED], tensors[name + SCALES] = product.packed, product.scales
     plain = [name for name, shape in model.config.tensor_shapes().items() if is_plain(name, shape)]
-    return tensors | {name: checkpoint.tensor(name) for name in plain}
+    return tensors | {name: weights.as_stored(name) for name in plain}
 
 
 def _copy_small_files(base: Path, folder: Path) -> None:

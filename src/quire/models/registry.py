@@ -10,6 +10,7 @@ from pathlib import Path
 from quire.errors import UnknownArchitectureError
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.fields import Fields
+from quire.models.fp8 import BlockQuantizedCheckpoint, is_block_quantized
 from quire.models.model import Model
 from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Weights
@@ -17,10 +18,14 @@ from quire.ops import Kernels, Quantization, choose_kernels
 from quire.ops.quantized import Scheme
 
 ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": ("quire.models.deepseek_v2", "DeepseekV2"),
+    "DeepseekV3ForCausalLM": ("quire.models.deepseek_v3", "DeepseekV3"),
     "LlamaForCausalLM": ("quire.models.llama", "Llama"),
     "MistralForCausalLM": ("quire.models.mistral", "Mistral"),
+    "MixtralForCausalLM": ("quire.models.mixtral", "Mixtral"),
     "Qwen2ForCausalLM": ("quire.models.qwen2", "Qwen2"),
     "Qwen3ForCausalLM": ("quire.models.qwen3", "Qwen3"),
+    "Qwen3MoeForCausalLM": ("quire.models.qwen3_moe", "Qwen3Moe"),
 }
 """Name in config.json: (module, class). A module is imported when its architecture is asked for."""
 
@@ -33,6 +38,7 @@ def load_model(
     quantization: Scheme | None = None,
     group: int | None = None,
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
+    mtp: bool = False,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -44,15 +50,17 @@ def load_model(
         quantization: quantize its linear layers; None: take them as they are, in a quantized folder quantized.
         group: int4: inputs that share a scale; None: the default.
         open_checkpoint: opens the folder.
+        mtp: load the layer that predicts one token more, too.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
-        ConfigError: quantization is not possible as asked for.
+        ConfigError: quantization is not possible as asked for, or `mtp` in this model.
     """
     checkpoint = open_checkpoint(Path(path))
     record = read_record(checkpoint.folder)
     how = choose_quantization(checkpoint.folder, record, quantization, group)
-    model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored=record is not None)
+    stored = record is not None
+    model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored, mtp)
     return model
 
 
@@ -63,19 +71,25 @@ def build_model(
     kernels: Kernels,
     quantization: Quantization | None,
     stored: bool = False,
+    mtp: bool = False,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     name = _architecture(checkpoint.config)
     module, class_name = ARCHITECTURES[name]
     model_class = getattr(importlib.import_module(module), class_name)
     compute_dtype, note = choose_dtype(checkpoint, dtype)
+    if is_block_quantized(checkpoint):
+        checkpoint = BlockQuantizedCheckpoint(checkpoint)
     config = model_class.read_config(checkpoint.config, checkpoint.generation)
+    if mtp:
+        config = model_class.with_mtp(config)
     tied = config.tie_word_embeddings
     shapes = config.tensor_shapes()
-    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored)
+    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored, config.skipped)
     model: Model = model_class(config, weights)
     weights.check_all_taken()
     model.weight_bytes -= weights.bytes_saved()
+    model.expert_bytes -= weights.bytes_saved(experts=True)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
     return model, weights
 

@@ -25,6 +25,12 @@ from quire.ops.quantized import layout
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+ROUTER = ".gate.weight"
+BY_HEADS = ".kv_b_proj.weight"
+"""Latent attention's, which is cut into a small product for each head."""
+EXPERT = re.compile(r".*\.experts\.\d+\..*")
+"""One of the experts that tokens are sent to; a step reads only those that some token chose."""
+EXPERT_FIELDS = "num_experts (num_local_experts, n_routed_experts)"
 ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers that older checkpoints hold; they follow from the configuration."""
 NAMES_SHOWN = 5
@@ -48,6 +54,7 @@ class Weights:
         progress: told how far loading is.
         quantization: how the linear layers are quantized; None: they are not.
         stored: the checkpoint holds them quantized; otherwise they are quantized as they are read.
+        skipped: how the names of tensors begin for which the model need not have a place.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
@@ -67,6 +74,7 @@ class Weights:
         progress: Progress | None = None,
         quantization: Quantization | None = None,
         stored: bool = False,
+        skipped: tuple[str, ...] = (),
     ) -> None:
         self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
         self.products: dict[str, QuantizedWeight] = {}
@@ -78,14 +86,18 @@ class Weights:
         if quantization is not None and not stored:
             _check_quantization(checkpoint, shapes, quantization)
         packed = [name for name in checkpoint.entries if stored and name.endswith((PACKED, SCALES))]
-        _check_left_over(checkpoint, {*plain, *packed}, tied)
+        passed_over = [name for name in checkpoint.entries if name.startswith(skipped)]
+        _check_left_over(checkpoint, {*plain, *packed, *passed_over}, tied)
         self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in (*plain, *packed))
         self._bytes_read = 0
         self._taken: set[str] = set()
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in `dtype` on the kernels' device; a view of the file where it is all that already."""
-        return self.as_stored(name).to(self.kernels.device, self.dtype)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor in `dtype`, unless said that of the computation, on the kernels' device.
+
+        It is a view of the file where it is all that already.
+        """
+        return self.as_stored(name).to(self.kernels.device, dtype or self.dtype)
 
     def as_stored(self, name: str) -> torch.Tensor:
         """A tensor as a view of the file, in the file's type."""
@@ -135,10 +147,10 @@ class Weights:
         if left:
             raise _no_place(self._checkpoint, left)
 
-    def bytes_saved(self) -> int:
-        """How many bytes less the quantized weights have than in the data type of the computation."""
-        sizes = (w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in self.products.values())
-        return sum(sizes)
+    def bytes_saved(self, experts: bool = False) -> int:
+        """How many bytes less the quantized weights (of `experts` alone) have than in the computation's data type."""
+        products = [w for name, w in self.products.items() if not experts or EXPERT.fullmatch(name)]
+        return sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """A norm."""
@@ -160,8 +172,8 @@ class WeightsUnder:
         self._weights, self._prefix = weights, prefix
         self.kernels = weights.kernels
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._weights.tensor(self._prefix + name)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._weights.tensor(self._prefix + name, dtype)
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
         return self._weights.linear(*(self._prefix + name for name in names), bias=bias)
@@ -171,8 +183,8 @@ class WeightsUnder:
 
 
 def is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor stays as it is in a quantized model: norms, biases, and the embedding table."""
-    return len(shape) == 1 or name == EMBEDDING
+    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, the embedding table."""
+    return len(shape) == 1 or name == EMBEDDING or name.endswith((ROUTER, BY_HEADS))
 
 
 def _how(name: str, quantization: Quantization) -> Quantization:
@@ -195,6 +207,8 @@ def _check_missing(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
         hint = " If the head is the embedding table, say tie_word_embeddings: true." if missing == [HEAD] else ""
         if any(name.endswith(PACKED) for name in checkpoint.entries):
             hint = f" Its tensors are quantized: copy {RECORD_FILE}, which belongs to them, too."
+        if all(EXPERT.fullmatch(name) for name in missing):
+            hint += f" Are there as many experts as {EXPERT_FIELDS} says?"
         raise MissingTensorError(
             f"{checkpoint.folder}: {len(missing)} of the {len(shapes)} tensors that config.json implies are "
             f"missing: {_listed(missing)}. Is the download complete, and config.json its own?{hint}"

@@ -257,12 +257,19 @@ def _hide(chunk: Chunk, keys: torch.Tensor, positions: torch.Tensor, context: to
 def narrow_widths() -> tuple[int, ...]:
     """Widths, `KEY_TILE` the last, at which a key tile with nothing behind that width gives the same bits.
 
-    Found by trying: matrix libraries do not promise it, but where it holds, a short context costs less.
+    Found by trying: matrix libraries do not promise it, but where it holds, a short context costs less. Tried are heads
+    of 128 numbers, and latent attention's rows of 576.
     """
+    of_heads, of_latent = _exact_widths(128), _exact_widths(576)
+    return (*(width for width in of_heads if width in of_latent), KEY_TILE)
+
+
+def _exact_widths(dim: int) -> list[int]:
+    """Those narrower than `KEY_TILE`, for heads of so many numbers."""
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(3, KEY_TILE, 128, generator=generator)
+    keys = torch.randn(3, KEY_TILE, dim, generator=generator)
     weights = torch.rand(3, 64, KEY_TILE, generator=generator)
-    queries = torch.randn(3, 64, 128, generator=generator)
+    queries = torch.randn(3, 64, dim, generator=generator)
     widths = []
     for width in (32, 64, 96):
         cut, zeroed = weights[..., :width].contiguous(), weights.clone()
@@ -279,4 +286,4 @@ def narrow_widths() -> tuple[int, ...]:
         )
         if exact:
             widths.append(width)
-    return (*widths, KEY_TILE)
+    return widths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -10,6 +11,9 @@ import torch
 
 from quire.ops.elementwise import silu_mul
 from quire.ops.linear import Product
+
+TINY = 1e-20
+"""Added to the sum by which weights are divided, as DeepSeek-V3 does: scores of a sigmoid may all be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,41 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> 
         (ids [tokens, top_k] int64, ascending in each row; weights [tokens, top_k] fp32, of the unbiased scores).
         Of equal scores the lowest id is chosen.
     """
-    raise NotImplementedError
+    scores = _scores(logits.float(), routing.scoring)
+    chosen_by = scores if bias is None else scores + bias
+    if routing.top_groups < routing.groups:
+        chosen_by = chosen_by.masked_fill(~_in_best_groups(chosen_by, routing), -math.inf)
+    ids = _largest(chosen_by, routing.top_k).sort(dim=-1).values
+    weights = scores.gather(1, ids)
+    if routing.normalize:
+        total = weights[:, 0]
+        for place in range(1, routing.top_k):  # in a fixed order, which faster kernels share
+            total = total + weights[:, place]
+        weights = weights / (total + TINY).unsqueeze(1)
+    return ids, weights * routing.scale
+
+
+def _scores(logits: torch.Tensor, scoring: Literal["softmax", "sigmoid"]) -> torch.Tensor:
+    """[tokens, experts] fp32; `sigmoid` is spelled out since torch's takes another path at a call's last elements."""
+    return logits.softmax(dim=-1) if scoring == "softmax" else 1.0 / (1.0 + logits.neg().exp())
+
+
+def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of each row's largest, [rows, count]; of equal ones the first. `topk` does not say which it takes."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _in_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Whether each expert's group stays: [tokens, experts] bool."""
+    grouped = scores.view(-1, routing.groups, routing.num_experts // routing.groups)
+    if routing.group_score == "max":
+        of_groups = grouped.amax(-1)
+    else:
+        best = grouped.topk(2, dim=-1).values
+        of_groups = best[..., 0] + best[..., 1]
+    kept = torch.zeros_like(of_groups, dtype=torch.bool)
+    kept.scatter_(1, _largest(of_groups, routing.top_groups), True)
+    return kept.unsqueeze(2).expand_as(grouped).flatten(1)
 
 
 class Experts(Protocol):
@@ -79,8 +117,8 @@ class LoopedExperts:
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
-        parts = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32)
-        for expert in ids.unique().tolist():
+        parts = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)  # [tokens, top_k, hidden]
+        for expert in sorted(set(ids.flatten().tolist())):
             token, place = (ids == expert).nonzero(as_tuple=True)
             inner = silu_mul(self._gate_up[expert].matmul(x[token]))
             parts[token, place] = self._down[expert].matmul(inner, torch.float32) * weights[token, place, None]

@@ -76,6 +76,8 @@ class Kernels:
     name = "torch"
     device = torch.device("cpu")
     """Where weights, KV and activations lie."""
+    deterministic = True
+    """Whether every row's bits are independent of the other rows, and of how its request was cut into steps."""
     reads_spans = False
     """Whether kernels read a step's spans from the device's memory: see `RaggedBatch.spans`."""
 
@@ -233,10 +235,10 @@ class Kernels:
         return latent.rotate_interleaved(x, tables)
 
     def attend_latent(
-        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float
+        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
     ) -> torch.Tensor:
         """See `latent.latent_attention`."""
-        return latent.latent_attention(q, kv, batch, layer, scale)
+        return latent.latent_attention(q, kv, batch, layer, scale, width)
 
     # -- sampling ------------------------------------------------------------------------------------------
 

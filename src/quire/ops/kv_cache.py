@@ -30,16 +30,18 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 class KVCache:
     """The device's blocks.
 
-    A block is one contiguous range of bytes: [layers, kv_heads, 2, plane], where a plane is one head's keys
-    (0) or values (1). Block 0 is null: padding may write there, and nothing reads from it.
+    A block is one contiguous range of bytes: [layers, kv_heads, sides, plane], where a plane is one head's keys
+    (0) or values (1). Latent attention has one side, whose rows are both (see `quire.ops.latent`). Block 0 is null:
+    padding may write there, and nothing reads from it.
 
     Attributes:
+        sides: 2: keys and values; 1: rows that are both.
         dtype: the model's data type.
         stored_dtype: of `numbers`: `dtype`, or that of the codes.
-        data: plain, [num_blocks, layers, kv_heads, 2, block_size, head_dim] in `dtype`; quantized, the bytes
-            [num_blocks, layers, kv_heads, 2, plane bytes], of which `numbers` and `scales` are views.
-        numbers: [num_blocks, layers, kv_heads, 2, block_size, head_dim].
-        scales: [num_blocks, layers, kv_heads, 2, block_size] fp32, behind a plane's codes: a number is its
+        data: plain, [num_blocks, layers, kv_heads, sides, block_size, head_dim] in `dtype`; quantized, the
+            bytes [num_blocks, layers, kv_heads, sides, plane bytes], of which `numbers` and `scales` are views.
+        numbers: [num_blocks, layers, kv_heads, sides, block_size, head_dim].
+        scales: [num_blocks, layers, kv_heads, sides, block_size] fp32, behind a plane's codes: a number is its
             code times its token's scale. None for a plain cache.
         pulse: `pulse[0]` grows with every layer that a step has computed; whoever wants to see that puts his
             own sequence there.
@@ -66,7 +68,7 @@ class KVCache:
                 "raise num_kv_blocks or kv_cache_memory"
             )
         self.num_blocks, self.layers, self.kv_heads = num_blocks, layers, kv_heads
-        self.head_dim, self.block_size, self.dtype = head_dim, block_size, dtype
+        self.head_dim, self.block_size, self.dtype, self.sides = head_dim, block_size, dtype, sides
         self.stored_dtype = CODE_DTYPES.get(kv_cache_dtype, dtype)
         self.pulse: array[int] | memoryview[int] = array("q", [0])
         # Not zeroed: what no one has written is never read, and pages are only taken once they are used.
@@ -103,10 +105,12 @@ def _memory(size: int, device: torch.device | str) -> torch.Tensor:
     return huge(size) if on_cpu else torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
+def kv_bytes_per_token(
+    layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_cache_dtype: str, sides: int = 2
+) -> int:
     """Bytes of one token's keys and values in all layers, with their scales."""
     row = head_dim + SCALE_BYTES if kv_cache_dtype in CODE_DTYPES else head_dim * dtype.itemsize
-    return 2 * layers * kv_heads * row
+    return sides * layers * kv_heads * row
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
 from quire.models.model import Model
-from quire.ops.kv_cache import kv_bytes_per_token
 
 LOGIT_SLICE_BYTES = 64 * 2**20
 """Logits of prompts are made in slices of about this size."""
@@ -25,6 +24,7 @@ class MemoryPlan:
         weights: packed weights. quantization: how they are quantized, for people; None: they are not.
         activations: the largest step's intermediate results.
         kv_bytes_per_token: all layers.
+        kv_saving: see `Model`.
         num_blocks: of the pool, the null block included.
         block_size: tokens a block.
         max_model_len: longest context in tokens.
@@ -41,6 +41,7 @@ class MemoryPlan:
     logit_rows: int
     notes: tuple[str, ...] = ()
     quantization: str | None = None
+    kv_saving: float | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -54,10 +55,13 @@ class MemoryPlan:
     def table(self) -> list[tuple[str, str]]:
         """Rows to print: what, and how much."""
         blocks_each = -(-self.max_model_len // self.block_size)
+        a_token = f"{format_size(self.kv_bytes_per_token)} a token"
+        if self.kv_saving is not None:
+            a_token += f"; {self.kv_saving:.{0 if self.kv_saving >= 10 else 1}f} times less than full keys and values"
         return [
             ("weights", ", ".join(filter(None, (format_size(self.weights), self.quantization)))),
             ("activations, largest step", format_size(self.activations)),
-            ("KV cache", f"{format_size(self.kv_bytes)} ({format_size(self.kv_bytes_per_token)} a token)"),
+            ("KV cache", f"{format_size(self.kv_bytes)} ({a_token})"),
             ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} tokens: {self.kv_tokens:,} tokens"),
             ("longest context", f"{self.max_model_len:,} tokens"),
             ("full-length requests", f"{(self.num_blocks - 1) / blocks_each:,.1f} at once"),
@@ -88,9 +92,7 @@ def plan_memory(
     """
     notes: list[str] = []
     block_size = config.block_size
-    token_bytes = kv_bytes_per_token(
-        model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, config.kv_cache_dtype
-    )
+    token_bytes = model.kv_bytes_per_token(config.kv_cache_dtype)
     longest = longest_context(config, model)
     rows = logit_rows(model)
     if activations is None:
@@ -136,6 +138,7 @@ def plan_memory(
         logit_rows=rows,
         notes=tuple(notes),
         quantization=None if model.quantization is None else model.quantization.of_model(),
+        kv_saving=model.kv_saving,
     )
 
 

@@ -66,16 +66,7 @@ def graphs_when(config: EngineConfig, device: Device) -> str:
 
 
 def _cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:
-    return KVCache(
-        num_blocks,
-        model.num_layers,
-        model.num_kv_heads,
-        model.head_dim,
-        config.block_size,
-        model.dtype,
-        config.kv_cache_dtype,
-        model.kernels.device,
-    )
+    return model.new_cache(num_blocks, config.block_size, config.kv_cache_dtype)
 
 
 def _device_forward(

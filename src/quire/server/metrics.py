@@ -226,8 +226,8 @@ class Metrics:
         """The metrics of all HTTP processes and of the engine, in Prometheus' text format, and its content type.
 
         Args:
-            engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`; None while there is
-                no engine to ask. What is missing is left out.
+            engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, and of a model with
+                experts the balance of their load; None while there is no engine to ask. What is missing is left out.
             state: the engine's, one of `STATES`. restarts: how often it was started again.
         """
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
@@ -282,6 +282,16 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
         family = GaugeMetricFamily(name, "The share of KV blocks that requests hold, 0 to 1.", labels=_names(name))
         yield _single(family, _own(name, vllm_labels), kv_use(stats))
         yield _block_family(stats)
+    if "expert_load_balance" in stats and "expert_load_balance_by_layer" in stats:
+        yield _expert_family({"all": stats["expert_load_balance"]} | stats["expert_load_balance_by_layer"])
+
+
+def _expert_family(balances: Mapping[str, float]) -> Metric:
+    help = "Tokens of the busiest expert over the mean, of all layers together and of each that has experts."
+    family = GaugeMetricFamily("quire:expert_load_balance", help, labels=["layer"])
+    for layer, balance in balances.items():
+        family.add_metric([layer], balance)
+    return family
 
 
 def _block_family(stats: Mapping[str, Any]) -> Metric:

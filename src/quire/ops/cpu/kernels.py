@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.ops.cpu import attention, layer, linear, quantize, rows, sampling
+from quire.ops.cpu import attention, experts, layer, linear, quantize, rows, sampling
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
+from quire.ops.experts import Experts, HeadProducts, Routing
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
@@ -31,10 +32,10 @@ class CpuKernels(Kernels):
 
     def __init__(self, isa: str) -> None:
         self.name = isa
-        modules = (attention, layer, linear, quantize, rows, sampling)
+        modules = (attention, experts, layer, linear, quantize, rows, sampling)
         self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})
         self._scratch = Scratch()  # of one product
-        self._workspace = Scratch()  # of one layer
+        self._workspace = Scratch()  # of one layer, or of its experts
 
     def describe(self, dtype: torch.dtype) -> str:
         level = torch.backends.cpu.get_cpu_capability()  # of what is left to torch, such as the rotary tables
@@ -83,6 +84,17 @@ class CpuKernels(Kernels):
         self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
     ) -> torch.Tensor:
         return attention.attend(self._lib, q, kv, batch, layer, scale, window)
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return experts.route(self._lib, logits, routing, bias)
+
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+        return experts.CpuExperts(self._lib, gate_up, down, self._workspace)
+
+    def heads(self, products: Sequence[Product]) -> HeadProducts:
+        return experts.CpuHeads(self._lib, products, self._scratch)
 
     def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
         return sampling.finite_rows(self._lib, x)

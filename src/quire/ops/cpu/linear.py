@@ -45,6 +45,10 @@ class CpuProduct:
         weight: dense parts [out, in], whose outputs come side by side, are copied into panels; a quantized one is
             used where it lies.
         scratch: what all products share for the length of a call.
+
+    Attributes:
+        address: of `Weight`, for kernels that work on several products.
+        dtypes: that activations may have.
     """
 
     def __init__(
@@ -63,9 +67,9 @@ class CpuProduct:
         self._held: list[torch.Tensor] = []  # what the addresses in the structure point to
         if isinstance(weight, QuantizedWeight):
             self._use_quantized(lib, weight)
-            self._dtypes = tuple(DTYPES)
+            self.dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)
         else:
-            self._dtypes = (weight[0].dtype,)
+            self.dtypes = (weight[0].dtype,)
             self._pack(lib, weight)
         if bias is not None:
             self._weight.bias = self._hold(bias.detach().float().contiguous().clone())
@@ -99,9 +103,9 @@ class CpuProduct:
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in x's type or fp32."""
-        if x.shape[1] != self.in_features or x.dtype not in self._dtypes:
+        if x.shape[1] != self.in_features or x.dtype not in self.dtypes:
             raise ValueError(
-                f"x is {x.dtype} {list(x.shape)}; the product takes {self.in_features} columns of {self._dtypes}"
+                f"x is {x.dtype} {list(x.shape)}; the product takes {self.in_features} columns of {self.dtypes}"
             )
         if out_dtype is None:
             out_dtype = x.dtype

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "linear.h"
 #include "linear_amx.h"
 
 namespace quire {
@@ -199,9 +200,16 @@ int64_t words_a_row(const Weight& w) {
     }
 }
 
+// Where results go: `stride` numbers from one row to the next.
+template <class Out>
+struct Results {
+    Out* y;
+    int64_t stride;
+};
+
 // Adds the bias and stores a panel's outputs of some rows.
 template <class Out>
-INLINE void store_rows(const Weight& w, int64_t panel, f32x16 (*sums)[2], int rows, int64_t row, Out* y) {
+INLINE void store_rows(const Weight& w, int64_t panel, f32x16 (*sums)[2], int rows, int64_t row, Results<Out> to) {
     for (int half = 0; half < 2; half++) {
         const int64_t at = panel * PANEL + half * LANES, count = std::min<int64_t>(LANES, w.out - at);
         if (count <= 0) break;
@@ -210,9 +218,9 @@ INLINE void store_rows(const Weight& w, int64_t panel, f32x16 (*sums)[2], int ro
             for (int r = 0; r < rows; r++) sums[r][half] += bias;
         }
         if (count == LANES) {
-            for (int r = 0; r < rows; r++) store(y + (row + r) * w.out + at, sums[r][half]);
+            for (int r = 0; r < rows; r++) store(to.y + (row + r) * to.stride + at, sums[r][half]);
         } else {
-            for (int r = 0; r < rows; r++) store_some(y + (row + r) * w.out + at, sums[r][half], count);
+            for (int r = 0; r < rows; r++) store_some(to.y + (row + r) * to.stride + at, sums[r][half], count);
         }
     }
 }
@@ -342,6 +350,18 @@ int64_t parts_of_panel(const Weight& w, int64_t blocks) {
     return std::min(blocks, wanted);
 }
 
+// A panel times the blocks of rows first .. last - 1.
+template <class Out>
+INLINE void times_blocks(const Weight& w, int64_t panel, const Activations& x, const Blocks& blocks, int64_t first,
+                         int64_t last, Results<Out> to) {
+    for (int64_t b = first; b < last; b++) {
+        const int64_t row = blocks.begin(b), count = blocks.begin(b + 1) - row;
+        f32x16 sums[MAX_ROWS][2];
+        multiply(count, w, panel, x, row, sums);
+        store_rows(w, panel, sums, count, row, to);
+    }
+}
+
 template <class T, class Out>
 void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
     const Blocks blocks(rows);
@@ -359,12 +379,8 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < panels(w) * parts; item++) {
             const int64_t panel = item / parts, part = item % parts;
-            for (int64_t b = part * blocks.count / parts; b < (part + 1) * blocks.count / parts; b++) {
-                const int64_t first = blocks.begin(b), count = blocks.begin(b + 1) - first;
-                f32x16 sums[MAX_ROWS][2];
-                multiply(count, w, panel, input, first, sums);
-                store_rows(w, panel, sums, count, first, y);
-            }
+            const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
+            times_blocks(w, panel, input, blocks, first, last, Results<Out>{y, w.out});
         }
     }
 }
@@ -376,6 +392,12 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
 [[maybe_unused]] bool in_tiles(const Weight& w, int64_t rows) {
     const bool quantized = w.format == INT8 || w.format == INT4;
     return TILES && (w.format == DENSE_BF16 || (quantized && rows > FEW_ROWS));
+}
+
+// One row of bf16 that fills its tiles is its own layout.
+template <class T>
+bool ready_for_tiles(const Weight& w, int64_t rows) {
+    return rows == 1 && w.format == DENSE_BF16 && std::is_same_v<T, bf16> && w.in % 32 == 0;
 }
 
 template <class T>
@@ -392,7 +414,7 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const Activatio
 
 template <int COUNT, class Out>
 void tiled_block(const Weight& w, int64_t panel, const Activations& input, const RowTiles& tiles, int64_t first,
-                 Out* y) {
+                 Results<Out> to) {
     const char* data = (const char*)w.data + panel * panel_bytes(w);
     TileBlock<COUNT> x{{}, {}, tiled_row_words(w) * 4, (int)tiles.height};
     for (int t = 0; t < COUNT; t++) {
@@ -407,7 +429,19 @@ void tiled_block(const Weight& w, int64_t panel, const Activations& input, const
     }
     for (int t = 0; t < COUNT; t++) {
         const int shared = (int)tiles.shared(first + t);
-        store_rows(w, panel, sums[t] + shared, x.height - shared, (first + t) * tiles.height, y);
+        store_rows(w, panel, sums[t] + shared, x.height - shared, (first + t) * tiles.height, to);
+    }
+}
+
+// A panel times the blocks first .. last - 1, of two tiles each; the last block may have one.
+template <class Out>
+void times_tiled_blocks(const Weight& w, int64_t panel, const Activations& x, const RowTiles& tiles, int64_t first,
+                        int64_t last, Results<Out> to) {
+    for (int64_t b = first; b < last; b++) {
+        if (2 * b + 1 < tiles.count)
+            tiled_block<2>(w, panel, x, tiles, 2 * b, to);
+        else
+            tiled_block<1>(w, panel, x, tiles, 2 * b, to);
     }
 }
 
@@ -415,13 +449,13 @@ template <class T, class Out>
 void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scratch) {
     const RowTiles tiles(rows);
     Activations input = lay_out(w, rows, scratch);
-    const bool prepare = rows > 1 || w.format != DENSE_BF16 || !std::is_same_v<T, bf16> || w.in % 32;
-    if (!prepare) input.words = (uint32_t*)x;
+    const bool is_ready = ready_for_tiles<T>(w, rows);
+    if (is_ready) input.words = (uint32_t*)x;
     const int64_t blocks = (tiles.count + 1) / 2, parts = parts_of_panel(w, blocks);
     const TileShapes shapes = tile_shapes(w, tiles.height);
 #pragma omp parallel
     {
-        if (prepare) {
+        if (!is_ready) {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; row++) prepare_tiled_row(w, x, row, input);
         }
@@ -429,12 +463,8 @@ void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scrat
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < panels(w) * parts; item++) {
             const int64_t panel = item / parts, part = item % parts;
-            for (int64_t b = part * blocks / parts; b < (part + 1) * blocks / parts; b++) {
-                if (2 * b + 1 < tiles.count)
-                    tiled_block<2>(w, panel, input, tiles, 2 * b, y);
-                else
-                    tiled_block<1>(w, panel, input, tiles, 2 * b, y);
-            }
+            const int64_t first = part * blocks / parts, last = (part + 1) * blocks / parts;
+            times_tiled_blocks(w, panel, input, tiles, first, last, Results<Out>{y, w.out});
         }
         release_tiles();
     }
@@ -455,25 +485,63 @@ void linear_to(const Weight& w, const T* x, int32_t dtype, int64_t rows, void* y
         linear_on(w, x, dtype, rows, (T*)y, scratch);
 }
 
-// -- packing --------------------------------------------------------------------------------------------------------
+// -- a product in pieces: see linear.h ------------------------------------------------------------------------------
 
-// Outputs' rows [in] to panels [in / step][32][step], zeros where there is no output or input.
 template <class T>
-void pack(const T* const* rows, int64_t out, int64_t in, int step, T* to) {
-    const int64_t padded = round_up(in, step);
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
-        T* p = to + panel * PANEL * padded;
-        for (int64_t j = 0; j < padded; j += step)
-            for (int64_t o = 0; o < PANEL; o++)
-                for (int64_t i = 0; i < step; i++) {
-                    const int64_t row = panel * PANEL + o;
-                    *p++ = row < out && j + i < in ? rows[row][j + i] : T{};
-                }
-    }
+void prepare_all(const Task& t, const T* x) {
+    const Weight& w = *t.weight;
+    const Activations to = lay_out(w, t.rows, t.scratch);
+    if constexpr (TILES)
+        if (in_tiles(w, t.rows)) {
+            for (int64_t row = 0; row < t.rows && !ready_for_tiles<T>(w, t.rows); row++)
+                prepare_tiled_row(w, x, row, to);
+            return;
+        }
+    const Blocks blocks(t.rows);
+    for (int64_t b = 0; b < blocks.count && !ready(w, t.dtype, t.rows); b++) prepare(w, x, blocks, b, to);
+}
+
+template <class T, class Out>
+void multiply_panels(const Task& t, int64_t first, int64_t last, const T* x, Out* y) {
+    const Weight& w = *t.weight;
+    Activations input = lay_out(w, t.rows, t.scratch);
+    const Results<Out> to{y, t.stride};
+    if constexpr (TILES)
+        if (in_tiles(w, t.rows)) {
+            const RowTiles tiles(t.rows);
+            if (ready_for_tiles<T>(w, t.rows)) input.words = (uint32_t*)x;
+            configure_tiles(tile_shapes(w, tiles.height));
+            for (int64_t panel = first; panel < last; panel++)
+                times_tiled_blocks(w, panel, input, tiles, 0, (tiles.count + 1) / 2, to);
+            return release_tiles();
+        }
+    const Blocks blocks(t.rows);
+    if (ready(w, t.dtype, t.rows)) input.words = (uint32_t*)x;
+    for (int64_t panel = first; panel < last; panel++) times_blocks(w, panel, input, blocks, 0, blocks.count, to);
+}
+
+template <class T>
+void multiply_panels(const Task& t, int64_t first, int64_t last, const T* x) {
+    if (t.y_dtype == F32)
+        multiply_panels(t, first, last, x, (float*)t.y);
+    else
+        multiply_panels(t, first, last, x, (T*)t.y);
 }
 
 }  // namespace
+
+void prepare(const Task& t) {
+    if (t.dtype == F32) prepare_all(t, (const float*)t.x);
+    if (t.dtype == BF16) prepare_all(t, (const bf16*)t.x);
+    if (t.dtype == F16) prepare_all(t, (const f16*)t.x);
+}
+
+void multiply(const Task& t, int64_t first, int64_t last) {
+    if (t.dtype == F32) multiply_panels(t, first, last, (const float*)t.x);
+    if (t.dtype == BF16) multiply_panels(t, first, last, (const bf16*)t.x);
+    if (t.dtype == F16) multiply_panels(t, first, last, (const f16*)t.x);
+}
+
 }  // namespace quire
 
 using namespace quire;
@@ -482,16 +550,6 @@ using namespace quire;
 QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) {
     const int64_t groups = w->format == INT4 ? w->in / w->group : 0;
     return 4 * (round_up(rows * words_a_row(*w), 16) + round_up(rows, 16) + rows * groups);
-}
-
-// Bytes of a packed weight of one of the dense formats.
-QUIRE_API int64_t quire_packed_bytes(const Weight* w) { return panels(*w) * panel_bytes(*w); }
-
-// Packs a dense weight of the format's type into `to`; `rows` are the addresses of its outputs' rows.
-QUIRE_API void quire_pack(const Weight* w, const void* const* rows, void* to) {
-    if (w->format == DENSE_F32) pack((const uint32_t* const*)rows, w->out, w->in, 1, (uint32_t*)to);
-    if (w->format == DENSE_F16) pack((const uint16_t* const*)rows, w->out, w->in, 1, (uint16_t*)to);
-    if (w->format == DENSE_BF16) pack((const uint16_t* const*)rows, w->out, w->in, 2, (uint16_t*)to);
 }
 
 // 128 times the sum of each output's codes, of an int8 weight: `sums` [panels * 32].

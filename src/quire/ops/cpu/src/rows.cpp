@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "gate.h"
 #include "kv_store.h"
-#include "simd.h"
 
 namespace quire {
 namespace {
@@ -91,14 +91,6 @@ void add_rms_norm_row(T* x, T* residual, const T* weight, int64_t size, float ep
 // -- gate and embedding -------------------------------------------------------------------------------------------
 
 constexpr int64_t GATE_PART = 2048;  // numbers of a row that are one piece of work
-
-template <class T>
-void silu_mul_part(const T* gate, const T* up, T* out, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        f32x16 g = load_some(gate + i, size - i), u = load_some(up + i, size - i);
-        store_some(out + i, rounded(g / (1.0f + exp(-g)), out) * u, size - i);
-    }
-}
 
 template <class From, class To>
 void embed(const int64_t* ids, const From* table, To* out, int64_t tokens, int64_t size) {

@@ -1,0 +1,245 @@
+"""Multi-head latent attention, and the decoder layer of DeepSeek V2 and V3 (https://arxiv.org/abs/2405.04434).
+
+A token's keys and values of all heads follow from one compressed vector and one rotated key, and the cache holds
+nothing else. In the *absorbed* form, a head's query is mapped into the space of the
+compressed vectors, attention reads those as they lie in the cache, once for all heads, and its result is mapped back.
+The *expanded* form restores keys and values first, for fewer operations a key. It differs in the last bits, so that a
+token would depend on whether it was computed in a long span or a short one: only kernels that do not promise equal bits
+use it, where it is cheaper.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.layers.decoder import LayerConfig
+from quire.layers.experts import ExpertsLayer
+from quire.layers.mlp import GatedMLP, mlp_shapes
+from quire.layers.weights import LayerWeights
+from quire.ops import KVCache, Product, RaggedBatch
+from quire.ops.kv_cache import KEY, VALUE
+
+OPERATIONS_A_BYTE = 12
+"""About how many operations of products take the time of moving a byte, measured in bf16 on CPUs."""
+
+NORM_EPS = 1e-6
+"""Of the norms inside the attention, whatever `rms_norm_eps` is: as in DeepSeek's own code and in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of latent attention, by their names in config.json.
+
+    Attributes:
+        q_lora_rank: width of the compressed queries; None: queries are not compressed.
+        kv_lora_rank: width of the compressed keys and values.
+        qk_nope_head_dim, qk_rope_head_dim: the parts of a head's query and key that do not turn, and that do.
+        v_head_dim: width of a head's value.
+        bias: whether the products that compress, and the output, have biases (`attention_bias`).
+        scale: factor of the scores.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    bias: bool
+    scale: float
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def row(self) -> int:
+        """Numbers that the cache holds of a token, a layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def tensor_shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
+        """The attention's tensors by name, with their shapes."""
+        rank, queries = self.q_lora_rank, heads * self.qk_head_dim
+        restored = heads * (self.qk_nope_head_dim + self.v_head_dim)
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.kv_a_proj_with_mqa.weight": (self.row, hidden),
+            "self_attn.kv_a_layernorm.weight": (self.kv_lora_rank,),
+            "self_attn.kv_b_proj.weight": (restored, self.kv_lora_rank),
+            "self_attn.o_proj.weight": (hidden, heads * self.v_head_dim),
+        }
+        if rank is None:
+            shapes["self_attn.q_proj.weight"] = (queries, hidden)
+        else:
+            shapes["self_attn.q_a_proj.weight"] = (rank, hidden)
+            shapes["self_attn.q_a_layernorm.weight"] = (rank,)
+            shapes["self_attn.q_b_proj.weight"] = (queries, rank)
+        if self.bias:
+            biased = ["kv_a_proj_with_mqa", "o_proj"] + ([] if rank is None else ["q_a_proj"])
+            shapes |= {f"self_attn.{name}.bias": shapes[f"self_attn.{name}.weight"][:1] for name in biased}
+        return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayerConfig(LayerConfig):
+    """A decoder layer with latent attention: `num_kv_heads` is 1, and `head_dim` the row of the cache."""
+
+    latent: LatentConfig
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `LayerConfig`."""
+        hidden = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        shapes |= self.latent.tensor_shapes(hidden, self.num_heads)
+        shapes["post_attention_layernorm.weight"] = (hidden,)
+        if self.experts is not None:
+            return shapes | self.experts.tensor_shapes(hidden)
+        return shapes | mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
+
+
+class LatentAttention:
+    """Latent attention of one layer over the paged cache, output product included.
+
+    The two halves of `kv_b_proj`, which map queries into the latent space and results out of it, are products of one
+    head each, and stay in the model's data type in a quantized model.
+
+    Args:
+        config: sizes.
+        heads: query heads.
+        weights: gives the layer's parts by name.
+        layer: which layer of the cache this is.
+    """
+
+    def __init__(self, config: LatentConfig, heads: int, weights: LayerWeights, layer: int) -> None:
+        self.config, self.heads, self.layer = config, heads, layer
+        self._kernels = kernels = weights.kernels
+        if config.q_lora_rank is None:
+            self.queries = weights.linear("self_attn.q_proj")
+        else:
+            self.compressed_queries = weights.linear("self_attn.q_a_proj", bias=config.bias)
+            self.query_norm = weights.norm("self_attn.q_a_layernorm", NORM_EPS)
+            self.queries = weights.linear("self_attn.q_b_proj")
+        self.compressed = weights.linear("self_attn.kv_a_proj_with_mqa", bias=config.bias)
+        self.norm = weights.norm("self_attn.kv_a_layernorm", NORM_EPS)
+        both = weights.tensor("self_attn.kv_b_proj.weight").view(heads, -1, config.kv_lora_rank)
+        to_keys, to_values = both[:, : config.qk_nope_head_dim], both[:, config.qk_nope_head_dim :]
+        self.into_latent = kernels.heads([kernels.pack([weight.t().contiguous()]) for weight in to_keys])
+        self.out_of_latent = kernels.heads([kernels.pack([weight.contiguous()]) for weight in to_values])
+        self.output = weights.linear("self_attn.o_proj", bias=config.bias)
+        may_expand = not kernels.deterministic and not kernels.reads_spans  # a device's spans are not known here
+        self._kv_b = kernels.pack([both.flatten(0, 1)]) if may_expand else None
+
+    def __call__(
+        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """x: [tokens, hidden]; tables: cos and sin, [tokens, rope / 2] each. Returns [tokens, hidden]."""
+        if self._kv_b is not None and expanded_is_cheaper(self.config, self.heads, batch):
+            return self.expanded(x, tables, kv, batch, self._kv_b)
+        config, kernels = self.config, self._kernels
+        still, turned = self._project(x, tables, kv, batch)
+        q = torch.cat([self.into_latent(still), turned], dim=-1)  # [tokens, heads, latent + rope]
+        out = kernels.attend_latent(q, kv, batch, self.layer, config.scale, config.kv_lora_rank)
+        kv.pulse[0] += 1
+        return self.output(self.out_of_latent(out).flatten(1))
+
+    def expanded(
+        self,
+        x: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        kv_b: Product,
+    ) -> torch.Tensor:
+        """The same in the expanded form.
+
+        Args:
+            kv_b: the product with the whole of `kv_b_proj`.
+        """
+        config, heads = self.config, self.heads
+        still, turned = self._project(x, tables, kv, batch)
+        blocks, names = torch.unique(batch.block_tables, return_inverse=True)
+        rows = kv.numbers[blocks, self.layer, 0, KEY]  # [blocks, block_size, latent + rope]
+        if kv.scales is not None:
+            rows = (rows.float() * kv.scales[blocks, self.layer, 0, KEY].unsqueeze(-1)).to(x.dtype)
+        latent, key = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
+        both = kv_b.matmul(latent.flatten(0, 1)).view(*rows.shape[:2], heads, -1).transpose(1, 2)
+        width = max(config.qk_head_dim, config.v_head_dim)
+        wide = KVCache(len(blocks) + 1, 1, heads, width, kv.block_size, x.dtype, device=x.device)
+        wide.numbers.zero_()
+        keys, values = wide.numbers[:-1, 0, :, KEY], wide.numbers[:-1, 0, :, VALUE]  # [blocks, heads, block_size, ..]
+        keys[..., : config.qk_nope_head_dim] = both[..., : config.qk_nope_head_dim]
+        keys[..., config.qk_nope_head_dim : config.qk_head_dim] = key.unsqueeze(1)
+        values[..., : config.v_head_dim] = both[..., config.qk_nope_head_dim :]
+        q = torch.zeros(len(x), heads, width, dtype=x.dtype, device=x.device)
+        q[..., : config.qk_head_dim] = torch.cat([still, turned], dim=-1)
+        out = self._kernels.attend(q, wide, replace(batch, block_tables=names), 0, config.scale, None)
+        kv.pulse[0] += 1
+        return self.output(out.view(len(x), heads, width)[..., : config.v_head_dim].flatten(1))
+
+    def _project(
+        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's rows; returns the queries' still and turned parts, [tokens, heads, nope] and [.., rope]."""
+        if self.config.q_lora_rank is None:
+            q = self.queries(x)
+        else:
+            q = self.queries(self.query_norm(self.compressed_queries(x)))
+        q = q.view(len(x), self.heads, self.config.qk_head_dim)
+        norm = self.norm
+        self._kernels.store_latent(self.compressed(x), norm.weight, norm.eps, tables, kv, batch, self.layer)
+        still = self.config.qk_nope_head_dim
+        return q[..., :still], self._kernels.rotate_interleaved(q[..., still:], tables)
+
+
+def expanded_is_cheaper(config: LatentConfig, heads: int, batch: RaggedBatch) -> bool:
+    """Whether a step's attention takes less time in the expanded form, by counted operations and bytes moved."""
+    absorbed = expanded = 0
+    full = heads * (config.qk_head_dim + config.v_head_dim)  # numbers of a token's keys and values
+    mapped = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+    for (first, last), context in zip(itertools.pairwise(batch.row_starts), batch.context_lens, strict=True):
+        rows = last - first
+        pairs = rows * (context - rows) + rows * (rows + 1) // 2  # of a query and a key that it sees
+        absorbed += 2 * pairs * heads * (config.row + config.kv_lora_rank) + 2 * rows * mapped
+        absorbed += OPERATIONS_A_BYTE * 2 * context * config.row
+        expanded += 2 * pairs * full + 2 * context * mapped
+        expanded += OPERATIONS_A_BYTE * 2 * context * (config.row + 2 * full)  # restored ones are written and read
+    return expanded < absorbed
+
+
+class LatentDecoderLayer:
+    """A decoder layer with latent attention, and experts or a gated MLP.
+
+    Args:
+        config: sizes and options.
+        weights: gives the layer's parts by name.
+        layer: which one this is.
+    """
+
+    def __init__(self, config: LatentLayerConfig, weights: LayerWeights, layer: int) -> None:
+        eps = config.rms_norm_eps
+        self.input_norm = weights.norm("input_layernorm", eps)
+        self.attention = LatentAttention(config.latent, config.num_heads, weights, layer)
+        self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
+        self.mlp: GatedMLP | ExpertsLayer
+        if config.experts is None:
+            self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
+        else:
+            self.mlp = ExpertsLayer(config.experts, weights)
+
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DecoderLayer`."""
+        if x is None:
+            x = self.input_norm(residual)
+        else:
+            x, residual = self.input_norm.with_residual(x, residual)
+        x = self.attention(x, tables, kv, batch)
+        x, residual = self.post_attention_norm.with_residual(x, residual)
+        return self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x), residual

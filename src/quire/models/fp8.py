@@ -1,0 +1,104 @@
+"""Checkpoints whose weights are 8-bit floating point numbers with a scale for each block, as DeepSeek V3's are.
+
+`quantization_config` says so: `quant_method` fp8 and `weight_block_size`, 128 x 128. Such a weight NAME.weight
+[out, in] is of type F8_E4M3 and has a tensor NAME.weight_scale_inv [blocks of rows, blocks of columns] beside it; a
+number is its code times its block's scale. Other weights are as ever. Quire computes with the numbers themselves: they
+are restored as they are read, and rounded once to the data type of the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from quire.errors import MissingTensorError, TensorShapeError
+from quire.models.checkpoint import Checkpoint
+from quire.models.fields import Fields
+from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor
+
+SECTION = "quantization_config"
+CODES = {"F8_E4M3": torch.float8_e4m3fn}
+SCALE = "_scale_inv"
+"""Behind a weight's name: its scales."""
+
+
+class BlockQuantizedCheckpoint(Checkpoint):
+    """A checkpoint with such weights, presented as one of plain weights.
+
+    Its entries are the weights without their scales, those of codes as F32, which is what `tensor` makes of them;
+    its configuration is the base's without `quantization_config`.
+
+    Raises:
+        ModelConfigError: `quantization_config` asks for something else.
+        MissingTensorError, TensorShapeError: a weight's scales are missing, or are those of other blocks.
+    """
+
+    def __init__(self, base: Checkpoint) -> None:
+        fields = base.config
+        self.folder, self.generation = base.folder, base.generation
+        self.config = Fields(fields.picked(fields.names() - {SECTION}), fields.source)
+        self._block = _read_block(fields.section(SECTION))
+        self._stored = {name: entry for name, entry in base.entries.items() if entry.dtype in CODES}
+        self._scales = {name: _scales_of(base, entry, self._block) for name, entry in self._stored.items()}
+        scales = {entry.name for entry in self._scales.values()}
+        self.entries = {
+            name: replace(entry, dtype="F32") if name in self._stored else entry
+            for name, entry in base.entries.items()
+            if name not in scales
+        }
+
+    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
+        """A tensor: see `Checkpoint`. One of codes is restored in fp32."""
+        if name not in self._stored:
+            return super().tensor(name, dtypes)
+        scales = map_tensor(self._scales[name]).float()
+        return restore(map_tensor(self._stored[name], CODES), scales, self._block)
+
+
+def restore(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Numbers [out, in] fp32 of codes [out, in], with scales [blocks of rows, blocks of columns] fp32.
+
+    The last block of a row or column may be a part of one.
+    """
+    rows, columns = codes.shape
+    of_rows = scales.repeat_interleave(block[1], dim=1)[:, :columns]  # [blocks of rows, in]
+    numbers = codes.float()
+    for index, start in enumerate(range(0, rows, block[0])):
+        numbers[start : start + block[0]] *= of_rows[index]
+    return numbers
+
+
+def is_block_quantized(checkpoint: Checkpoint) -> bool:
+    """Whether its configuration says that weights are 8-bit floating point numbers."""
+    section = checkpoint.config.section(SECTION)
+    return section.picked(["quant_method"]) == {"quant_method": "fp8"}
+
+
+def _read_block(section: Fields) -> tuple[int, int]:
+    """Rows and columns that share a scale; raises ModelConfigError for what would be computed otherwise."""
+    section.choice("fmt", {"e4m3"}, default="e4m3")
+    block = section.picked(["weight_block_size"]).get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= 1 << 16 for n in block)):
+        raise section.error("weight_block_size", "two whole numbers, such as [128, 128]")
+    return block[0], block[1]
+
+
+def _scales_of(checkpoint: Checkpoint, entry: TensorEntry, block: tuple[int, int]) -> TensorEntry:
+    """The entry of a weight's scales, once its shape is what it must be."""
+    scales = checkpoint.entries.get(entry.name + SCALE)
+    if scales is None:
+        raise MissingTensorError(
+            f"{entry.file}: {entry.name!r} is of type {entry.dtype}, but {entry.name + SCALE!r}, which holds its "
+            f"scales, is missing from {checkpoint.folder}. Is the download complete?"
+        )
+    if len(entry.shape) != 2:
+        raise TensorShapeError(f"{entry.file}: {entry.name!r} is of type {entry.dtype}, but not a matrix")
+    wanted = tuple(-(-size // part) for size, part in zip(entry.shape, block, strict=True))
+    if scales.shape != wanted:
+        raise TensorShapeError(
+            f"{scales.file}: {scales.name!r} is {list(scales.shape)}, not {list(wanted)}, as {entry.name!r} of "
+            f"{list(entry.shape)} in blocks of {block[0]} x {block[1]} needs"
+        )
+    return scales

@@ -1,0 +1,259 @@
+// Mixture of experts, and the products that each head has of its own: many small products in one call.
+//
+// Tokens are sorted by expert, and an expert's rows, in groups of up to GROUP_ROWS, are multiplied as one product
+// (linear.h): those of all experts are shared out among the threads together, so that all have work at one token too.
+// An expert without rows is not read. A row's bits are those of the products, which do not know of other rows; and a
+// token's experts are summed in one order.
+#include "experts.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "gate.h"
+#include "linear.h"
+
+using namespace quire;
+
+QUIRE_API int64_t quire_linear_scratch(const Weight*, int64_t rows);
+
+namespace quire {
+namespace {
+
+constexpr int64_t GROUP_ROWS = 96;           // whole blocks of rows, and whole tiles, on every instruction set
+constexpr int64_t TURNS = 4096;              // of tokens at experts, that are worked on at a time: bounds the workspace
+constexpr int64_t PIECE_BYTES = 256 * 1024;  // of a weight that a thread reads in one go
+constexpr int64_t PIECES_A_THREAD = 4;       // at least, where there are so many panels
+constexpr int64_t SUM_COLUMNS = 1024;
+
+int64_t bytes_of(int32_t dtype) { return dtype == F32 ? 4 : 2; }
+int64_t groups_of(int64_t rows) { return (rows + GROUP_ROWS - 1) / GROUP_ROWS; }
+
+// Scratch of a product with `rows` rows, in whole lines.
+int64_t scratch_bytes(const Weight& w, int64_t rows) { return round_up(quire_linear_scratch(&w, rows), 64); }
+
+// -- who goes where -------------------------------------------------------------------------------------------------
+
+// Rows that one expert multiplies at once.
+struct Group {
+    int64_t expert, first, rows;  // first: among all turns
+};
+
+// The turns of tokens at experts, sorted by expert and then by token.
+struct Plan {
+    std::vector<int64_t> turn_of;   // [tokens, top_k]
+    std::vector<int64_t> token_of;  // [turns]
+    std::vector<Group> groups;
+
+    Plan(const int64_t* ids, int64_t tokens, int64_t top_k, int64_t experts)
+        : turn_of(tokens * top_k), token_of(tokens * top_k) {
+        std::vector<int64_t> begin(experts + 1, 0);
+        for (int64_t i = 0; i < tokens * top_k; i++) begin[ids[i] + 1]++;
+        for (int64_t e = 0; e < experts; e++) {
+            const int64_t rows = begin[e + 1], count = groups_of(rows);
+            begin[e + 1] += begin[e];
+            for (int64_t g = 0; g < count; g++) {
+                const int64_t first = g * rows / count;
+                groups.push_back({e, begin[e] + first, (g + 1) * rows / count - first});
+            }
+        }
+        for (int64_t i = 0; i < tokens * top_k; i++) {
+            turn_of[i] = begin[ids[i]]++;
+            token_of[turn_of[i]] = i / top_k;
+        }
+    }
+};
+
+// Some panels of a product.
+struct Piece {
+    const Task* task;
+    int64_t first, last;
+};
+
+// All products' pieces. Those of an expert's groups with the same panels follow one another: the panels are still in a
+// cache.
+std::vector<Piece> cut(const std::vector<Task>& tasks) {
+    std::vector<Piece> pieces;
+    if (tasks.empty()) return pieces;
+    const Weight& w = *tasks[0].weight;  // all have this shape
+    const int64_t all = panels(w) * (int64_t)tasks.size();
+    const int64_t fair = all / (PIECES_A_THREAD * omp_get_max_threads());
+    const int64_t at_once = std::max<int64_t>(1, std::min(fair, PIECE_BYTES / panel_bytes(w)));
+    for (size_t begin = 0, end; begin < tasks.size(); begin = end) {
+        for (end = begin; end < tasks.size() && tasks[end].weight == tasks[begin].weight;) end++;
+        for (int64_t panel = 0; panel < panels(w); panel += at_once)
+            for (size_t t = begin; t < end; t++)
+                pieces.push_back({&tasks[t], panel, std::min(panel + at_once, panels(w))});
+    }
+    return pieces;
+}
+
+// -- the workspace --------------------------------------------------------------------------------------------------
+
+// Parts of a workspace for `turns` turns, in bytes from its begin. A turn's row of x is not needed any more when the
+// expert's result takes its place.
+struct Room {
+    int64_t rows, gate_up, active, scratch, bytes;
+
+    Room(const Experts& e, int64_t turns) {
+        const int64_t number = bytes_of(e.dtype);
+        rows = 0;
+        gate_up = rows + round_up(turns * e.hidden * 4, 64);
+        active = gate_up + round_up(turns * 2 * e.inner * number, 64);
+        scratch = active + round_up(turns * e.inner * number, 64);
+        // A group has at least one row: what is rounded up for its sake counts at every row.
+        int64_t most = 0;
+        for (int64_t i = 0; i < e.count; i++)
+            most = std::max({most, scratch_bytes(*e.gate_up[i], 1), scratch_bytes(*e.down[i], 1)});
+        bytes = scratch + turns * most;
+    }
+};
+
+// A product for each group, from rows of `in` numbers to rows of `out`.
+std::vector<Task> tasks_of(const Plan& plan, const Experts& e, const Weight* const* weights, char* from, char* to,
+                           int32_t to_dtype, char* scratch) {
+    std::vector<Task> tasks;
+    for (const Group& g : plan.groups) {
+        const Weight& w = *weights[g.expert];
+        void* x = from + g.first * w.in * bytes_of(e.dtype);
+        void* y = to + g.first * w.out * bytes_of(to_dtype);
+        tasks.push_back({&w, x, y, g.rows, w.out, e.dtype, to_dtype, scratch});
+        scratch += scratch_bytes(w, g.rows);
+    }
+    return tasks;
+}
+
+// -- all of it ------------------------------------------------------------------------------------------------------
+
+// out[columns] = the sum of `count` rows of parts, each times its weight, rounded once.
+template <class T>
+void sum_turns(const float* parts, const int64_t* turns, const float* weights, int64_t count, int64_t size,
+               int64_t first, int64_t last, T* out) {
+    for (int64_t i = first; i < last; i += LANES) {
+        f32x16 total = load_some(parts + turns[0] * size + i, last - i) * weights[0];
+        for (int64_t k = 1; k < count; k++) total += load_some(parts + turns[k] * size + i, last - i) * weights[k];
+        store_some(out + i, total, last - i);
+    }
+}
+
+template <class T>
+void experts(const Experts& e, const ExpertsStep& s, char* workspace) {
+    const Room room(e, s.tokens * s.top_k);
+    const Plan plan(s.ids, s.tokens, s.top_k, e.count);
+    char *rows = workspace + room.rows, *scratch = workspace + room.scratch;
+    char *gate_up = workspace + room.gate_up, *active = workspace + room.active;
+    const auto up = tasks_of(plan, e, e.gate_up, rows, gate_up, e.dtype, scratch);
+    const auto down = tasks_of(plan, e, e.down, active, rows, F32, scratch);
+    const auto up_pieces = cut(up), down_pieces = cut(down);
+    const int64_t groups = plan.groups.size(), up_count = up_pieces.size(), down_count = down_pieces.size();
+    const int64_t columns = (e.hidden + SUM_COLUMNS - 1) / SUM_COLUMNS;
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t first = plan.groups[g].first, bytes = e.hidden * sizeof(T);
+            for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++)
+                std::memcpy(rows + turn * bytes, (const char*)s.x + plan.token_of[turn] * bytes, bytes);
+            prepare(up[g]);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < up_count; i++) multiply(*up_pieces[i].task, up_pieces[i].first, up_pieces[i].last);
+#pragma omp for schedule(dynamic)
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t first = plan.groups[g].first;
+            for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++) {
+                const T* gate = (const T*)gate_up + turn * 2 * e.inner;
+                silu_mul_part(gate, gate + e.inner, (T*)active + turn * e.inner, e.inner);
+            }
+            prepare(down[g]);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < down_count; i++)
+            multiply(*down_pieces[i].task, down_pieces[i].first, down_pieces[i].last);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < s.tokens * columns; i++) {
+            const int64_t token = i / columns, first = i % columns * SUM_COLUMNS;
+            sum_turns((const float*)rows, &plan.turn_of[token * s.top_k], s.weights + token * s.top_k, s.top_k,
+                      e.hidden, first, std::min(first + SUM_COLUMNS, e.hidden), (T*)s.out + token * e.hidden);
+        }
+    }
+}
+
+int64_t tokens_at_once(int64_t tokens, int64_t top_k) {
+    return std::min(tokens, std::max<int64_t>(1, TURNS / top_k));
+}
+
+// Whether each token's ids are experts, in ascending order.
+bool in_order(const ExpertsStep& s, int64_t experts) {
+    for (int64_t i = 0; i < s.tokens * s.top_k; i++) {
+        const int64_t least = i % s.top_k ? s.ids[i - 1] + 1 : 0;
+        if (s.ids[i] < least || s.ids[i] >= experts) return false;
+    }
+    return true;
+}
+
+// -- products of heads ----------------------------------------------------------------------------------------------
+
+// A thread's part of the workspace: gathered rows, and the product's scratch.
+int64_t head_room(const Heads& h) {
+    const int64_t rows = std::min(h.tokens, GROUP_ROWS), in = h.products[0]->in;
+    int64_t most = 0;
+    for (int64_t i = 0; i < h.count; i++) most = std::max(most, scratch_bytes(*h.products[i], rows));
+    return round_up(rows * in * bytes_of(h.dtype), 64) + most;
+}
+
+// Some tokens of one head.
+void multiply_head(const Heads& h, int64_t head, int64_t first, int64_t last, char* workspace) {
+    const Weight& w = *h.products[head];
+    const int64_t number = bytes_of(h.dtype), bytes = w.in * number;
+    for (int64_t token = first; token < last; token++) {
+        const char* from = (const char*)h.x + (token * h.token_stride + head * h.head_stride) * number;
+        std::memcpy(workspace + (token - first) * bytes, from, bytes);
+    }
+    const int64_t stride = h.count * w.out;
+    void* y = (char*)h.y + (first * stride + head * w.out) * number;
+    const int64_t rows = last - first;
+    const Task task{&w, workspace, y, rows, stride, h.dtype, h.dtype, workspace + round_up(rows * bytes, 64)};
+    prepare(task);
+    multiply(task, 0, panels(w));
+}
+
+}  // namespace
+}  // namespace quire
+
+// Bytes of workspace that a step of so many tokens needs.
+QUIRE_API int64_t quire_experts_workspace(const Experts* e, int64_t tokens, int64_t top_k) {
+    return Room(*e, tokens_at_once(tokens, top_k) * top_k).bytes;
+}
+
+// See `Experts` in ops/experts.py. Returns 1, and does nothing, where a token's ids are not experts in ascending order.
+QUIRE_API int32_t quire_experts(const Experts* e, const ExpertsStep* step, char* workspace) {
+    const ExpertsStep& s = *step;
+    if (!in_order(s, e->count)) return 1;
+    const int64_t at_once = tokens_at_once(s.tokens, s.top_k), row = e->hidden * bytes_of(e->dtype);
+    for (int64_t first = 0; first < s.tokens; first += at_once) {
+        const ExpertsStep part{std::min(at_once, s.tokens - first),  s.top_k,
+                               (const char*)s.x + first * row,       s.ids + first * s.top_k,
+                               s.weights + first * s.top_k,          (char*)s.out + first * row};
+        if (e->dtype == F32) experts<float>(*e, part, workspace);
+        if (e->dtype == BF16) experts<bf16>(*e, part, workspace);
+        if (e->dtype == F16) experts<f16>(*e, part, workspace);
+    }
+    return 0;
+}
+
+// Bytes of workspace that `quire_heads` needs now.
+QUIRE_API int64_t quire_heads_workspace(const Heads* h) { return omp_get_max_threads() * head_room(*h); }
+
+// See `HeadProducts` in ops/experts.py.
+QUIRE_API void quire_heads(const Heads* heads, char* workspace) {
+    const Heads& h = *heads;
+    const int64_t groups = groups_of(h.tokens), room = head_room(h);
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t item = 0; item < h.count * groups; item++) {
+        const int64_t head = item / groups, group = item % groups;
+        const int64_t first = group * h.tokens / groups, last = (group + 1) * h.tokens / groups;
+        multiply_head(h, head, first, last, workspace + omp_get_thread_num() * room);
+    }
+}

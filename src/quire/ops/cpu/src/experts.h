@@ -1,0 +1,32 @@
+// What the kernels of experts.cpp are given, as quire.ops.cpu.experts describes it.
+#pragma once
+
+#include "weight.h"
+
+namespace quire {
+
+// The experts of a layer, each with a product of either kind; all have one shape.
+struct Experts {
+    int32_t dtype;  // of x and of the result
+    int64_t count, hidden, inner;
+    const Weight *const *gate_up, *const *down;  // [2 * inner, hidden], [hidden, inner]
+};
+
+struct ExpertsStep {
+    int64_t tokens, top_k;
+    const void* x;         // [tokens, hidden]
+    const int64_t* ids;    // [tokens, top_k], ascending
+    const float* weights;  // [tokens, top_k]
+    void* out;             // [tokens, hidden]
+};
+
+// x [tokens, count, in], with strides in numbers; y [tokens, count, out]. All products have one shape.
+struct Heads {
+    int32_t dtype;  // of x and y
+    int64_t count, tokens, token_stride, head_stride;
+    const Weight* const* products;
+    const void* x;
+    void* y;
+};
+
+}  // namespace quire
