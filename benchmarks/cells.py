@@ -14,23 +14,33 @@ ROUNDS = 2
 
 
 def run(options: Options) -> Result:
-    """Alternate the engines, so that a drift of the machine's speed meets both."""
+    """Quire's rates, their shares of the ceiling, those of transformers, and how many times faster Quire is."""
     result = Result(
         ("cell", "Quire", "of the ceiling", "transformers", "ratio"),
     )
-    folder = str(checkpoint(options))
+    compare(result, checkpoint(options), options)
+    return result
+
+
+def compare(result: Result, folder: Path, options: Options, cells: str | None = None, label: str = "") -> None:
+    """Alternate the engines on one checkpoint, so that a drift of the machine's speed meets both.
+
+    Args:
+        result: gets a row a rate, and the lines of both engines.
+        cells: which; None: all (tiny ones when quick).
+        label: what a row's name begins with.
+    """
     here = Path(__file__).parent
     engines = {
-        "quire": [sys.executable, "-m", "quire.cli.main", "bench", "offline", folder, "--json=-"],
-        "transformers": [sys.executable, str(here / "run_transformers.py"), folder],
+        "quire": [sys.executable, "-m", "quire.cli.main", "bench", "offline", str(folder), "--json=-"],
+        "transformers": [sys.executable, str(here / "run_transformers.py"), str(folder)],
     }
-    more = (["--threads", str(options.threads)] if options.threads else []) + (
-        ["--cells", "2x16+8,1x64+1"] if options.quick else []
-    )
+    cells = "2x16+8,1x64+1" if options.quick else cells
+    more = (["--threads", str(options.threads)] if options.threads else []) + (["--cells", cells] if cells else [])
     best: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in engines}
     for round_number in range(1 if options.quick else ROUNDS):
         for name, command in engines.items():
-            tell(f"cells: {name}, round {round_number + 1}")
+            tell(f"cells: {label}{name}, round {round_number + 1}")
             for line in _lines([*command, *more]):
                 result.raw.append(line)
                 _keep_best(best[name], line)
@@ -41,14 +51,13 @@ def run(options: Options) -> Result:
             if rate in ours:
                 result.rows.append(
                     (
-                        f"{cell}, {kind} tok/s",
+                        f"{label}{cell}, {kind} tok/s",
                         f"{ours[rate]:,.1f}",
                         f"{ours[f'{kind}_share']:.0%}",
                         f"{theirs[rate]:,.1f}",
                         f"{ours[rate] / theirs[rate]:.2f}",
                     )
                 )
-    return result
 
 
 def _lines(command: list[str]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.bench import ceilings, cells
 from quire.bench.ceilings import Ceilings, Cost, Machine, Work, measure_machine, record
 from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, refusal
-from quire.bench.random_checkpoint import model_config, random_checkpoint, write_checkpoint
+from quire.bench.random_checkpoint import SHAPES, model_config, random_checkpoint, write_checkpoint
 from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.qwen3 import Qwen3
-from quire.models.registry import load_model
+from quire.models.registry import load_model, read_config
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,27 @@ def test_the_machine_is_measured_with_the_threads_in_use(quick_ceilings: None) -
     assert machine.threads == torch.get_num_threads()
     assert machine.read_rate > 0
     assert 0 < machine.matrix_rate <= machine.int8_rate
+
+
+def test_a_step_of_one_token_reads_the_experts_that_it_is_sent_to() -> None:
+    config = read_config(Fields(model_config("qwen3-moe-1b"), "config.json"), Fields({}, "none"))
+    weights = SimpleNamespace(dtype=torch.bfloat16, kernels=None, quantization=None)
+    work = Work.of(Shape(config, weights), kv_bytes_per_token=0)
+    expert, attention = 3 * 2048 * 768, 2048 * (4096 + 2 * 512) + 4096 * 2048
+    rest = 151936 * 2048 + 8 * (attention + 16 * 2048 + 2 * 2048 + 2 * 128) + 2048
+    assert work.step(1, 100).num_bytes == 2 * (rest + 8 * 8 * expert)
+    assert work.step(1, 0).products == 2 * (rest + 8 * 8 * expert)
+    assert work.weights_read(32) == pytest.approx(2 * (rest + 8 * 16 * expert), rel=1e-6)
+
+
+def test_latent_attention_multiplies_with_the_rows_of_the_cache(tmp_path: Path) -> None:
+    model = load_model(write_checkpoint(tmp_path / "tiny", model_config("deepseek-v2-tiny")))
+    work = Work.of(model, model.kv_bytes_per_token("auto"))
+    latent, heads = 64, 4
+    assert (work.kv_bytes, work.attention_ops) == (2 * (latent + 16), 2 * heads * (latent + 16 + latent))
+    attention = 64 * heads * 32 + 64 * (latent + 16) + latent + latent * heads * 32 + heads * 16 * 64
+    expert, router = 3 * 64 * 32, 8 * 64
+    assert work.body_parameters == 2 * (attention + 2 * 64) + 3 * 64 * 128 + (2 + 2) * expert + router + 64
 
 
 # Cells
@@ -237,6 +260,30 @@ def test_a_random_checkpoint_loads_and_runs(tiny: Path) -> None:
     with LLM(str(tiny), num_kv_blocks=8, threads=1) as engine:
         [output] = engine.generate([[1, 2, 3]])
     assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.endswith("-tiny")])
+def test_a_tiny_shape_of_each_kind_runs_in_quire_as_in_transformers(shape: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / shape, model_config(shape))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert sum(part.numel() for part in theirs.parameters()) == load_model(folder).num_parameters
+    prompt = list(range(5, 45))
+    with LLM(str(folder), dtype="float32", num_kv_blocks=8, threads=1) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        [ours] = engine.generate([prompt], params)
+    with torch.inference_mode():
+        logprobs = theirs(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = [logprobs[place, token].item() for place, token in enumerate(prompt[1:])]
+    assert ours.prompt_logprobs is not None
+    found = [one[token].logprob for one, token in zip(ours.prompt_logprobs[1:], prompt[1:], strict=True)]
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("qwen3-moe-1b", 1.066), ("deepseek-v2-lite-1b", 1.009)])
+def test_the_sparse_shapes_have_about_a_billion_parameters(shape: str, billions: float) -> None:
+    config = read_config(Fields(model_config(shape), "config.json"), Fields({}, "none"))
+    sizes = [math.prod(size) for size in config.tensor_shapes().values()]
+    assert sum(sizes) / 1e9 == pytest.approx(billions, abs=0.001)
 
 
 def test_random_checkpoints_are_the_same_every_time(tiny: Path, tmp_path: Path) -> None:

@@ -342,7 +342,8 @@ def test_dashboard_has_a_datasource_for_every_query_and_panels_that_do_not_overl
 
 
 def test_dashboard_asks_only_for_metrics_that_are_there_with_the_type_it_needs() -> None:
-    types = types_in(text_of(Metrics(), engine=ENGINE))
+    experts = {"expert_load_balance": 1.5, "expert_load_balance_by_layer": {"0": 1.5}}
+    types = types_in(text_of(Metrics(), engine=ENGINE | experts))
     counters = {name for name, kind in types.items() if kind == "counter"}
     histograms = {name for name, kind in types.items() if kind == "histogram"}
     parts = {name + suffix for name in histograms for suffix in ("_bucket", "_sum", "_count")}

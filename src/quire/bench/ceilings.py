@@ -74,13 +74,19 @@ def _measure_gpu(dtype: torch.dtype, repeat: int, device: torch.device) -> Machi
 
         return run
 
-    size = min(GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)  # what the engine left must hold both
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    read = 2 * size / _best(finished(lambda: target.copy_(source)), repeat)
-    del source, target
+    read = _gpu_copy_rate(device, repeat, finished)
     x, weight = (torch.randn(GPU_SQUARE, GPU_SQUARE, device=device).to(dtype) for _ in range(2))
     matrix = 2 * GPU_SQUARE**3 / _best(finished(lambda: torch.nn.functional.linear(x, weight)), repeat)
     return Machine(0, read, matrix, max(matrix, _int8_rate(repeat, device, GPU_SQUARE, finished)))
+
+
+def _gpu_copy_rate(
+    device: torch.device, repeat: int, finished: Callable[[Callable[[], object]], Callable[[], object]]
+) -> float:
+    """Bytes read and written per second; the memory is free again afterwards."""
+    size = min(GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)  # what the engine left must hold both
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / _best(finished(lambda: target.copy_(source)), repeat)
 
 
 def _int8_rate(
@@ -125,7 +131,8 @@ class Work:
         body_parameters: numbers that a token is multiplied with.
         head_parameters: numbers that every sampled token's row is multiplied with.
         kv_bytes: of one token's keys and values in one layer.
-        attention_ops: operations of one token against one earlier one in one layer.
+        attention_ops: operations of one token against one earlier one in one layer; of latent attention, in its
+            absorbed form.
         windows: per layer, how many tokens back it sees; None where all.
         int8_products: the products with weights are those of 8-bit integers.
         expert_bytes: of the weights, those of experts that tokens are sent to.

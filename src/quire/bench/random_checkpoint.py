@@ -21,22 +21,54 @@ from safetensors.torch import save_file
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
-from quire.models.qwen3 import Qwen3
+from quire.models.registry import read_config
 from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry
 
-_QWEN3 = {
+_COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16"}
+
+_QWEN3 = _COMMON | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
     "tie_word_embeddings": True,
-    "dtype": "bfloat16",
+}
+
+_QWEN3_MOE = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+_DEEPSEEK_V2 = _COMMON | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
+    "qwen3-0.6b": _QWEN3
+    | {
         "vocab_size": 151936,
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -46,7 +78,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 40960,
     },
-    "qwen3-14b": {
+    "qwen3-14b": _QWEN3
+    | {
         "vocab_size": 151936,
         "hidden_size": 5120,
         "intermediate_size": 17408,
@@ -57,7 +90,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
-    "qwen3-tiny": {
+    "qwen3-tiny": _QWEN3
+    | {
         "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -67,8 +101,76 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "max_position_embeddings": 8192,
     },
+    "qwen3-moe-1b": _QWEN3_MOE
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    "qwen3-moe-tiny": _QWEN3_MOE
+    | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+    },
+    "deepseek-v2-lite-1b": _DEEPSEEK_V2
+    | {
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+    },
+    "deepseek-v2-tiny": _DEEPSEEK_V2
+    | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "max_position_embeddings": 163840,
+    },
 }
-"""What differs in config.json: of the models that the names say, and of one for trying things out."""
+"""The config.json of the models that the names say, and of tiny ones for trying things out.
+
+`qwen3-moe-1b` has 8 of the 48 layers of Qwen3-30B-A3B, with 16 of its 128 experts and its 8 experts a token, and a tied
+head; `deepseek-v2-lite-1b` has the first 4 of the 27 layers of DeepSeek-V2-Lite, with 16 of its 64 experts.
+"""
 
 SPREAD = 0.02
 """Standard deviation of the weights, as such models are initialised."""
@@ -85,7 +187,7 @@ def model_config(shape: str) -> dict[str, Any]:
     """
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    return _QWEN3 | SHAPES[shape]
+    return dict(SHAPES[shape])
 
 
 @contextmanager
@@ -137,7 +239,7 @@ class RandomCheckpoint(Checkpoint):
     asked for.
 
     Args:
-        folder: holds config.json, of Qwen3's architecture.
+        folder: holds config.json, of any architecture that Quire has.
         device: where the weights are made.
         spread: their standard deviation.
     """
@@ -165,7 +267,7 @@ def _drawn(shape: tuple[int, ...], generator: torch.Generator, spread: float) ->
 
 
 def _tensor_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
-    return Qwen3.read_config(config, Fields({}, "none")).tensor_shapes()
+    return read_config(config, Fields({}, "none")).tensor_shapes()
 
 
 def _weights(config: Mapping[str, Any], progress: Progress | None) -> dict[str, torch.Tensor]:

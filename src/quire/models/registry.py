@@ -6,9 +6,11 @@ import difflib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from quire.errors import UnknownArchitectureError
 from quire.models.checkpoint import Checkpoint, choose_dtype
+from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
 from quire.models.fp8 import BlockQuantizedCheckpoint, is_block_quantized
 from quire.models.model import Model
@@ -74,9 +76,7 @@ def build_model(
     mtp: bool = False,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
-    name = _architecture(checkpoint.config)
-    module, class_name = ARCHITECTURES[name]
-    model_class = getattr(importlib.import_module(module), class_name)
+    model_class = _model_class(checkpoint.config)
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
@@ -92,6 +92,23 @@ def build_model(
     model.expert_bytes -= weights.bytes_saved(experts=True)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
     return model, weights
+
+
+def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+    """What config.json and generation_config.json say, read as their architecture reads them.
+
+    Raises:
+        UnknownArchitectureError: Quire does not have it.
+        ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
+    """
+    config: DecoderConfig = _model_class(fields).read_config(fields, generation)
+    return config
+
+
+def _model_class(fields: Fields) -> Any:
+    """The class whose architecture config.json names, a `Model` with a `read_config` of its own."""
+    module, class_name = ARCHITECTURES[_architecture(fields)]
+    return getattr(importlib.import_module(module), class_name)
 
 
 def _architecture(fields: Fields) -> str:

@@ -37,6 +37,7 @@ class CCache(ctypes.Structure):
         ("block_size", I64),
         ("head_dim", I64),
         ("format", I32),
+        ("sides", I32),
     )
 
 
@@ -82,7 +83,7 @@ class Step:
         tile_rows = max(1, ROW_TILE * kv.kv_heads // heads)
         threads = torch.get_num_threads()
         self.items = plan_items(batch.row_starts, batch.context_lens, tile_rows, kv.kv_heads, threads)
-        self.tables = _checked_tables(batch, kv)
+        self.tables = checked_tables(batch, kv)
         self.struct = CStep(
             kv=describe(kv),
             dtype=DTYPES[dtype],
@@ -105,7 +106,8 @@ class Step:
 
 def describe(kv: KVCache) -> CCache:
     """The cache as C++ sees it. The tensor must outlive it."""
-    return CCache(kv.data.data_ptr(), kv.layers, kv.kv_heads, kv.block_size, kv.head_dim, KV_FORMATS[kv.stored_dtype])
+    shape = kv.layers, kv.kv_heads, kv.block_size, kv.head_dim
+    return CCache(kv.data.data_ptr(), *shape, KV_FORMATS[kv.stored_dtype], kv.sides)
 
 
 def attend(
@@ -162,7 +164,7 @@ def plan_items(
     return np.stack([*columns, np.full(len(head), kv_heads // count)], axis=1)
 
 
-def _checked_tables(batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+def checked_tables(batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
     """The block tables, of which every entry that is read lies in the cache."""
     tables = batch.block_tables.contiguous()
     longest = max(batch.context_lens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.ops.cpu import attention, experts, layer, linear, quantize, rows, sampling
+from quire.ops.cpu import attention, experts, latent, layer, linear, quantize, rows, sampling
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
 from quire.ops.experts import Experts, HeadProducts, Routing
@@ -32,7 +32,7 @@ class CpuKernels(Kernels):
 
     def __init__(self, isa: str) -> None:
         self.name = isa
-        modules = (attention, experts, layer, linear, quantize, rows, sampling)
+        modules = (attention, experts, latent, layer, linear, quantize, rows, sampling)
         self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})
         self._scratch = Scratch()  # of one product
         self._workspace = Scratch()  # of one layer, or of its experts
@@ -95,6 +95,26 @@ class CpuKernels(Kernels):
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
         return experts.CpuHeads(self._lib, products, self._scratch)
+
+    def store_latent(
+        self,
+        compressed: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> None:
+        latent.store_latent(self._lib, compressed, norm, eps, tables, kv, batch, layer)
+
+    def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return latent.rotate_interleaved(self._lib, x, tables)
+
+    def attend_latent(
+        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
+    ) -> torch.Tensor:
+        return latent.attend(self._lib, q, kv, batch, layer, scale, width)
 
     def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
         return sampling.finite_rows(self._lib, x)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from quire.ops.experts import Experts, HeadProducts, Routing
 from quire.ops.kernels import HeadNorm, Kernels
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
@@ -14,8 +15,7 @@ from quire.ops.logit_edits import Edits
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
-from quire.ops.triton import attention, cache, linear, rows, sampling
-
+from quire.ops.triton import attention, cache, experts, latent, linear, rows, sampling
 
 VERSION = 1
 """Grows with every change of a kernel's bits."""
@@ -106,6 +106,41 @@ class TritonKernels(Kernels):
         self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
     ) -> torch.Tensor:
         return attention.attend(q, kv, batch, layer, scale, window, self.deterministic)
+
+    # -- mixture of experts --------------------------------------------------------------------------------
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return experts.route(logits, routing, bias)
+
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+        return experts.GroupedExperts(gate_up, down)
+
+    def heads(self, products: Sequence[Product]) -> HeadProducts:
+        return experts.GroupedHeads(products)
+
+    # -- latent attention ----------------------------------------------------------------------------------
+
+    def store_latent(
+        self,
+        compressed: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> None:
+        latent.store_latent(compressed, norm, eps, tables, kv, batch, layer)
+
+    def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return latent.rotate_interleaved(x, tables)
+
+    def attend_latent(
+        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
+    ) -> torch.Tensor:
+        return latent.attend_latent(q, kv, batch, layer, scale, width)
 
     # -- sampling ------------------------------------------------------------------------------------------
 

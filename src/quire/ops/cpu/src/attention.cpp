@@ -10,27 +10,13 @@
 // row cannot see changes none of its numbers, so it does not matter which of them are left out.
 #include <omp.h>
 
-#include "attention_pack.h"
+#include "attention_math.h"
 
 namespace quire {
 namespace {
 
-// Rows and vectors of accumulators of the products: what fits into the registers. Does not change bits.
-#if defined(__AVX512F__)
-constexpr int ROWS = 6, VECTORS = 4;
-#elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int ROWS = 6, VECTORS = 1;
-#else
-constexpr int ROWS = 3, VECTORS = 1;
-#endif
-
 // Up to so many rows, two heads take turns at a tile, so that longer runs of memory are read. Does not change bits.
 constexpr int64_t FEW_ROWS = 8;
-
-// Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN.
-constexpr float LOWEST = std::numeric_limits<float>::lowest();
-
-constexpr float LOG2_E = 1.44269504f;
 
 }  // namespace
 
@@ -45,57 +31,6 @@ struct AttentionStep {
 };
 
 namespace {
-
-// -- products ---------------------------------------------------------------------------------------------------
-
-// Where a product's numbers lie; `a` and `b` in lanes, b in panels of [depth, 16].
-template <class Lane>
-struct Operands {
-    const Lane* a;
-    int64_t a_stride;
-    const Lane* b;
-    int64_t b_stride;  // of a panel
-    int64_t depth;
-    float* c;
-    int64_t c_stride;
-    const float* factor;  // of each row of c
-};
-
-// c = c * factor + a b (MERGE), or c = a b, for a [R, depth] and V panels of b.
-template <class L, bool MERGE, int R, int V>
-void product(const Operands<typename L::lane>& o) {
-    typedef float Sum __attribute__((vector_size(WIDTH)));
-    constexpr int PARTS = 64 / WIDTH, SIZE = LANES / PARTS;
-    Sum sum[R][V * PARTS];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V * PARTS; v++) {
-            sum[r][v] = Sum{};
-            if (!MERGE) continue;
-            std::memcpy(&sum[r][v], o.c + r * o.c_stride + v * SIZE, sizeof(Sum));
-            sum[r][v] *= o.factor[r];
-        }
-    for (int64_t d = 0; d < o.depth; d++) {
-        typename L::part b[V * PARTS];
-        for (int v = 0; v < V * PARTS; v++)
-            std::memcpy(&b[v], o.b + v / PARTS * o.b_stride + d * LANES + v % PARTS * SIZE, sizeof b[v]);
-        for (int r = 0; r < R; r++) {
-            const typename L::part a = typename L::part{} + o.a[r * o.a_stride + d];
-            for (int v = 0; v < V * PARTS; v++) sum[r][v] = L::dot(sum[r][v], a, b[v]);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V * PARTS; v++) std::memcpy(o.c + r * o.c_stride + v * SIZE, &sum[r][v], sizeof(Sum));
-}
-
-// The product for a number of rows and vectors known only now, at most R and V.
-template <class L, bool MERGE, int R = ROWS, int V = VECTORS>
-void multiply(int64_t rows, int64_t vectors, const Operands<typename L::lane>& o) {
-    if constexpr (R > 1)
-        if (rows < R) return multiply<L, MERGE, R - 1, V>(rows, vectors, o);
-    if constexpr (V > 1)
-        if (vectors < V) return multiply<L, MERGE, R, V - 1>(rows, vectors, o);
-    product<L, MERGE, R, V>(o);
-}
 
 // -- an item ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +146,7 @@ struct Item {
         each_block(tile, [&](int64_t r, int64_t n, Groups g) {
             for (int64_t i = r; i < r + n; i++) softmax(tile, i, state + i, g);
         });
-        pack_values<L, S>(source, ahead, seen.first, seen.end, scratch.tile);
+        pack_values<L, S>(source, ahead, seen.first, seen.end, step.kv.head_dim, scratch.tile);
         multiply_values(tile, state);
     }
 
@@ -258,42 +193,17 @@ struct Item {
     void softmax(int64_t tile, int64_t r, int64_t state, Groups g) {
         const int64_t position = position_of(r), at = position - tile * KEY_TILE;
         const int64_t from = first_seen(position) - tile * KEY_TILE;
-        if (from <= 0 && at >= KEY_TILE - 1)
-            softmax<true>(r, state, {0, GROUPS}, 0, KEY_TILE);
-        else
-            softmax<false>(r, state, g, int32_t(std::max<int64_t>(from, 0)), int32_t(std::min<int64_t>(at + 1, KEY_TILE)));
-    }
-
-    // The same for a row that sees the keys from .. end - 1 of the tile; WHOLE: all of them, a number known here.
-    template <bool WHOLE>
-    void softmax(int64_t r, int64_t state, Groups g, int32_t from, int32_t end) {
-        const int64_t first = WHOLE ? 0 : g.first, stop = WHOLE ? GROUPS : g.end;
-        auto seen = [&](int64_t group, f32x16 v, float hidden) {
-            if (WHOLE) return v;
-            constexpr i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-            const i32x16 key = lanes + int32_t(group * LANES);
-            return select(less(key, splat(end)) & ~less(key, splat(from)), v, splat(hidden));
-        };
         const float* scores = scratch.scores + r * KEY_TILE;
-        f32x16 highest = splat(scratch.top[state]), score[GROUPS];
-        for (int64_t i = first; i < stop; i++) {
-            f32x16 s = load(scores + i * LANES) * (step.scale * LOG2_E);
-            if constexpr (is_code<S>) s *= load(scratch.tile.key_scales + i * LANES);
-            score[i] = seen(i, s, -std::numeric_limits<float>::infinity());
-            highest = max(highest, score[i]);
-        }
-        const float top = largest_of(highest), shrink = exp2_of_negative(splat(scratch.top[state] - top))[0];
-        f32x16 total = {};
-        for (int64_t i = first; i < stop; i++) {
-            f32x16 weight = exp2_of_negative(score[i] - top);
-            total += weight;
-            // What hides a score hides a scale too, which may be NaN where no one has written it.
-            if constexpr (is_code<S>) weight = seen(i, weight * load(scratch.tile.value_scales + i * LANES), 0.0f);
-            L::store_weights(scratch.weights + (r * KEY_TILE + i * LANES) / L::NUMBERS, weight);
-        }
-        scratch.total[state] = scratch.total[state] * shrink + total;
-        scratch.top[state] = top;
-        scratch.shrink[r] = shrink;
+        typename L::lane* weights = scratch.weights + r * KEY_TILE / L::NUMBERS;
+        float& top = scratch.top[state];
+        f32x16& total = scratch.total[state];
+        if (from <= 0 && at >= KEY_TILE - 1)
+            scratch.shrink[r] = softmax_row<L, S, true>(scores, step.scale, scratch.tile, {0, GROUPS}, 0, KEY_TILE,
+                                                        weights, top, total);
+        else
+            scratch.shrink[r] = softmax_row<L, S, false>(
+                scores, step.scale, scratch.tile, g, int32_t(std::max<int64_t>(from, 0)),
+                int32_t(std::min<int64_t>(at + 1, KEY_TILE)), weights, top, total);
     }
 };
 
@@ -314,17 +224,6 @@ void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stri
         }
     }
 }
-
-template <class T>
-struct LanesOf {
-    using type = FloatLanes;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct LanesOf<bf16> {
-    using type = PairLanes;
-};
-#endif
 
 template <class T>
 void attend(const AttentionStep& step, int64_t layer, const void* q, int64_t q_stride, void* out) {

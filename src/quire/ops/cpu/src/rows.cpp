@@ -145,6 +145,23 @@ struct Rotation {
     }
 };
 
+// -- latent attention ---------------------------------------------------------------------------------------------
+
+// Turns dimension 2i with dimension 2i + 1.
+template <class T>
+void turn_pairs(const T* x, const float* cos, const float* sin, T* out, int64_t size) {
+    constexpr i32x16 partner = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    constexpr i32x16 twice = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
+    constexpr i32x16 sign = i32x16{1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0} << 31;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int64_t left = std::min<int64_t>(size - i, LANES);
+        const f32x16 v = load_some(x + i, left), c = __builtin_shuffle(load_some(cos + i / 2, left / 2), twice);
+        const f32x16 s = __builtin_shuffle(load_some(sin + i / 2, left / 2), twice);
+        const f32x16 turned = __builtin_shuffle(v, partner) * bits_of<f32x16>(bits_of<i32x16>(s) ^ sign);
+        store_some(out + i, v * c + turned, left);
+    }
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -209,4 +226,38 @@ QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, void* qkv, void* queries
         for_each(tokens * all, kv->head_dim, [=](int64_t i) { step.head(i / all, i % all); });
     });
     return 0;
+}
+
+// Normalizes the first `latent` numbers of each row of x (`stride` numbers apart), turns the others, and stores the
+// result, which is left in `rows` [tokens, kv->head_dim] too, in layer `layer` of the cache. Returns 1, and does
+// nothing, where a slot is outside the cache's `blocks`.
+QUIRE_API int32_t quire_store_latent(int32_t dtype, const void* x, int64_t stride, const void* weight, float eps,
+                                     const float* cos, const float* sin, void* rows, const int64_t* slots,
+                                     int64_t tokens, int64_t latent, int64_t layer, int64_t blocks, const KvCache* kv) {
+    if (!within(slots, tokens, blocks * kv->block_size)) return 1;
+    const int64_t size = kv->head_dim, rope = size - latent;
+    with_type(dtype, [=](auto* type) {
+        using T = decltype(type);
+        for_each(tokens, size, [=](int64_t token) {
+            const T from = (T)x + token * stride, row = (T)rows + token * size;
+            rms_norm_row(from, (T)weight, row, latent, eps);
+            turn_pairs(from + latent, cos + token * (rope / 2), sin + token * (rope / 2), row + latent, rope);
+            store_kv_row(*kv, slots[token], layer, 0, KEYS, row);
+        });
+    });
+    return 0;
+}
+
+// x [tokens, heads, rope], whose tokens and heads lie `token_stride` and `head_stride` numbers apart, turned.
+QUIRE_API void quire_rotate_interleaved(int32_t dtype, const void* x, int64_t token_stride, int64_t head_stride,
+                                        const float* cos, const float* sin, void* out, int64_t tokens, int64_t heads,
+                                        int64_t rope) {
+    with_type(dtype, [=](auto* type) {
+        using T = decltype(type);
+        for_each(tokens * heads, rope, [=](int64_t i) {
+            const int64_t token = i / heads, at = token * (rope / 2);
+            turn_pairs((T)x + token * token_stride + i % heads * head_stride, cos + at, sin + at, (T)out + i * rope,
+                       rope);
+        });
+    });
 }

@@ -1,0 +1,205 @@
+"""Latent attention over the paged cache, in C++: see latent.cpp; the store and the rotation: see rows.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops.cpu.attention import CCache, checked_tables, describe
+from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
+from quire.ops.kv_cache import KVCache
+from quire.ops.ragged import RaggedBatch
+
+PROTOTYPES: dict[str, Prototype] = {
+    "latent_scratch_bytes": (I64, (POINTER,)),
+    "attend_latent": (None, (POINTER, I64, POINTER, I64, POINTER)),
+    "store_latent": (
+        I32,
+        (I32, POINTER, I64, POINTER, F32, POINTER, POINTER, POINTER, POINTER, I64, I64, I64, I64, POINTER),
+    ),
+    "rotate_interleaved": (None, (I32, POINTER, I64, I64, POINTER, POINTER, POINTER, I64, I64, I64)),
+}
+
+ROW_TILE = 64
+"""Most rows (tokens times heads) of an item of work. Does not change bits."""
+
+ITEMS_A_THREAD = 2
+"""At least so many items a thread, as far as the context has splits. Does not change bits."""
+
+SPLIT = 512
+"""Keys of a split, a multiple of `KEY_TILE` of attention_pack.h. Changing it changes bits."""
+
+
+class CStep(ctypes.Structure):
+    """`LatentStep` of latent.cpp."""
+
+    _fields_ = (
+        ("kv", CCache),
+        *((name, I64) for name in ("dtype", "heads", "latent", "split", "table_width", "items", "merges")),
+        *((name, I64) for name in ("most_rows", "threads", "scratch_bytes")),
+        *((name, POINTER) for name in ("tables", "item", "merge", "scratch", "left")),
+        ("scale", F32),
+    )
+
+
+class Step:
+    """A step's latent attention as C++ needs it, made once for all layers.
+
+    Attributes:
+        pointer: of `LatentStep`. Valid while this object and the cache live.
+    """
+
+    def __init__(
+        self,
+        lib: Library,
+        heads: int,
+        latent: int,
+        dtype: torch.dtype,
+        scale: float,
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> None:
+        if dtype != kv.dtype or kv.kv_heads != 1 or kv.sides != 1:
+            raise ValueError(f"latent queries in {dtype} need a cache of one plane a layer in {dtype}, not {kv.dtype}")
+        threads = torch.get_num_threads()
+        self.items, self.merges, left = plan(batch.row_starts, batch.context_lens, heads, threads)
+        self.tables = checked_tables(batch, kv)
+        self.struct = CStep(
+            kv=describe(kv),
+            dtype=DTYPES[dtype],
+            heads=heads,
+            latent=latent,
+            split=SPLIT,
+            table_width=self.tables.shape[1],
+            items=len(self.items),
+            merges=len(self.merges),
+            most_rows=int((self.items[:, 2] * self.items[:, 5]).max()),
+            threads=threads,
+            tables=self.tables.data_ptr(),
+            item=self.items.ctypes.data,
+            merge=self.merges.ctypes.data,
+            scale=scale,
+        )
+        self.pointer = ctypes.addressof(self.struct)
+        each = lib.latent_scratch_bytes(self.pointer)
+        state = 4 * (-(-latent // 16) * 16 + 32)  # bytes of `States` a row
+        self.scratch = torch.empty(threads * each + left * state + 64, dtype=torch.uint8)
+        self.struct.scratch_bytes = each
+        self.struct.scratch = -(-self.scratch.data_ptr() // 64) * 64
+        self.struct.left = self.struct.scratch + threads * each
+
+
+def attend(
+    lib: Library, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
+) -> torch.Tensor:
+    """See `latent.latent_attention`.
+
+    Raises:
+        ValueError: the queries or the batch do not fit the cache.
+    """
+    tokens, heads, size = q.shape
+    if not (0 <= layer < kv.layers and size == kv.head_dim and tokens == batch.row_starts[-1]):
+        raise ValueError(
+            f"queries [{tokens}, {heads}, {size}] for layer {layer} do not fit a batch of {batch.row_starts[-1]} "
+            f"rows and a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
+        )
+    if not 1 <= width <= size:
+        raise ValueError(f"values of {width} numbers do not lie in a row of {size}")
+    if q.stride(2) != 1 or q.stride(1) != size:
+        q = q.contiguous()
+    key = ("attend_latent", heads, width, q.dtype, scale, id(kv))
+    step = batch.once(key, lambda: Step(lib, heads, width, q.dtype, scale, kv, batch))
+    out = q.new_empty(tokens, heads, width)
+    lib.attend_latent(step.pointer, layer, q.data_ptr(), q.stride(0), out.data_ptr())
+    return out
+
+
+def plan(
+    row_starts: list[int], context_lens: list[int], heads: int, threads: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+    """Items of work [items, 9] and merges [merges, 6], with the fields of `LatentItem` and `LatentMerge` in latent.cpp,
+    and how many states of rows the items leave in memory.
+
+    A row tile is one item, unless it alone would keep the other threads waiting: then several items share its splits.
+    The longest come first, so that the threads end together.
+    """
+    starts, context = np.array(row_starts), np.array(context_lens)
+    lengths = np.diff(starts)
+    groups = -(-heads // ROW_TILE)
+    group = -(-heads // groups)  # heads of a row tile; the last may have fewer
+    tile_tokens = max(1, ROW_TILE // group)
+    tiles = -(-lengths // tile_tokens)
+    span = np.repeat(np.arange(len(lengths)), tiles)
+    offset = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * tile_tokens
+    position = (context - lengths)[span] + offset
+    tokens = np.minimum(tile_tokens, lengths[span] - offset)
+    head = np.arange(groups) * group
+    columns = [span, starts[span] + offset, tokens, position]
+    row_tiles = np.stack([*(np.repeat(c, groups) for c in columns), np.tile(head, len(span))], axis=1)
+    count = np.minimum(group, heads - row_tiles[:, 4])  # heads
+    rows, splits = row_tiles[:, 2] * count, -(-(row_tiles[:, 3] + row_tiles[:, 2]) // SPLIT)
+    share = np.maximum(1, (rows * splits).sum() // (ITEMS_A_THREAD * threads * rows))  # splits of an item
+    parts = -(-splits // share)
+    kept = np.where(parts > 1, rows * splits, 0)  # states of rows that lie in memory
+    left = np.cumsum(kept) - kept
+    merges = np.column_stack([row_tiles[:, [1, 2, 4]], count, splits, left])[parts > 1]
+    tile = np.repeat(np.arange(len(parts)), parts)
+    first = (np.arange(len(tile)) - (np.cumsum(parts) - parts)[tile]) * share[tile]
+    number = np.minimum(share[tile], splits[tile] - first)
+    at = np.where(parts[tile] > 1, left[tile] + first * rows[tile], -1)
+    items = np.column_stack([row_tiles[tile], count[tile], first, number, at])
+    order = np.argsort(-rows[tile] * number, kind="stable")
+    return np.ascontiguousarray(items[order]), np.ascontiguousarray(merges), int(kept.sum())
+
+
+def store_latent(
+    lib: Library,
+    compressed: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    kv: KVCache,
+    batch: RaggedBatch,
+    layer: int,
+) -> None:
+    """See `latent.store_latent`.
+
+    Raises:
+        ValueError: the rows do not fit the cache.
+        IndexError: a slot outside the cache.
+    """
+    tokens, size = compressed.shape
+    cos, sin = (table.contiguous() for table in tables)
+    if size != kv.head_dim or size - len(norm) != 2 * cos.shape[1] or not 0 <= layer < kv.layers:
+        raise ValueError(
+            f"rows of {size} numbers, {len(norm)} of them normalized and {2 * cos.shape[1]} turned, for layer {layer} "
+            f"do not fit a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
+        )
+    if compressed.stride(1) != 1:
+        compressed = compressed.contiguous()
+    rows = compressed.new_empty(tokens, size)
+    slots, cache = batch.once(("store_latent", id(kv)), lambda: (batch.slots.contiguous(), describe(kv)))
+    outside = lib.store_latent(
+        *(DTYPES[compressed.dtype], compressed.data_ptr(), compressed.stride(0), norm.data_ptr(), eps),
+        *(cos.data_ptr(), sin.data_ptr(), rows.data_ptr(), slots.data_ptr()),
+        *(tokens, len(norm), layer, kv.num_blocks, ctypes.byref(cache)),
+    )
+    if outside:
+        raise IndexError(f"slots from {int(slots.min())} to {int(slots.max())}; the cache has {kv.num_blocks} blocks")
+
+
+def rotate_interleaved(lib: Library, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """See `latent.rotate_interleaved`."""
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    tokens, heads, rope = x.shape
+    cos, sin = (table.contiguous() for table in tables)
+    out = x.new_empty(tokens, heads, rope)
+    lib.rotate_interleaved(
+        *(DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(1), cos.data_ptr(), sin.data_ptr()),
+        *(out.data_ptr(), tokens, heads, rope),
+    )
+    return out

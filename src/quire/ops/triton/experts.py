@@ -1,0 +1,574 @@
+"""Mixture of experts: which experts tokens go to, all experts of a layer at once, and products of heads.
+
+A token and one of its experts are a **pair**: pair `t * top_k + p` is token t's expert at place p. A call orders the
+pairs by expert and cuts them into **row tiles**, of which none has rows of two experts, so an expert that no token
+chose costs nothing. How many row tiles there are is known on the device alone: launches have as many programs as any
+choice could need, and those behind the last tile end at once.
+
+A row's sum goes through all inputs in ascending order, in tiles of the shapes of `linear_dense`, whatever else is in
+them, so its bits depend on nothing but the row. Weights lie where they are, and kernels find them by their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.experts import TINY, Routing
+from quire.ops.linear import Product
+from quire.ops.triton.linear import VendorProduct
+from quire.ops.triton.linear_chunks import PROGRAMS, checked, place_of
+from quire.ops.triton.linear_dense import EXACT, SHORT, TALL, DenseProduct, Tile, one_instruction
+
+ALIGNMENT = 16
+"""Bytes: loads of that width are what kernels take from an address."""
+PAIRS = 1024
+"""That a program which orders them reads at once: 8 a thread."""
+PART = 1024
+"""Numbers of a token that a program adds up: 8 a thread."""
+LAST_KEY = tl.constexpr(-(2**63))
+"""Below the key of any score: see `_keys`."""
+
+
+# -- routing -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys(scores, places):
+    """Numbers that order scores as they are ordered, and of equal scores the lowest place first, int64.
+
+    Higher ones come first; all differ. What is not a number comes before all else, as in torch's sort.
+    """
+    scores = tl.where(scores == scores, scores, float("inf"))
+    bits = scores.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative numbers ascend as the numbers descend
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)
+
+
+@triton.jit
+def _place_of_key(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@triton.jit
+def _kept_groups(ranks, there, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
+    """Whether each group of ranks [groups, experts] stays: [groups]."""
+    group, within = tl.arange(0, ranks.shape[0]), tl.arange(0, ranks.shape[1])[None, :]
+    keys = tl.where(there, _keys(ranks, within), LAST_KEY)
+    best = tl.max(keys, 1)
+    score = tl.max(tl.where(keys == best[:, None], ranks, float("-inf")), 1)
+    if TOP2:
+        score += tl.max(tl.where(keys == best[:, None], float("-inf"), ranks), 1)
+    keys = tl.where(group < GROUPS, _keys(score, group), LAST_KEY)
+    for _ in tl.static_range(TOP_GROUPS):
+        keys = tl.where(keys == tl.max(keys, 0), LAST_KEY, keys)
+    return (group < GROUPS) & (keys == LAST_KEY)
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    bias,
+    ids,
+    weights,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    TINY: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+):
+    """One token; experts lie as [groups, experts of a group]."""
+    row = tl.program_id(0).to(tl.int64)
+    group, within = tl.arange(0, GROUPS_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]
+    there = (group < GROUPS) & (within < SIZE)
+    expert = group * SIZE + within
+    logits += row * GROUPS * SIZE
+    x = tl.load(logits + expert, mask=there, other=float("-inf")).to(tl.float32)
+    highest = tl.max(x)
+    total = tl.sum(tl.exp(x - highest))
+    ranks = _score(x, highest, total, SIGMOID)
+    if bias is not None:
+        ranks += tl.load(bias + expert, mask=there, other=0.0)
+    ranks = tl.where(there, tl.where(ranks == ranks, ranks, float("inf")), float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        kept = _kept_groups(ranks, there, GROUPS, TOP_GROUPS, TOP2)
+        ranks = tl.where(kept[:, None], ranks, float("-inf"))
+
+    keys = tl.where(there, _keys(ranks, expert), LAST_KEY)
+    place = tl.arange(0, TOP_K_BLOCK)
+    chosen = tl.full((TOP_K_BLOCK,), GROUPS * SIZE, tl.int64)
+    for number in tl.static_range(TOP_K):
+        key = tl.max(keys)
+        keys = tl.where(keys == key, LAST_KEY, keys)
+        chosen = tl.where(place == number, _place_of_key(key), chosen)
+    chosen = tl.sort(chosen)
+    x = tl.load(logits + chosen, mask=place < TOP_K, other=0.0).to(tl.float32)
+    scores = _score(x, highest, total, SIGMOID)
+    if NORMALIZE:
+        total = tl.sum(tl.where(place == 0, scores, 0.0))
+        for number in tl.static_range(1, TOP_K):  # in the order of `experts.route`
+            total += tl.sum(tl.where(place == number, scores, 0.0))
+        scores = tl.div_rn(scores, tl.zeros((TOP_K_BLOCK,), tl.float32) + (total + TINY))
+    tl.store(ids + row * TOP_K + place, chosen, mask=place < TOP_K)
+    tl.store(weights + row * TOP_K + place, scores * SCALE, mask=place < TOP_K)
+
+
+@triton.jit
+def _score(x, highest, total, SIGMOID: tl.constexpr):
+    """Of logits x, whose row has this highest one and sum of powers."""
+    if SIGMOID:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+    return tl.div_rn(tl.exp(x - highest), tl.zeros(x.shape, tl.float32) + total)
+
+
+def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Kernels.route`. Experts are valid and differ whatever the logits: rows of padding may hold anything."""
+    logits = logits.contiguous()
+    ids = logits.new_empty(len(logits), routing.top_k, dtype=torch.int64)
+    weights = logits.new_empty(len(logits), routing.top_k, dtype=torch.float32)
+    if len(logits) == 0:
+        return ids, weights
+    size = routing.num_experts // routing.groups
+    _route_kernel[(len(logits),)](
+        logits,
+        bias,
+        ids,
+        weights,
+        SIGMOID=routing.scoring == "sigmoid",
+        GROUPS=routing.groups,
+        SIZE=size,
+        TOP_GROUPS=routing.top_groups,
+        TOP2=routing.group_score == "top2",
+        TOP_K=routing.top_k,
+        NORMALIZE=routing.normalize,
+        SCALE=routing.scale,
+        TINY=TINY,
+        GROUPS_BLOCK=triton.next_power_of_2(routing.groups),
+        SIZE_BLOCK=triton.next_power_of_2(size),
+        TOP_K_BLOCK=max(2, triton.next_power_of_2(routing.top_k)),
+        num_warps=1,  # which finds a maximum without shared memory
+        enable_fp_fusion=False,
+    )
+    return ids, weights
+
+
+# -- weights, and the loop that all products share -----------------------------------------------------------
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where tensors lie, [tensors] int64, on their device. Whoever keeps this keeps the tensors too.
+
+    Raises:
+        ValueError: they differ in shape or type.
+    """
+    first = tensors[0]
+    if {(tensor.shape, tensor.dtype) for tensor in tensors} != {(first.shape, first.dtype)}:
+        raise ValueError(f"the weights differ: {[(tensor.dtype, list(tensor.shape)) for tensor in tensors]}")
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=first.device)
+
+
+class Weights:
+    """Weights of one shape, each where it lies.
+
+    Args:
+        products: made by `linear.pack`, without biases.
+
+    Attributes:
+        out_features, in_features, dtype: of each.
+        addresses: [weights] int64, on their device.
+
+    Raises:
+        ValueError: the products are of other kinds, or differ.
+    """
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._tensors = [_aligned(_weight(product)) for product in products]
+        self.addresses = addresses_of(self._tensors)
+        self.out_features, self.in_features = self._tensors[0].shape
+        self.dtype, self.device = self._tensors[0].dtype, self._tensors[0].device
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def tiles(self) -> tuple[Tile, Tile]:
+        """Those for few rows and for many, which give the same bits: see `linear_dense`."""
+        short, tall = (EXACT, EXACT) if self.dtype == torch.float32 else (SHORT, TALL)
+        return short, tall if one_instruction(self.device) else short
+
+
+def _weight(product: Product) -> torch.Tensor:
+    if not isinstance(product, DenseProduct | VendorProduct):
+        raise ValueError(f"a product is a {type(product).__name__}, where all others are dense")
+    if product._bias is not None:
+        raise ValueError("experts and heads have no biases")
+    return product._weight
+
+
+def _aligned(weight: torch.Tensor) -> torch.Tensor:
+    """The weight where it lies, or a copy if kernels cannot read that with their widest loads."""
+    return weight if weight.data_ptr() % ALIGNMENT == 0 else weight.clone()
+
+
+@triton.jit
+def pointer_at(addresses, number, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Pointer to one of the tensors of `addresses_of`."""
+    address = tl.multiple_of(tl.load(addresses + number), ALIGNMENT)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), ALIGNMENT)
+
+
+@triton.jit
+def _multiply(
+    x_tile,
+    weight_tile,
+    rows_there,
+    outputs_there,
+    in_features,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """The sums over all inputs, in ascending order, fp32 [ROWS, OUTPUTS].
+
+    Args:
+        x_tile, weight_tile: pointers [ROWS, 1] and [1, OUTPUTS] to rows of x and of the weight.
+        rows_there, outputs_there: which of them exist.
+    """
+    k = tl.arange(0, INPUTS)
+    x_tile += k[None, :]
+    weight_tile += k[:, None]
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, in_features, INPUTS):
+        if EVEN:
+            a = tl.load(x_tile, mask=rows_there, other=0.0)
+            b = tl.load(weight_tile, mask=outputs_there, other=0.0)
+        else:
+            inside = k < in_features - start
+            a = tl.load(x_tile, mask=rows_there & inside[None, :], other=0.0)
+            b = tl.load(weight_tile, mask=outputs_there & inside[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        x_tile += INPUTS
+        weight_tile += INPUTS
+    return total
+
+
+# -- experts -------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _order_kernel(
+    ids, order, tile_table, pairs, tiles, experts, BINS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """One expert: its pairs in ascending order, behind those of the experts before it, and its row tiles.
+
+    tile_table: [tiles, 3], expert, first row and the row behind the expert's last; zeros where there is no tile.
+    """
+    expert = tl.program_id(0)
+    at = tl.arange(0, PAIRS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, pairs, PAIRS):
+        there = at < pairs - start
+        counts += tl.histogram(tl.load(ids + start + at, mask=there, other=0).to(tl.int32), BINS, mask=there)
+    bins = tl.arange(0, BINS)
+    tiles_of = (counts + ROWS - 1) // ROWS
+    row = tl.sum(tl.where(bins < expert, counts, 0))
+    end = row + tl.sum(tl.where(bins == expert, counts, 0))
+    tile = tl.sum(tl.where(bins < expert, tiles_of, 0))
+    last = tl.where(expert == experts - 1, tiles, tile + (end - row + ROWS - 1) // ROWS)
+    for start in range(tile, last, PAIRS):
+        first = row + (start - tile + at) * ROWS
+        there, real = start + at < last, first < end
+        entry = tile_table + (start + at) * 3
+        tl.store(entry, tl.where(real, expert, 0), mask=there)
+        tl.store(entry + 1, tl.where(real, first, 0), mask=there)
+        tl.store(entry + 2, tl.where(real, end, 0), mask=there)
+    if row < end:
+        for start in range(0, pairs, PAIRS):
+            mine = tl.load(ids + start + at, mask=at < pairs - start, other=-1) == expert
+            tl.store(order + row + tl.cumsum(mine.to(tl.int32), 0) - 1, start + at, mask=mine)
+            row += tl.sum(mine.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _gate_up_kernel(
+    x,
+    addresses,
+    order,
+    tile_table,
+    inner,
+    tiles,
+    hidden,
+    intermediate,
+    TOP_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """A tile of `silu(gate) * up`, inner [pairs, intermediate] in the order of `order`.
+
+    Columns of the product are by turns of gate and of up, so that a thread has both of what it multiplies.
+    """
+    tile, out_tile = place_of(tl.program_id(0), tiles, tl.cdiv(intermediate, OUTPUTS // 2), 1)
+    first, end = tl.load(tile_table + tile * 3 + 1), tl.load(tile_table + tile * 3 + 2)
+    if first >= end:
+        return
+    m = first + tl.arange(0, ROWS)
+    token = tl.load(order + m, mask=m < end, other=0) // TOP_K
+    column = tl.arange(0, OUTPUTS)
+    n = out_tile * (OUTPUTS // 2) + column // 2
+    weight_row = (n + column % 2 * intermediate).to(tl.int64)
+    weight = pointer_at(addresses, tl.load(tile_table + tile * 3), x.dtype.element_ty, ALIGNMENT)
+    x_tile = x + token.to(tl.int64)[:, None] * hidden
+    weight_tile = weight + weight_row[None, :] * hidden
+    there = (m < end)[:, None]
+    total = _multiply(x_tile, weight_tile, there, (n < intermediate)[None, :], hidden, EVEN, ROWS, OUTPUTS, INPUTS)
+
+    dtype: tl.constexpr = inner.dtype.element_ty  # what the reference rounds is rounded here
+    gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
+    n = (out_tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2))[None, :]
+    tl.store(inner + m.to(tl.int64)[:, None] * intermediate + n, (silu * up).to(dtype), mask=there & (n < intermediate))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _down_kernel(
+    inner,
+    addresses,
+    order,
+    tile_table,
+    weights,
+    parts,
+    tiles,
+    hidden,
+    intermediate,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """A tile of the down product times the pairs' weights, to where the pairs belong: parts [pairs, hidden] fp32."""
+    tile, out_tile = place_of(tl.program_id(0), tiles, tl.cdiv(hidden, OUTPUTS), 1)
+    first, end = tl.load(tile_table + tile * 3 + 1), tl.load(tile_table + tile * 3 + 2)
+    if first >= end:
+        return
+    m = first + tl.arange(0, ROWS)
+    n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
+    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    weight = pointer_at(addresses, tl.load(tile_table + tile * 3), inner.dtype.element_ty, ALIGNMENT)
+    x_tile = inner + m.to(tl.int64)[:, None] * intermediate
+    weight_tile = weight + n.to(tl.int64) * intermediate
+    there = (m < end)[:, None]
+    total = _multiply(x_tile, weight_tile, there, n < hidden, intermediate, EVEN, ROWS, OUTPUTS, INPUTS)
+    total *= tl.load(weights + pair, mask=m < end, other=0.0)[:, None]
+    tl.store(parts + pair[:, None] * hidden + n, total, mask=there & (n < hidden))
+
+
+@triton.jit
+def _add_places_kernel(parts, out, hidden, TOP_K: tl.constexpr, PART: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * PART + tl.arange(0, PART)
+    parts += token * TOP_K * hidden + n
+    total = tl.load(parts, mask=n < hidden, other=0.0)
+    for place in tl.static_range(1, TOP_K):
+        total += tl.load(parts + place * hidden, mask=n < hidden, other=0.0)
+    tl.store(out + token * hidden + n, total.to(out.dtype.element_ty), mask=n < hidden)
+
+
+def ordered(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of ids [tokens, top_k] ordered by expert, and the tiles of `rows` rows into which they are cut.
+
+    Returns:
+        (pairs [tokens * top_k] int32, table [tiles, 3] int32: see `_order_kernel`).
+    """
+    ids, pairs = ids.contiguous(), ids.numel()
+    chosen = min(experts, pairs)  # at most
+    tiles = (pairs + chosen * (rows - 1)) // rows
+    order = ids.new_empty(pairs, dtype=torch.int32)
+    tile_table = ids.new_empty(tiles, 3, dtype=torch.int32)
+    bins = max(32, triton.next_power_of_2(experts))  # one a thread of a warp, at least
+    _order_kernel[(experts,)](
+        ids, order, tile_table, pairs, tiles, experts, BINS=bins, ROWS=rows, PAIRS=PAIRS, enable_fp_fusion=False
+    )
+    return order, tile_table
+
+
+def add_places(parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out [tokens, hidden]: parts [tokens * top_k, hidden] fp32 of each token, added in ascending order of places."""
+    tokens, hidden = out.shape
+    grid = (tokens, triton.cdiv(hidden, PART))
+    _add_places_kernel[grid](parts, out, hidden, TOP_K=len(parts) // tokens, PART=PART, enable_fp_fusion=False)
+    return out
+
+
+class GroupedExperts:
+    """All experts of a layer in four launches: an `Experts`.
+
+    Args:
+        gate_up, down: one dense product of either kind an expert, without biases.
+
+    Raises:
+        ValueError: a product is not dense or has a bias, or the experts differ.
+    """
+
+    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product]) -> None:
+        self._gate_up, self._down = Weights(gate_up), Weights(down)
+        self._hidden, self._intermediate = self._gate_up.in_features, self._down.in_features
+        found = (len(self._down), self._down.out_features, self._down.dtype, self._gate_up.out_features)
+        if found != (len(self._gate_up), self._hidden, self._gate_up.dtype, 2 * self._intermediate):
+            raise ValueError("the experts' gate and up do not fit their down")
+        self._short, self._tall = self._gate_up.tiles()
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `Experts`."""
+        x, _ = checked(x, self._hidden, (self._gate_up.dtype,), None)
+        out = torch.empty_like(x)
+        if len(x) == 0:
+            return out
+        tile = self._tall if ids.numel() >= len(self._gate_up) * self._tall.rows else self._short
+        order, tile_table = ordered(ids, len(self._gate_up), tile.rows)
+        inner = self._launch_gate_up(x, order, tile_table, ids.shape[1], tile)
+        parts = self._launch_down(inner, order, tile_table, weights.contiguous(), tile)
+        return add_places(parts, out)
+
+    def _launch_gate_up(
+        self, x: torch.Tensor, order: torch.Tensor, tile_table: torch.Tensor, top_k: int, tile: Tile
+    ) -> torch.Tensor:
+        inner = x.new_empty(len(order), self._intermediate)
+        _gate_up_kernel[(len(tile_table) * triton.cdiv(self._intermediate, tile.outputs // 2),)](
+            x,
+            self._gate_up.addresses,
+            order,
+            tile_table,
+            inner,
+            len(tile_table),
+            self._hidden,
+            self._intermediate,
+            TOP_K=top_k,
+            EVEN=self._hidden % tile.inputs == 0,
+            ROWS=tile.rows,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            ALIGNMENT=ALIGNMENT,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+        return inner
+
+    def _launch_down(
+        self, inner: torch.Tensor, order: torch.Tensor, tile_table: torch.Tensor, weights: torch.Tensor, tile: Tile
+    ) -> torch.Tensor:
+        parts = inner.new_empty(len(order), self._hidden, dtype=torch.float32)
+        _down_kernel[(len(tile_table) * triton.cdiv(self._hidden, tile.outputs),)](
+            inner,
+            self._down.addresses,
+            order,
+            tile_table,
+            weights,
+            parts,
+            len(tile_table),
+            self._hidden,
+            self._intermediate,
+            EVEN=self._intermediate % tile.inputs == 0,
+            ROWS=tile.rows,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            ALIGNMENT=ALIGNMENT,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+        return parts
+
+
+# -- heads ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _heads_kernel(
+    x,
+    addresses,
+    out,
+    rows,
+    stride_row,
+    stride_head,
+    in_features,
+    out_features,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    row_tile, out_tile = place_of(tl.program_id(0), rows, tl.cdiv(out_features, OUTPUTS), ROWS)
+    head = tl.program_id(1)
+    m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
+    weight = pointer_at(addresses, head, x.dtype.element_ty, ALIGNMENT)
+    x_tile = x + m * stride_row + head.to(tl.int64) * stride_head
+    weight_tile = weight + n.to(tl.int64) * in_features
+    rows_there, outputs_there = m < rows, n < out_features
+    total = _multiply(x_tile, weight_tile, rows_there, outputs_there, in_features, EVEN, ROWS, OUTPUTS, INPUTS)
+    out += (m * tl.num_programs(1) + head) * out_features + n
+    tl.store(out, total.to(out.dtype.element_ty), mask=rows_there & outputs_there)
+
+
+class GroupedHeads:
+    """A product of its own for each head, in one launch: a `HeadProducts`.
+
+    Args:
+        products: dense, without biases.
+
+    Raises:
+        ValueError: a product is quantized or has a bias, or they differ.
+    """
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._weights = Weights(products)
+        self._short, self._tall = self._weights.tiles()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `HeadProducts`."""
+        weights = self._weights
+        if x.shape[1:] != (len(weights), weights.in_features) or x.dtype != weights.dtype:
+            wanted = f"{weights.dtype} [.., {len(weights)}, {weights.in_features}]"
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; the heads take {wanted}")
+        x = x if x.stride(2) == 1 else x.contiguous()
+        out = x.new_empty(len(x), len(weights), weights.out_features)
+        if len(x) == 0:
+            return out
+        out_tiles = triton.cdiv(weights.out_features, self._short.outputs)
+        enough = triton.cdiv(len(x), self._tall.rows) * out_tiles * len(weights) >= PROGRAMS // 2
+        tile = self._tall if enough and len(x) > self._short.rows else self._short
+        _heads_kernel[(triton.cdiv(len(x), tile.rows) * out_tiles, len(weights))](
+            x,
+            weights.addresses,
+            out,
+            len(x),
+            x.stride(0),
+            x.stride(1),
+            weights.in_features,
+            weights.out_features,
+            EVEN=weights.in_features % tile.inputs == 0,
+            ROWS=tile.rows,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            ALIGNMENT=ALIGNMENT,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+        return out

@@ -1,0 +1,251 @@
+"""All experts of a layer at once, with weights in 8 or 4 bits: as in `experts`, with the products of
+`linear_quantized`, whose bits they share.
+
+A token is quantized once for all of its experts. What is between the two products is rounded to the data type of x
+and quantized anew, so gate and up are joined in a launch of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.linear import Product
+from quire.ops.triton.experts import ALIGNMENT, add_places, addresses_of, ordered, pointer_at
+from quire.ops.triton.linear_chunks import checked, place_of
+from quire.ops.triton.linear_quantized import (
+    COMPILED,
+    DTYPES,
+    FEW,
+    INT8_BLOCK,
+    OUTPUTS,
+    SOME,
+    SOME_INT4,
+    QuantizedProduct,
+    Tile,
+    _add_group,
+    _high,
+    _low,
+    quantize_rows,
+)
+from quire.ops.triton.rows import silu_mul
+
+
+@triton.jit
+def _rows_of(order, first, end, weights, TOP_K: tl.constexpr, ROWS: tl.constexpr):
+    """The rows of a tile: (which exist, where their codes are, where their results go, their pairs), [ROWS] each.
+
+    Without weights, rows are read from their tokens and left in order; with weights, it is the other product, which
+    reads rows in order and leaves them at their pairs.
+    """
+    m = (first + tl.arange(0, ROWS)).to(tl.int64)
+    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    if weights is None:
+        return m < end, pair // TOP_K, m, pair
+    return m < end, m, pair, pair
+
+
+@triton.jit
+def _finish(total, there, source, target, pair, n, row_scales, scales, weights, out, out_features):
+    """Scale sums [OUTPUTS, ROWS] as `linear_chunks.finish` does, then by the pairs' weights, and store them."""
+    there, n = there[None, :], n[:, None]
+    scale = tl.load(row_scales + source, mask=there.reshape(source.shape), other=0.0)[None, :]
+    if scales is not None:
+        scale = scale * tl.load(scales + n, mask=n < out_features, other=0.0)
+    total = total.to(tl.float32) * scale
+    dtype: tl.constexpr = out.dtype.element_ty
+    if weights is not None:
+        total *= tl.load(weights + pair, mask=there.reshape(source.shape), other=0.0)[None, :]
+    tl.store(out + target[None, :] * out_features + n, total.to(dtype), mask=there & (n < out_features))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _int8_kernel(
+    codes,
+    addresses,
+    scale_addresses,
+    row_scales,
+    order,
+    tile_table,
+    weights,
+    out,
+    tiles,
+    out_features,
+    out_padded,
+    blocks,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """A tile of W x^T of one expert."""
+    tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
+    expert, first, end = _tile_at(tile_table, tile)
+    if first >= end:
+        return
+    there, source, target, pair = _rows_of(order, first, end, weights, TOP_K, ROWS)
+    n, k = out_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
+    weight_tile = pointer_at(addresses, expert, tl.int8, ALIGNMENT) + n.to(tl.int64)[:, None] * BLOCK + k[None, :]
+    x_tile = codes + source[None, :] * blocks * BLOCK + k[:, None]
+    total = tl.zeros((OUTPUTS, ROWS), tl.int32)
+    for _ in range(0, blocks):
+        total = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=there[None, :], other=0), total, out_dtype=tl.int32)
+        x_tile += BLOCK
+        weight_tile += out_padded * BLOCK
+    scales = pointer_at(scale_addresses, expert, tl.float32, ALIGNMENT)
+    _finish(total, there, source, target, pair, n, row_scales, scales, weights, out, out_features)
+
+
+@triton.jit
+def _tile_at(tile_table, tile):
+    entry = tile_table + tile * 3
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _int4_kernel(
+    codes,
+    addresses,
+    scale_addresses,
+    row_scales,
+    order,
+    tile_table,
+    weights,
+    out,
+    tiles,
+    out_features,
+    out_padded,
+    blocks,
+    length,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """As `_int8_kernel`; the groups' sums come together as those of `linear_quantized`."""
+    tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
+    expert, first, end = _tile_at(tile_table, tile)
+    if first >= end:
+        return
+    there, source, target, pair = _rows_of(order, first, end, weights, TOP_K, ROWS)
+    n, k = out_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, GROUP)
+    weight_tile = pointer_at(addresses, expert, tl.int8, ALIGNMENT) + n.to(tl.int64)[:, None] * GROUP + k[None, :]
+    x_tile = codes + source[None, :] * blocks * 2 * GROUP + k[:, None]
+    real = there[None, :]
+    scale = pointer_at(scale_addresses, expert, tl.float16, ALIGNMENT) + n
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    scale_1 = tl.load(scale)
+    scale_2 = tl.load(scale + out_padded)
+    for block in range(0, blocks):
+        # The next block's scales are on their way while this one is computed.
+        scale += 2 * out_padded
+        next_1 = tl.load(scale)
+        next_2 = tl.load(scale + out_padded)
+        both = tl.load(weight_tile)
+        sums = tl.dot(_low(both, COMPILED), tl.load(x_tile, mask=real, other=0), out_dtype=tl.int32)
+        chunk = _add_group(chunk, sums, scale_1)
+        sums = tl.dot(_high(both, COMPILED), tl.load(x_tile + GROUP, mask=real, other=0), out_dtype=tl.int32)
+        chunk = _add_group(chunk, sums, scale_2)
+        if (block + 1) % length == 0 or block + 1 == blocks:
+            total += chunk
+            chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        scale_1, scale_2 = next_1, next_2
+        x_tile += 2 * GROUP
+        weight_tile += out_padded * GROUP
+    _finish(total, there, source, target, pair, n, row_scales, None, weights, out, out_features)
+
+
+class QuantizedWeights:
+    """Quantized weights of one shape and format, each where it lies.
+
+    Args:
+        products: made by `linear.pack_quantized`, without biases.
+
+    Raises:
+        ValueError: the products are of other kinds, or differ.
+    """
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._products = [_checked(product) for product in products]
+        first = self._products[0]
+        self.out_features, self.in_features = first.out_features, first.in_features
+        self.is_int8 = first._group is None
+        self._addresses = addresses_of([product._blocks for product in self._products])
+        self._scale_addresses = addresses_of([product._scales for product in self._products])
+        self._shape, self._length = first._blocks.shape, first._chunks.length
+        self._padded_inputs = len(first._blocks) * first._block_inputs
+        if {(product.out_features, product.in_features) for product in self._products} != {first_shape(first)}:
+            raise ValueError("the weights differ in shape")
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        order: torch.Tensor,
+        tile_table: torch.Tensor,
+        top_k: int,
+        tile: Tile,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The product of each pair: see `_rows_of`; [pairs, out], in fp32 with weights, else in x's data type."""
+        blocks, padded, width = self._shape
+        codes, row_scales = quantize_rows(x, self._padded_inputs)
+        out = x.new_empty(len(order), self.out_features, dtype=x.dtype if weights is None else torch.float32)
+        where = (codes, self._addresses, self._scale_addresses, row_scales, order, tile_table, weights, out)
+        sizes = (len(tile_table), self.out_features, padded, blocks)
+        grid = (len(tile_table) * (padded // OUTPUTS),)
+        shape = {"TOP_K": top_k, "ROWS": tile.rows, "OUTPUTS": OUTPUTS, "ALIGNMENT": ALIGNMENT}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+        if self.is_int8:
+            _int8_kernel[grid](*where, *sizes, BLOCK=INT8_BLOCK, **shape, **options)
+        else:
+            _int4_kernel[grid](*where, *sizes, self._length, GROUP=width, COMPILED=COMPILED, **shape, **options)
+        return out
+
+
+def _checked(product: Product) -> QuantizedProduct:
+    if not isinstance(product, QuantizedProduct):
+        raise ValueError(f"a product is a {type(product).__name__}, where all others are quantized")
+    if product._bias is not None:
+        raise ValueError("experts have no biases")
+    return product
+
+
+class QuantizedExperts:
+    """All experts of a layer, as many launches whatever the tokens: an `Experts`.
+
+    Args:
+        gate_up, down: one quantized product of either kind an expert, without biases.
+
+    Raises:
+        ValueError: a product is not quantized or has a bias, or the experts differ.
+    """
+
+    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product]) -> None:
+        self._gate_up, self._down = QuantizedWeights(gate_up), QuantizedWeights(down)
+        found = (len(self._down), self._down.out_features, 2 * self._down.in_features)
+        if found != (len(self._gate_up), self._gate_up.in_features, self._gate_up.out_features):
+            raise ValueError("the experts' gate and up do not fit their down")
+        both_int8 = self._gate_up.is_int8 and self._down.is_int8
+        self._few, self._many = FEW, SOME if both_int8 else SOME_INT4
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `Experts`."""
+        x, _ = checked(x, self._gate_up.in_features, DTYPES, None)
+        out = torch.empty_like(x)
+        if len(x) == 0:
+            return out
+        tile = self._many if ids.numel() >= len(self._gate_up) * self._few.rows else self._few
+        order, tile_table = ordered(ids, len(self._gate_up), tile.rows)
+        gate_up = self._gate_up.multiply(x, order, tile_table, ids.shape[1], tile, None)
+        parts = self._down.multiply(silu_mul(gate_up), order, tile_table, 1, tile, weights.contiguous())
+        return add_places(parts, out)

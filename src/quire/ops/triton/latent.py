@@ -1,0 +1,429 @@
+"""Latent attention over the paged cache, in Triton: see `quire.ops.latent` for what is computed.
+
+Attention is done as `quire.ops.triton.attention` does it, with its splits, lanes and merges. A program has some tokens
+of one span with all their heads (or, where these are many, with 64 of them), and loads each row of the cache once for
+all of them: as a key it is multiplied in two parts, the compressed vector and the rotated key, and the first part,
+where it lies, is multiplied once more as the value.
+
+The absorbed form serves every span here, with `deterministic` or without it: to count whether the expanded one is
+cheaper would need the lengths of the spans on the host, which a captured step does not know.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kv_cache import LARGEST, KVCache
+from quire.ops.ragged import DeviceSpans, RaggedBatch
+from quire.ops.triton.attention import (
+    LOG2_E,
+    LOWEST,
+    PROGRAMS,
+    SHORT,
+    SPLIT,
+    VALUE_UNIT,
+    _blocks,
+    _finish,
+    _locate,
+    _merge,
+    _merge_splits,
+    _power_of_two,
+    _seen,
+    _widen,
+)
+from quire.ops.triton.cache import _quantized
+from quire.ops.triton.rows import inverse_rms, normalized
+
+SCRATCH_BYTES = 1 << 27
+"""Most memory for splits that lie side by side: those of some 60 tokens, with 16 heads and up to 32,768 keys. Does not
+change bits."""
+
+ROTATED = 1024
+"""Numbers that a program of `rotate_interleaved` turns: with 4 warps, 8 a thread."""
+
+
+def store_latent(
+    compressed: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    kv: KVCache,
+    batch: RaggedBatch,
+    layer: int,
+) -> None:
+    """See `quire.ops.latent.store_latent`. One launch, a program a row."""
+    compressed = compressed.contiguous()
+    rows, size = compressed.shape
+    width = len(norm)
+    block = _power_of_two(max(width, size - width))
+    _store_latent[(rows,)](
+        *(compressed, norm, eps, *tables, batch.slots, kv.data, kv.scales, layer),
+        WIDTH=width,
+        ROPE=size - width,
+        LAYERS=kv.layers,
+        BLOCK_SIZE=kv.block_size,
+        PLANE=kv.data.stride(3),
+        LARGEST=LARGEST.get(kv.stored_dtype),
+        BLOCK=block,
+        num_warps=max(block // 256, 1),
+        enable_fp_fusion=False,
+    )
+
+
+def rotate_interleaved(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """See `quire.ops.latent.rotate_interleaved`; each head of x is contiguous."""
+    rows, heads, rope = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate_interleaved[(rows, -(-heads * rope // ROTATED))](
+        *(x, *tables, out),
+        STRIDE=x.stride(0),
+        HEAD_STRIDE=x.stride(1),
+        HEADS=heads,
+        ROPE=rope,
+        PART=ROTATED,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit
+def _turned(x, row, i, cos, sin, there, ROPE: tl.constexpr):
+    """Numbers i of the vectors of ROPE numbers that begin at x, turned with their neighbours; fp32."""
+    own = tl.load(x + i, mask=there, other=0.0).to(tl.float32)
+    other = tl.load(x + (i ^ 1), mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * (ROPE // 2) + i // 2, mask=there, other=0.0)
+    s = tl.load(sin + row * (ROPE // 2) + i // 2, mask=there, other=0.0)
+    return own * c + tl.where(i % 2 == 0, -(other * s), other * s)
+
+
+@triton.jit
+def _rotate_interleaved(
+    x,
+    cos,
+    sin,
+    out,
+    STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROPE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * PART + tl.arange(0, PART)
+    there = column < HEADS * ROPE
+    heads = x + row * STRIDE + column // ROPE * HEAD_STRIDE
+    turned = _turned(heads, row, column % ROPE, cos, sin, there, ROPE)
+    tl.store(out + row * (HEADS * ROPE) + column, turned, mask=there)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _store_latent(
+    compressed,
+    norm,
+    eps,
+    cos,
+    sin,
+    slots,
+    numbers,
+    scales,
+    layer,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PLANE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: its compressed vector and its key, both held as [1, BLOCK]."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)[None, :]
+    dtype: tl.constexpr = compressed.dtype.element_ty
+    start = compressed + row * (WIDTH + ROPE)
+
+    vector = tl.load(start + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    scale = inverse_rms(tl.sum(vector * vector, 1, keep_dims=True), WIDTH, eps)
+    vector = normalized(vector, scale, tl.load(norm + i, mask=i < WIDTH, other=0.0), dtype).to(dtype)
+    key = _turned(start + WIDTH, row, i, cos, sin, i < ROPE, ROPE).to(dtype)
+
+    slot = tl.load(slots + row)
+    plane = slot // BLOCK_SIZE * LAYERS + layer
+    if scales is not None:
+        vector, key, scale = _quantized(vector.to(tl.float32), key.to(tl.float32), LARGEST)
+        tl.store(scales + plane * (PLANE // 4) + slot % BLOCK_SIZE + tl.zeros((1, 1), tl.int32), scale)
+    into = numbers + plane * PLANE + slot % BLOCK_SIZE * (WIDTH + ROPE) + i
+    tl.store(into, vector, mask=i < WIDTH)
+    tl.store(into + WIDTH, key, mask=i < ROPE)
+
+
+@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer"])
+def _attend_latent(
+    q,
+    numbers,
+    scales,
+    tables,
+    row_starts,
+    starts,
+    table_rows,
+    result,
+    split_out,
+    split_sums,
+    table_stride,
+    spans,
+    tiles,
+    lanes,
+    short,
+    slots,
+    layer,
+    scale,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+):
+    """One row tile of GROUP heads: all its splits, or every lanes-th of them. Programs (see `_locate`, heads).
+
+    Layouts: split_out [spans, short, HEADS, slots, WIDTH]; split_sums, of maxima and sums, [.., slots, 2].
+    `scale` contains the factor log2(e), since weights are powers of 2.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP
+    TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
+    ROW: tl.constexpr = WIDTH + ROPE
+    span, lane, span_first, span_last, first_row = _locate(row_starts, spans, tiles, lanes, TOKENS)
+    if first_row >= span_last:
+        return
+    start = tl.load(starts + span) + first_row - span_first
+    tokens = tl.minimum(span_last - first_row, TOKENS)
+    low, high, first_split, last_split = _seen(start, tokens, 0, SPLIT)
+    side_by_side = (span_last - span_first <= short) & (last_split - first_split > 1)
+    stride = 1
+    if side_by_side:
+        stride = lanes
+    elif lane > 0:
+        return
+
+    row, dim, rope_dim = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
+    token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
+    is_row = (token < tokens) & (head < HEADS)
+    in_tile = is_row[:, None] & (dim < WIDTH)[None, :]
+    q_at = q + ((first_row + token).to(tl.int64) * HEADS + head) * ROW
+    queries = tl.load(q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
+    in_rope = is_row[:, None] & (rope_dim < ROPE)[None, :]
+    rope_queries = tl.load(q_at[:, None] + WIDTH + rope_dim[None, :], mask=in_rope, other=0.0)
+    position = (start + token)[:, None]
+    table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
+
+    all_top = tl.full((ROWS,), LOWEST, tl.float32)
+    all_total = tl.zeros((ROWS,), tl.float32)
+    all_out = tl.zeros((ROWS, DIM), tl.float32)
+    for split in range(first_split + lane, last_split, stride):
+        top = tl.full((ROWS,), LOWEST, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        out = tl.zeros((ROWS, DIM), tl.float32)
+        first = split * TILES_PER_SPLIT
+        last = tl.minimum(first + TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+        # A tile's blocks are looked up one tile ahead: otherwise its rows could not be on their way by then.
+        block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
+        for key_tile in range(first, last):
+            key = key_tile * KEYS + tl.arange(0, KEYS)
+            there = key < high
+            plane = (block.to(tl.int64) * LAYERS + layer) * PLANE
+            block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
+            at = (numbers + plane + key % BLOCK_SIZE * ROW)[:, None]
+            in_keys = there[:, None] & (dim < WIDTH)[None, :]  # all else is 0, whatever lies in memory
+            vectors = _widen(tl.load(at + dim[None, :], mask=in_keys, other=0), queries.dtype)
+            in_keys = there[:, None] & (rope_dim < ROPE)[None, :]
+            keys = _widen(tl.load(at + WIDTH + rope_dim[None, :], mask=in_keys, other=0), queries.dtype)
+
+            scores = tl.dot(rope_queries, tl.trans(keys), input_precision="ieee")  # [ROWS, KEYS]
+            scores = tl.dot(queries, tl.trans(vectors), scores, input_precision="ieee")
+            if QUANTIZED:
+                row_scales = tl.load(scales + plane // 4 + key % BLOCK_SIZE, mask=there, other=0.0)  # PLANE: in bytes
+                scores *= (row_scales * scale)[None, :]
+            else:
+                scores *= scale
+            scores = tl.where(key[None, :] <= position, scores, float("-inf"))
+            highest = tl.maximum(top, tl.max(scores, 1))
+            shrink = tl.exp2(top - highest)
+            weights = tl.exp2(scores - highest[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            if QUANTIZED:
+                weights *= (row_scales * VALUE_UNIT)[None, :]
+            out = tl.dot(weights.to(vectors.dtype), vectors, out * shrink[:, None], input_precision="ieee")
+            top = highest
+        if side_by_side:
+            slot = ((span * short + token) * HEADS + head) * slots + split - first_split
+            tl.store(split_out + slot[:, None] * WIDTH + dim[None, :], out, mask=in_tile)
+            tl.store(split_sums + slot * 2, top, mask=is_row)
+            tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
+        else:
+            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+    if not side_by_side:
+        at = ((first_row + token).to(tl.int64) * HEADS + head) * WIDTH
+        tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
+
+
+class _Tile(NamedTuple):
+    """What a program works on at a time. Rows (tokens times heads) and keys change bits."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class _Plan(NamedTuple):
+    """How a step's attention is launched. All from shapes, so that a captured launch serves every step of its shape.
+
+    Attributes:
+        tile: what a program works on at a time.
+        group: heads of a row tile.
+        tiles: row tiles of each group of heads, or more.
+        lanes: programs that share the splits of a short span; 1: none do.
+        short: most tokens of such a span.
+        slots: most splits of such a span.
+        split_out, split_sums: scratch memory, fp32: see `_attend_latent`.
+    """
+
+    tile: _Tile
+    group: int
+    tiles: int
+    lanes: int
+    short: int
+    slots: int
+    split_out: torch.Tensor
+    split_sums: torch.Tensor
+
+
+def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, width: int) -> _Plan:
+    tokens, heads, _ = q.shape
+    tile = _tile(q)
+    count, group = len(spans.starts), min(heads, tile.rows)
+    slots = -(-spans.block_tables.shape[1] * kv.block_size // SPLIT)
+    short = min(SHORT, tile.rows // group, max(1, tokens // count))
+    short = min(short, SCRATCH_BYTES // (4 * count * heads * slots * (width + 2)))
+    lanes = min(slots, -(-PROGRAMS // (count * -(-heads // group)))) if short else 1
+    scratch = count * short * heads * slots if lanes > 1 else 0
+    return _Plan(
+        tile=tile,
+        group=group,
+        tiles=tokens // (tile.rows // group) + count,
+        lanes=lanes,
+        short=short if lanes > 1 else 0,
+        slots=slots,
+        split_out=q.new_empty(scratch * width, dtype=torch.float32),
+        split_sums=q.new_empty(scratch * 2, dtype=torch.float32),
+    )
+
+
+def _tile(q: torch.Tensor) -> _Tile:
+    """The same for all steps, whatever they hold, on one device in one data type.
+
+    The sums of 64 rows of 512 numbers are 128 registers of each thread of 8 warps, half of what there is; their totals
+    lie in local memory, and are read and written once a split. With so many rows memory still bounds the decoding of
+    16 heads. They and three tiles of 32 keys take 200 KiB on a large GPU, of which 64 KiB only at a split's end, and
+    148 on one of compute capability 8.0. Consumer cards have 99, which is enough for 32 rows and two tiles.
+    """
+    if q.element_size() == 4:  # no matrix instructions: this is for models in fp32, which are tests
+        return _Tile(rows=16, keys=16, warps=4, stages=2)
+    if _shared_memory(q.device) < 160 * 1024:
+        return _Tile(rows=32, keys=32, warps=8, stages=2)
+    return _Tile(rows=64, keys=32, warps=8, stages=3)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; where there is no GPU, those of a large one."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+def attend_latent(
+    q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
+) -> torch.Tensor:
+    """See `quire.ops.latent.latent_attention`; reads `batch.spans`. Rows of padding are not written.
+
+    A row's bits depend on its request alone, with `deterministic` or without it.
+
+    Raises ValueError where the batch's spans are not on the device.
+    """
+    spans = batch.spans
+    if spans is None:
+        raise ValueError("this batch's spans are not on the device")
+    q = q.contiguous()
+    tokens, heads, size = q.shape
+    key = ("triton latent attention", q.shape, q.dtype, width)
+    plan = batch.once(key, lambda: _make_plan(q, kv, spans, width))
+    result = q.new_empty(tokens, heads, width)
+    shape: dict[str, Any] = {
+        "QUANTIZED": kv.scales is not None,
+        "SPLIT": SPLIT,
+        "DIM": max(16, _power_of_two(width)),
+        "enable_fp_fusion": False,  # both kernels merge, and must agree
+    }
+    count = len(spans.starts)
+    _attend_latent[(plan.tiles + count * (plan.lanes - 1), -(-heads // plan.group))](
+        q,
+        kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
+        kv.scales,
+        spans.block_tables,
+        spans.row_starts,
+        spans.starts,
+        spans.table_rows,
+        result,
+        plan.split_out,
+        plan.split_sums,
+        spans.block_tables.stride(0),
+        count,
+        plan.tiles,
+        plan.lanes,
+        plan.short,
+        plan.slots,
+        layer,
+        scale * LOG2_E,
+        LAYERS=kv.layers,
+        HEADS=heads,
+        GROUP=plan.group,
+        PLANE=kv.numbers.stride(3),
+        BLOCK_SIZE=kv.block_size,
+        WIDTH=width,
+        ROPE=size - width,
+        ROWS=plan.tile.rows,
+        KEYS=plan.tile.keys,
+        ROPE_DIM=max(16, _power_of_two(size - width)),
+        num_warps=plan.tile.warps,
+        num_stages=plan.tile.stages,
+        **shape,
+    )
+    if plan.lanes > 1:
+        _merge_splits[(count * plan.short, heads)](
+            plan.split_out,
+            plan.split_sums,
+            spans.row_starts,
+            spans.starts,
+            result,
+            plan.short,
+            plan.slots,
+            HEADS=heads,
+            HEAD_DIM=width,
+            WINDOW=0,
+            num_warps=4,
+            **shape,
+        )
+    return result

@@ -1,0 +1,230 @@
+"""Mixture of experts in Triton: equal to its references, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.ops import quantized
+from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, route
+from quire.ops.linear import Product
+from quire.ops.quantized import Quantization
+from quire.ops.triton import experts, linear
+from quire.ops.triton.experts import GroupedExperts, GroupedHeads
+from tests.triton_compile import compile_all
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16)
+"""The interpreter multiplies bf16 wrongly."""
+HIDDEN, INNER, COUNT = 72, 40, 5
+"""Neither fills a tile of inputs, nor one of outputs."""
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+ROUTINGS = {
+    "plain": Routing(8, 2, normalize=False),
+    "one of one": Routing(1, 1),
+    "all": Routing(5, 5),
+    "sigmoid": Routing(12, 4, "sigmoid", normalize=False, scale=2.5),
+    "groups by their best": Routing(20, 3, groups=4, top_groups=2, normalize=False, scale=16.0),
+    "groups by their two best": Routing(18, 4, "sigmoid", 3, 2, "top2", scale=2.5),
+    "as many as remain": Routing(16, 8, "sigmoid", 4, 2, "top2"),
+    "every group": Routing(16, 5, groups=4, top_groups=4),
+}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(count: int, outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> list[Product]:
+    weights = draw(count, outputs, inputs, dtype=dtype, seed=seed) * 0.2
+    return [linear.pack([weight], None, CPU, deterministic=bool(i % 2)) for i, weight in enumerate(weights)]
+
+
+def layer(dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER) -> tuple[list[Product], list[Product]]:
+    return packed(COUNT, 2 * inner, hidden, dtype, 1), packed(COUNT, hidden, inner, dtype, 2)
+
+
+def launch_all() -> None:
+    """Experts of Qwen3-30B-A3B and routers of DeepSeek V2, V3 and Qwen3-MoE; heads of DeepSeek's attention."""
+    gate_up, down = torch.empty(1536, 2048, dtype=torch.bfloat16), torch.empty(2048, 768, dtype=torch.bfloat16)
+    grouped = GroupedExperts(*([linear.pack([w], None, CPU, True)] * 128 for w in (gate_up, down)))
+    for tokens in (16, 2500):
+        ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
+        grouped(torch.empty(tokens, 2048, dtype=torch.bfloat16), ids, weights)
+    for routing in (
+        Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0),
+        Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5),
+        Routing(128, 8),
+    ):
+        bias = torch.empty(256) if routing.scoring == "sigmoid" else None
+        experts.route(torch.empty(16, routing.num_experts), routing, bias)
+    heads = GroupedHeads([linear.pack([torch.empty(512, 128, dtype=torch.bfloat16)], None, CPU, True)] * 16)
+    for tokens in (16, 2500):
+        heads(torch.empty(tokens, 16, 192, dtype=torch.bfloat16)[..., :128])
+
+
+def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions() -> None:
+    used = compile_all("tests.test_triton_experts")
+    for kernel in used:
+        assert kernel["stack"] == 0, kernel
+        assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
+    for name in ("_gate_up_kernel", "_down_kernel", "_heads_kernel"):
+        for arch, instructions in ((80, {"mma.sync"}), (90, {"wgmma"}), (100, {"tcgen05", "mma.sync"})):
+            found = [kernel for kernel in used if (kernel["kernel"], kernel["arch"]) == (name, arch)]
+            assert len(found) == 2
+            for kernel in found:
+                assert kernel["matrix"] and set(kernel["matrix"]) <= instructions
+                assert kernel["asynchronous"] or arch == 100  # weights found by their addresses are read ahead
+    assert sum(kernel["kernel"] == "_route_kernel" for kernel in used) == 9
+
+
+# Routing
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["unbiased", "biased"])
+@pytest.mark.parametrize("case", ROUTINGS)
+def test_tokens_go_where_the_reference_sends_them(case: str, biased: bool) -> None:
+    routing = ROUTINGS[case]
+    few = torch.tensor([0.0, 0.3, 1.1, 1.9, 2.6])  # so that many tie
+    ties = few[torch.randint(5, (12, routing.num_experts), generator=torch.Generator().manual_seed(5))]
+    logits = torch.cat([ties, torch.full_like(ties[:1], -200.0), 3 * draw(6, routing.num_experts)])
+    bias = None
+    if biased:  # the same within a group, and a dyadic fraction, or rounding would decide between ties
+        bias = torch.arange(-1, routing.groups - 1).repeat_interleave(routing.num_experts // routing.groups) * 0.25
+    ids, weights = experts.route(logits, routing, bias)
+    expected_ids, expected = route(logits, routing, bias)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", ROUTINGS)
+def test_any_logits_give_valid_experts(case: str) -> None:
+    routing = ROUTINGS[case]
+    logits = draw(5, routing.num_experts)
+    logits[0], logits[1], logits[2], logits[3, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
+    ids, weights = experts.route(logits, routing, None)
+    assert ids.min() >= 0 and ids.max() < routing.num_experts
+    assert all(len(set(row)) == routing.top_k and row == sorted(row) for row in ids.tolist())
+    assert weights[0].isnan().all()
+    alone, weights_alone = experts.route(logits[4:], routing, None)
+    assert torch.equal(alone[0], ids[4]) and torch.equal(weights_alone[0], weights[4])
+
+
+def test_no_tokens_have_no_experts() -> None:
+    ids, weights = experts.route(torch.empty(0, 8), Routing(8, 2), None)
+    assert ids.shape == weights.shape == (0, 2)
+    assert GroupedExperts(*layer(torch.float32))(torch.empty(0, HIDDEN), ids, weights).shape == (0, HIDDEN)
+
+
+# Experts
+
+CHOICES = {
+    "one token": [[1, 4]],
+    "an expert that all chose, one that one chose, and two that none did": [[0, 2]] * 8 + [[0, 3]],
+    "all experts": [[0, 1, 2, 3, 4]] * 3,
+    "one place": [[4], [0], [4]],
+    "more rows than a tile has": [[1, 3]] * 70,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CHOICES)
+def test_grouped_experts_equal_looped_ones(case: str, dtype: torch.dtype) -> None:
+    gate_up, down = layer(dtype)
+    ids = torch.tensor(CHOICES[case])
+    x, weights = draw(len(ids), HIDDEN, dtype=dtype, seed=3), draw(*ids.shape, seed=4).abs()
+    found = GroupedExperts(gate_up, down)(x, ids, weights)
+    expected = LoopedExperts(gate_up, down)(x, ids, weights)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_bits_do_not_depend_on_the_other_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = GroupedExperts(*layer(dtype))
+    x, weights = draw(67, HIDDEN, dtype=dtype, seed=3), draw(67, 2, seed=4).abs()
+    ids = torch.stack(
+        [torch.randperm(COUNT, generator=torch.Generator().manual_seed(i))[:2].sort()[0] for i in range(67)]
+    )
+    whole = grouped(x, ids, weights)
+    for rows in (slice(66, 67), slice(3, 20)):
+        assert torch.equal(grouped(x[rows], ids[rows], weights[rows]), whole[rows])
+    monkeypatch.setattr(experts, "PAIRS", 16)  # pairs are ordered in several rounds
+    other, company = x.clone(), ids.clone()
+    other[:30], company[:30] = torch.nan, torch.tensor([1, 2])
+    assert torch.equal(grouped(other, company, weights)[30:], whole[30:])
+
+
+def test_many_rows_take_taller_tiles_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = layer(torch.float16, 128, 64)  # even inputs
+    grouped = GroupedExperts(gate_up, down)
+    x, weights = draw(130, 128, dtype=torch.float16, seed=3), torch.ones(130, 1)
+    ids = torch.zeros(130, 1, dtype=torch.int64)
+    short = grouped(x, ids, weights)
+    monkeypatch.setattr(grouped, "_short", None)
+    with pytest.raises(AttributeError):
+        grouped(x, ids, weights)  # too few for what 5 experts' tall tiles hold
+    lone = GroupedExperts(gate_up[:1], down[:1])
+    monkeypatch.setattr(lone, "_short", None)
+    assert torch.equal(lone(x, ids, weights), short)
+
+
+def test_pairs_are_ordered_by_expert_and_no_tile_has_rows_of_two() -> None:
+    grouped = GroupedExperts(*layer(torch.float32))
+    ids = torch.tensor([[0, 4], [0, 2], [2, 4], [0, 4], [0, 4]])
+    order, tiles = grouped._ordered(ids, rows=2)
+    assert order.tolist() == [0, 2, 6, 8, 3, 4, 1, 5, 7, 9]
+    real = [[0, 0, 4], [0, 2, 4], [2, 4, 6], [4, 6, 10], [4, 8, 10]]
+    assert tiles.tolist() == real + [[0, 0, 0]] * (len(tiles) - len(real))
+
+
+# Heads
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_in_one_launch_equal_one_after_the_other(dtype: torch.dtype) -> None:
+    products = packed(3, 40, 24, dtype)
+    wide = draw(70, 3, 30, dtype=dtype, seed=1)
+    found = GroupedHeads(products)(wide[..., :24])
+    torch.testing.assert_close(found, LoopedHeads(products)(wide[..., :24]), rtol=TOLERANCE[dtype], atol=1e-3)
+    assert found.is_contiguous()
+    turned = wide[..., :24].transpose(1, 2).contiguous().transpose(1, 2)  # a row's numbers lie apart
+    assert torch.equal(GroupedHeads(products)(turned), found)
+    assert torch.equal(GroupedHeads(products)(wide[69:, :, :24]), found[69:])
+    assert GroupedHeads(products)(wide[:0, :, :24]).shape == (0, 3, 40)
+
+
+def test_many_rows_of_heads_take_taller_tiles_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, x = GroupedHeads(packed(2, 64, 64, torch.float16)), draw(130, 2, 64, dtype=torch.float16)
+    short = heads(x)
+    monkeypatch.setattr(experts, "PROGRAMS", 2)
+    monkeypatch.setattr(heads, "_short", heads._short._replace(warps=None))  # not launched
+    assert torch.equal(heads(x), short)
+
+
+# What is taken
+
+
+def test_weights_that_kernels_cannot_read_at_once_are_copied() -> None:
+    memory = draw(3 * 40 * 24 + 1)[1:].view(3, 40, 24)
+    products = [linear.pack([weight], None, CPU, True) for weight in memory]
+    x = draw(4, 3, 24, seed=1)
+    weights = experts.Weights(products)
+    assert all(address % 16 == 0 for address in weights.addresses.tolist())
+    torch.testing.assert_close(GroupedHeads(products)(x), LoopedHeads(products)(x))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    gate_up, down = layer(torch.float32)
+    biased = linear.pack([draw(2 * INNER, HIDDEN)], draw(2 * INNER), CPU, True)
+    coded = linear.pack_quantized(quantized.quantize(draw(2 * INNER, HIDDEN), Quantization("int8")), None, CPU)
+    for product, message in ((biased, "biases"), (coded, "quantized"), (down[0], "differ")):
+        with pytest.raises(ValueError, match=message):
+            GroupedExperts([*gate_up[1:], product], down)
+    with pytest.raises(ValueError, match="do not fit"):
+        GroupedExperts(gate_up, down[1:])
+    with pytest.raises(ValueError, match="72 columns"):
+        GroupedExperts(gate_up, down)(draw(1, 71), torch.tensor([[0]]), torch.ones(1, 1))
+    with pytest.raises(ValueError, match="heads take"):
+        GroupedHeads(gate_up)(draw(1, COUNT, 71))
