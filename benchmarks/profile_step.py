@@ -23,7 +23,7 @@ PROMPT, STEPS = 128, 16
 RUNS = ((1, False), (8, False), (32, False), (32, True))
 """Requests, and whether they are sampled with temperature and top_p."""
 
-NOT_OF_A_STEP = {"describe", "pack", "pack_quantized", "quantize", "whole_layer"}
+NOT_OF_A_STEP = {"describe", "experts", "heads", "pack", "pack_quantized", "quantize", "whole_layer"}
 """What kernels offer beside what a step calls."""
 
 SAMPLING = {"edit_logits", "sample", "token_scores"}
@@ -140,7 +140,7 @@ def instrument(llm: LLM) -> Profile:
     layers = model.layers  # type: ignore[attr-defined]
     for layer in layers:
         layer._whole = None  # its kernels are called one by one from now on
-    for layer in (model, *layers):
+    for layer in (model, *layers, *(layer.mlp for layer in layers)):
         for name, value in vars(layer).items():
             if isinstance(value, Linear):
                 value.product = TimedProduct(value.product, name, profile)
