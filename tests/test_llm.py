@@ -340,6 +340,16 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_engine(llm, monkeypatc
     assert llm.generate("def f(", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
+def test_a_step_in_flight_behind_a_stop_token_leaves_nothing_held(llm):
+    stop = llm.generate("def f(", GREEDY)[0].outputs[0].token_ids[3]
+    other = LLM("demo", async_scheduling=True, check_invariants=True)
+    [output] = other.generate("def f(", SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop]))
+    assert output.outputs[0].finish_reason == "stop"
+    kv = other._engine.scheduler.kv
+    assert kv.num_available == kv.num_usable
+    other.close()
+
+
 def test_ctrl_c_waits_for_the_end_of_the_step_and_leaves_an_engine_that_works(llm, monkeypatch):
     expected = llm.generate("def f(", GREEDY)[0].outputs[0].text
     scheduler = llm._engine.scheduler

@@ -259,7 +259,8 @@ class Engine:
         elif not self._in_flight and not self.scheduler.idle:
             return self._end_stalled()
         updates = self.scheduler.take_updates()
-        while self._in_flight and (not plan or len(self._in_flight) > self._depth):
+        # Once nobody is left, what is in flight is surplus, and nothing comes to overlap it with.
+        while self._in_flight and (not plan or len(self._in_flight) > self._depth or self.scheduler.idle):
             updates += self._commit(*self._in_flight.popleft())
         return updates
 
