@@ -46,6 +46,9 @@ class ModelRunner:
             step and put back after it: engines side by side, and the program around them, keep their own.
         device: where the model lies.
         forward: how spans get through the model; what suits the kernels, unless said.
+
+    Attributes:
+        num_halved: how often memory did not suffice for all spans at once.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv = kv
+        self.num_halved = 0
         self.device = device or Device()
         self.sampler = Sampler(model.vocab_size, model.kernels, self.device)
         self._forward = forward or HostForward(model, kv)
@@ -122,6 +126,7 @@ class ModelRunner:
             return [self._compute_at_once(spans)]
         except torch.OutOfMemoryError:
             self.device.release()
+            self.num_halved += 1
             if len(spans) == 1:
                 logger.error("out of memory: request %d (%d tokens) ends", spans[0].request, len(spans[0].tokens))
                 self._failed.add(spans[0].request)
