@@ -77,7 +77,7 @@ def _measure_gpu(dtype: torch.dtype, repeat: int, device: torch.device) -> Machi
     size = min(GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)  # what the engine left must hold both
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     read = 2 * size / _best(finished(lambda: target.copy_(source)), repeat)
-    del source, target
+    source = target = torch.empty(0)  # their memory is needed
     x, weight = (torch.randn(GPU_SQUARE, GPU_SQUARE, device=device).to(dtype) for _ in range(2))
     matrix = 2 * GPU_SQUARE**3 / _best(finished(lambda: torch.nn.functional.linear(x, weight)), repeat)
     return Machine(0, read, matrix, max(matrix, _int8_rate(repeat, device, GPU_SQUARE, finished)))

@@ -16,7 +16,6 @@ from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.triton import attention, cache, linear, rows, sampling
 
-
 VERSION = 1
 """Grows with every change of a kernel's bits."""
 
