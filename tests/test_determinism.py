@@ -1,9 +1,9 @@
 """The contract: a request's tokens and log-probabilities, bit for bit, whatever else the engine is doing.
 
 A product of switches: batch composition, chunk sizes, prefix cache (cold, warm, radix, hash, off), preemption
-forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by side. In full over the
-kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it over every other
-implementation and instruction set, quantized weights and quantized caches.
+forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by
+side. In full over the kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it
+over every other implementation and instruction set, quantized weights and quantized caches.
 """
 
 from __future__ import annotations

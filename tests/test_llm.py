@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import signal
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -338,6 +340,18 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_engine(llm, monkeypatc
         [output] = llm.generate("def f(", GREEDY)
         assert output.outputs[0].finish_reason == "error" and "log" in output.outputs[0].error
     assert llm.generate("def f(", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_program_may_end_while_a_step_runs():
+    """Nobody closed the engine: an error ended the program, say. It must not end it with an abort of its own."""
+    code = (
+        "from quire import LLM, SamplingParams\n"
+        "llm = LLM('demo', async_scheduling=True)\n"
+        "stream = llm.stream('x', SamplingParams(max_tokens=500, ignore_eos=True))\n"
+        "[next(stream) for _ in range(20)]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_step_in_flight_behind_a_stop_token_leaves_nothing_held(llm):
