@@ -23,6 +23,9 @@ BEGUN := $(VENV)/begun.stamp
 KERNELS := src/quire/ops/cpu
 # Where kernels are compiled to be tested in another form than the installed one.
 SANITIZED := build/sanitize
+# Tests that neither talk to other processes nor look at a clock: they may run beside one another.
+COMPUTE := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
+    cpu_* triton_* models_* ops* quantization* sampling_* determinism experts latent layers device* engine_properties)))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo test test-slow test-arm sanitize bench bench-peers gpu-check gpu-bundle format clean
@@ -40,7 +43,12 @@ test: $(DEV)  ## formatting, lint, types, import contract, and all tests but the
 	@$(STEP) "Import contract (import-linter)" $(BIN)/lint-imports --no-cache
 	@$(STEP) "Without asserts (python -O)" $(BIN)/python -O -m quire.cli.main generate demo \
 	    "def add(a, b):" --max-tokens 8 --temperature 0 --quiet
+ifeq ($(TESTS),)
+	@$(STEP) "Tests that only compute, side by side (pytest)" $(BIN)/python -m pytest -n auto --dist loadscope $(COMPUTE)
+	@$(STEP) "All other tests (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTE))
+else
 	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest $(TESTS)
+endif
 
 test-slow: $(DEV)  ## the slow tests
 	@$(STEP) "Slow tests (pytest)" $(BIN)/python -m pytest -m slow $(TESTS)

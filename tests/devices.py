@@ -6,12 +6,13 @@ again. `SpanKernels` are the plain-torch kernels behind the interface of those t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.engine import engine
@@ -24,18 +25,47 @@ UNREAD = 77
 
 
 class DelayedDevice(Device):
-    """A device that works by itself, as far as its caller can tell."""
+    """A device that works by itself, as far as its caller can tell.
+
+    Args:
+        memory: bytes of it, all of them free.
+        most_graphs: so many recordings fit into it.
+
+    Attributes:
+        num_recorded, num_replayed: graphs, and their repetitions.
+        num_elsewhere: copies that were not queued here, but where a GPU would do them in no order with this one's.
+        peaks: measurements of `peak`.
+    """
 
     asynchronous = True
 
-    def __init__(self, memory: int = 2**30) -> None:
+    def __init__(self, memory: int = 2**30, most_graphs: int = 1000) -> None:
         super().__init__()
-        self.num_recorded = self.num_replayed = 0
+        self._most_graphs = most_graphs
+        self._active = 0
+        self.num_recorded = self.num_replayed = self.num_elsewhere = 0
         self.peaks = 0
         self._memory = memory
         self._hidden: list[tuple[Tensor, Tensor]] = []  # what is downloaded, and what will stand there
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+
+    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        self.num_elsewhere += not self._active
+        return super().upload(*arrays)
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        self.num_elsewhere += not self._active
+        super().write(tensor, array)
+
     def download(self, *tensors: Tensor) -> list[Tensor]:
+        self.num_elsewhere += not self._active
         shown = [torch.full_like(tensor, UNREAD) for tensor in tensors]
         self._hidden += [(show, tensor.clone()) for show, tensor in zip(shown, tensors, strict=True)]
         return shown
@@ -45,6 +75,8 @@ class DelayedDevice(Device):
         return _Mark(hidden)
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if self.num_recorded == self._most_graphs:
+            raise torch.OutOfMemoryError("no")
         made = run()
         self.num_recorded += 1
 

@@ -12,7 +12,8 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
-from quire.errors import MemoryPlanError
+from quire.engine.executor import STEP_FAILED
+from quire.errors import DeviceLostError, MemoryPlanError
 from quire.runner.device_forward import CHUNK, LARGEST_GRAPH, all_sizes, padded
 from quire.runner.model_runner import OUT_OF_MEMORY
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -61,6 +62,7 @@ def test_a_device_gives_the_same_tokens(folder, alone, graphs, blocks, chunk, ca
         assert run(engine, order[::-1], first_id=100, stagger=2) == alone
         assert (device.num_replayed > 0) == (graphs != "off")
         assert device.peaks == 1, "the largest step was run once, for the memory plan"
+        assert device.num_elsewhere == 0
 
 
 def test_all_graphs_are_recorded_at_start_and_said_so(folder):
@@ -79,6 +81,37 @@ def test_enforce_eager_records_nothing(folder):
         engine = Engine(options(folder, enforce_eager=True))
     run(engine, [0])
     assert device.num_recorded == 0
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(("graphs", "most"), [("lazy", 1), ("eager", len(all_sizes(8)) - 2)])
+def test_where_no_more_graphs_fit_steps_go_on_without(folder, alone, caplog, graphs, most):
+    device = DelayedDevice(most_graphs=most)
+    with on_device(device, SpanKernels()):
+        engine = Engine(options(folder, cuda_graphs=graphs, max_num_batched_tokens=40))
+    assert run(engine, list(range(len(prompts())))) == alone
+    assert device.num_recorded == most and device.num_replayed > 0
+    [warning] = warnings_in(caplog)
+    assert f"no memory for more than {most} CUDA graphs" in warning
+    assert any(note.startswith(f"recorded {most} CUDA graphs in ") for note in engine.notes) == (graphs == "eager")
+
+
+def test_graphs_leave_the_largest_step_its_memory(folder, caplog):
+    """What was measured for it, and, of a step of 2,048 tokens, half of that for a graph of 1,024."""
+    device = DelayedDevice()
+    with on_device(device, SpanKernels()):
+        engine = Engine(options(folder, max_num_batched_tokens=2048))
+    device.memory = lambda: (2**20 + 2**19, 2**30)  # type: ignore[method-assign]
+    run(engine, [0])
+    recorded = device.num_recorded
+    assert recorded > 0
+    device.memory = lambda: (2**20 + 2**19 - 1, 2**30)  # type: ignore[method-assign]
+    run(engine, [0, 1, 2, 4], first_id=100)
+    assert device.num_recorded == recorded
+    assert len(warnings_in(caplog)) == 1
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 64, 256])
@@ -175,3 +208,30 @@ def test_a_request_whose_mask_needs_its_last_token_waits_for_it(folder):
                 tokens[update.request] += update.tokens
         found.append(tokens)
     assert found[0] == found[1]
+
+
+def test_a_device_that_fails_ends_the_engine_but_pinned_memory_that_runs_out_does_not(folder):
+    for message, ends in (
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: out of memory", False),
+    ):
+
+        class Failing(SpanKernels):
+            on = False
+
+            def silu_mul(self, x: torch.Tensor, message: str = message) -> torch.Tensor:
+                if self.on:
+                    raise torch.AcceleratorError(message)
+                return super().silu_mul(x)
+
+        kernels = Failing()
+        with on_device(DelayedDevice(), kernels):
+            engine = Engine(options(folder, cuda_graphs="off"))
+        kernels.on = True
+        engine.add(Request(0, prompts()[1], SamplingParams(temperature=0.0, seed=0).resolved(), max_tokens=4))
+        if ends:
+            with pytest.raises(DeviceLostError, match="illegal memory access"):
+                engine.step()
+        else:
+            updates = [update for _ in range(3) for update in engine.step()]
+            assert [update.error for update in updates] == [STEP_FAILED]

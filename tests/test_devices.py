@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -158,6 +160,73 @@ def test_arrays_arrive_as_they_are_and_may_change_after(device):
     into = torch.zeros(5, dtype=torch.int32)
     device.write(into, np.arange(5, dtype=np.int32))
     assert into.tolist() == [0, 1, 2, 3, 4]
+
+
+# -- recording ---------------------------------------------------------------------------------------------
+
+
+class FakeGraph:
+    """Stands for torch.cuda.CUDAGraph. Its pool lives, as torch's do, as long as a graph that was recorded in it."""
+
+    alive: ClassVar[dict[int, int]] = {}  # graphs of each pool; 0: they are gone
+    recording: ClassVar[bool] = False
+    error: ClassVar[Exception | None] = None  # from the driver, when a recording ends
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert not self.recording, "the one before was not ended"
+        assert self.alive.get(pool) != 0, "torch: INTERNAL ASSERT FAILED, use_count > 0"
+        self.graphs, self.pool, FakeGraph.recording = self.alive, pool, True
+        self.graphs[pool] = self.graphs.get(pool, 0) + 1
+
+    def capture_end(self) -> None:
+        FakeGraph.recording = False
+        if self.error is not None:
+            raise self.error
+
+    def replay(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self.graphs[self.pool] -= 1
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> CudaDevice:
+    monkeypatch.setattr(FakeGraph, "alive", {})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", itertools.count().__next__)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device = Unpinned()
+    device._stream, device._graphs, device._pool = None, weakref.WeakSet(), -1
+    return device
+
+
+def test_graphs_share_a_pool_and_a_new_one_is_taken_when_they_are_gone(recorder):
+    graphs = [recorder.record(lambda: 5) for _ in range(3)]
+    assert [made for _, made in graphs] == [5, 5, 5] and FakeGraph.alive == {0: 3}
+    graphs.clear()
+    again = recorder.record(lambda: 6)
+    assert FakeGraph.alive == {0: 0, 1: 1}
+    del again
+
+
+def test_memory_that_does_not_suffice_for_a_recording_is_told_apart_and_harms_no_later_one(recorder, monkeypatch):
+    def fail() -> None:
+        raise torch.OutOfMemoryError("allocator")
+
+    with pytest.raises(torch.OutOfMemoryError, match="allocator"):
+        recorder.record(fail)
+    monkeypatch.setattr(FakeGraph, "error", torch.AcceleratorError("CUDA error: out of memory"))
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA error"):
+        recorder.record(lambda: None)
+    monkeypatch.setattr(FakeGraph, "error", torch.AcceleratorError("CUDA error: an illegal memory access"))
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        recorder.record(lambda: None)
+    monkeypatch.setattr(FakeGraph, "error", None)
+    assert recorder.record(lambda: 7)[1] == 7
+
+
+# -- this machine ------------------------------------------------------------------------------------------
 
 
 def test_the_driver_is_asked_for_real_here():

@@ -63,8 +63,9 @@ class EngineMachine(RuleBasedStateMachine):
         blocks=st.integers(0, 12),
         cache=st.sampled_from(["radix", "hash", "off"]),
         budget=st.sampled_from([24, 64, 2048]),
+        overlap=st.booleans(),
     )
-    def start(self, block_size, blocks, cache, budget):
+    def start(self, block_size, blocks, cache, budget, overlap):
         self.llm = LLM(
             checkpoint(),
             block_size=block_size,
@@ -73,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_cache=cache,
             max_num_batched_tokens=budget,
             max_num_seqs=8,
+            async_scheduling=overlap,
             check_invariants=True,
         )
         self.asked: dict[str, tuple[int, int]] = {}

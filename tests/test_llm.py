@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import signal
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -338,6 +340,28 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_engine(llm, monkeypatc
         [output] = llm.generate("def f(", GREEDY)
         assert output.outputs[0].finish_reason == "error" and "log" in output.outputs[0].error
     assert llm.generate("def f(", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_program_may_end_while_a_step_runs():
+    """Nobody closed the engine: an error ended the program, say. It must not end it with an abort of its own."""
+    code = (
+        "from quire import LLM, SamplingParams\n"
+        "llm = LLM('demo', async_scheduling=True)\n"
+        "stream = llm.stream('x', SamplingParams(max_tokens=500, ignore_eos=True))\n"
+        "[next(stream) for _ in range(20)]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_step_in_flight_behind_a_stop_token_leaves_nothing_held(llm):
+    stop = llm.generate("def f(", GREEDY)[0].outputs[0].token_ids[3]
+    other = LLM("demo", async_scheduling=True, check_invariants=True)
+    [output] = other.generate("def f(", SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop]))
+    assert output.outputs[0].finish_reason == "stop"
+    kv = other._engine.scheduler.kv
+    assert kv.num_available == kv.num_usable
+    other.close()
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step_and_leaves_an_engine_that_works(llm, monkeypatch):

@@ -18,17 +18,18 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.ops import self_test
+from quire.ops.quantized import Quantization
 from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
 from tests.devices import DelayedDevice, on_device
 from tests.oracle import VOCAB, save_checkpoint
 
 MAX_TOKENS = 3
-INT4 = {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
 SETTINGS = [
-    pytest.param((torch.float32, {}), id="fp32"),
-    pytest.param((torch.float16, INT4), id="int4 weights, int8 cache"),
-    pytest.param((torch.float16, {}), id="fp16", marks=pytest.mark.slow),
+    pytest.param((torch.float16, {"kv_cache_dtype": "int8"}), id="fp16, int8 cache"),
+    pytest.param((torch.float32, {}), id="fp32", marks=pytest.mark.slow),
+    pytest.param((torch.float16, INT4), id="int4 weights, int8 cache", marks=pytest.mark.slow),
     pytest.param(
         (torch.float16, {"quantization": "int8", "kv_cache_dtype": "fp8"}),
         id="int8 weights, fp8 cache",
@@ -44,14 +45,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 @pytest.fixture(scope="module", autouse=True)
 def small_steps() -> Iterator[None]:
     """The interpreter is slow: steps are padded to few rows."""
-    with mock.patch.object(device_forward, "CHUNK", 8):
+    with mock.patch.object(device_forward, "CHUNK", 4):
         yield
 
 
 def prompts() -> list[list[int]]:
     rnd = random.Random(8)
     head = [rnd.randrange(3, VOCAB) for _ in range(14)]
-    return [[5], [*head, 9], [*head[:13], 11, 12], [rnd.randrange(3, VOCAB) for _ in range(37)]]
+    return [[5], [*head, 9], [*head[:13], 11, 12], [rnd.randrange(3, VOCAB) for _ in range(12)]]
 
 
 def params(index: int) -> SamplingParams:
@@ -64,7 +65,7 @@ def params(index: int) -> SamplingParams:
 
 def start(folder: str, options: dict[str, Any], **more: Any) -> Engine:
     kernels = TritonKernels("cpu", deterministic=True)
-    config = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 48, "num_kv_blocks": 20}
+    config = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "max_model_len": 32, "num_kv_blocks": 20}
     with on_device(DelayedDevice(), kernels):
         return Engine(EngineConfig(model=folder, threads=1, device="cpu", **options, **{**config, **more}))
 
@@ -94,25 +95,23 @@ def setting(request, tmp_path_factory) -> tuple[str, dict[str, Any]]:
 
 def test_nothing_around_a_request_changes_its_tokens(setting):
     folder, options = setting
-    engine = start(folder, options, prefix_cache="off", cuda_graphs="off", async_scheduling=False)
+    engine = start(folder, options, block_size=32, prefix_cache="off", cuda_graphs="off", async_scheduling=False)
     alone = {}
     for index in range(len(prompts())):
         alone |= run(engine, [index])
     assert all(len(tokens) == MAX_TOKENS for tokens in alone.values())
     order = list(range(len(prompts())))
-    together = start(folder, options, block_size=32)
+    together = start(folder, options, num_kv_blocks=3, check_invariants=True)
     assert run(together, order) == alone
-    tight = start(folder, options, num_kv_blocks=4, max_num_batched_tokens=20, cuda_graphs="off", check_invariants=True)
-    assert run(tight, order[::-1], stagger=2) == alone
-    assert tight.stats.preemptions > 0
     assert run(together, order[::-1], stagger=1) == alone
+    assert together.stats.preemptions > 0
     assert together.stats.cached_tokens > 0
 
 
 def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
-    folder = str(save_checkpoint(tmp_path, "qwen3", dtype=torch.float32, num_hidden_layers=2))
-    plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=48))
-    ours, theirs = run(start(folder, {}), [0, 2]), run(plain, [0, 2])
+    folder = str(save_checkpoint(tmp_path, "qwen3", dtype=torch.float32, num_hidden_layers=1))
+    plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=32, **INT4))
+    ours, theirs = run(start(folder, INT4), [0, 2]), run(plain, [0, 2])
     for index in (0, 2):
         assert [token for token, _ in ours[index]] == [token for token, _ in theirs[index]]
         for (_, [got, *_]), (_, [want, *_]) in zip(ours[index], theirs[index], strict=True):
@@ -121,10 +120,11 @@ def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
 
 def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "DTYPES", (torch.float16,))
-    monkeypatch.setattr(self_test, "ROW_COUNTS", (1, 2, 17))
+    monkeypatch.setattr(self_test, "QUANTIZATIONS", (Quantization("int8"),))
+    monkeypatch.setattr(self_test, "ROW_COUNTS", (1, 9))
     monkeypatch.setattr(self_test, "LINEAR_SHAPES", ((96, 128),))
-    monkeypatch.setattr(self_test, "CONTEXT", 70)
-    monkeypatch.setattr(self_test, "CHUNKINGS", ((1, 69), (33, 20, 17)))
-    monkeypatch.setattr(self_test, "CACHES", ((torch.float16, "auto"), (torch.float16, "int8")))
+    monkeypatch.setattr(self_test, "CONTEXT", 40)
+    monkeypatch.setattr(self_test, "CHUNKINGS", ((39, 1),))
+    monkeypatch.setattr(self_test, "CACHES", ((torch.float16, "int8"),))
     for check in self_test.run(TritonKernels("cpu", deterministic=True)):
         assert check.passed, check

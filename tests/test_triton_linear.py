@@ -11,7 +11,7 @@ from quire.ops.linear import Product
 from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, dequantize, layout
 from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
 from quire.ops.triton.linear_chunks import PROGRAMS, Chunks
-from tests.triton_compile import compile_all
+from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
@@ -54,18 +54,19 @@ def empty(how: Quantization, outputs: int, inputs: int) -> QuantizedWeight:
     return QuantizedWeight(how, packed, torch.zeros(wanted.scales, dtype=wanted.scales_dtype), inputs, outputs)
 
 
-def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions() -> None:
-    used = compile_all("tests.test_triton_linear")
+@EACH_ARCHITECTURE
+def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(arch: int) -> None:
+    used = compile_all("tests.test_triton_linear", arch)
+    instructions = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05", "mma.sync"}}[arch]
     for kernel in used:
         # On sm_80 the assembler gives up two registers of int4's larger tile, so that two programs fit.
-        assert kernel["stack"] <= (8 if (kernel["kernel"], kernel["arch"]) == ("_int4_kernel", 80) else 0), kernel
+        assert kernel["stack"] <= (8 if (kernel["kernel"], arch) == ("_int4_kernel", 80) else 0), kernel
         assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
     for name, variants in (("_dense_kernel", 4), ("_int8_kernel", 3), ("_int4_kernel", 2)):
-        for arch, instructions in ((80, {"mma.sync"}), (90, {"wgmma"}), (100, {"tcgen05", "mma.sync"})):
-            found = [kernel["matrix"] for kernel in used if (kernel["kernel"], kernel["arch"]) == (name, arch)]
-            assert len(found) == variants
-            assert found.count([]) == (name == "_dense_kernel")  # fp32
-            assert all(set(matrix) <= instructions for matrix in found), (name, arch, found)
+        found = [kernel["matrix"] for kernel in used if kernel["kernel"] == name]
+        assert len(found) == variants
+        assert found.count([]) == (name == "_dense_kernel")  # fp32
+        assert all(set(matrix) <= instructions for matrix in found), (name, found)
 
 
 # Dense products
@@ -119,14 +120,14 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.parametrize("outputs, inputs", [(1, 128), (33, 384), (160, 1152)])
+@pytest.mark.parametrize("outputs, inputs", [(1, 128), (160, 1152), pytest.param(33, 384, marks=pytest.mark.slow)])
 def test_quantized_products_equal_their_reference(outputs: int, inputs: int, how: Quantization) -> None:
     weight, bias = quantized.quantize(draw(outputs, inputs, seed=1), how), draw(outputs, seed=2)
     for used in (None, bias):
         ours, reference = quantized_product(weight, used), Kernels().pack_quantized(weight, used)
         assert (ours.in_features, ours.out_features) == (inputs, outputs)
         assert ours.matmul(draw(0, inputs), torch.float32).shape == (0, outputs)
-        for rows in (1, 17):
+        for rows in (1, 17) if used is None else (3,):
             x = draw(rows, inputs, dtype=torch.float16, seed=rows)
             found, expected = ours.matmul(x, torch.float32), reference.matmul(x, torch.float32)
             tolerance = 0.0 if how.group is None else 4e-6
@@ -233,14 +234,16 @@ def test_weights_that_a_format_cannot_hold_are_refused(how: Quantization) -> Non
 def every_product(outputs: int, inputs: int) -> list[tuple[Product, torch.dtype]]:
     weight = draw(outputs, inputs)
     found = [(dense(weight.to(dtype), weight[:, 0].to(dtype)), dtype) for dtype in DTYPES]
-    return found + [(quantized_product(quantized.quantize(weight, how), weight[:, 0]), torch.bfloat16) for how in HOWS]
+    return found + [
+        (quantized_product(quantized.quantize(weight, how), weight[:, 0]), torch.bfloat16) for how in HOWS[::2]
+    ]
 
 
 def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
     for product, dtype in every_product(40, 512):
         x = draw(66, 512, dtype=dtype, seed=5)
         whole = product.matmul(x, torch.float32)
-        for rows in (1, 2, 17, 64, 65):
+        for rows in (1, 17, 65):
             part = slice(66 - rows, 66)
             assert torch.equal(product.matmul(x[part], torch.float32), whole[part]), (product, dtype, rows)
 

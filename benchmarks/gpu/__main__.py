@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -32,10 +33,9 @@ CHECKS = ("parity", "determinism")
 GRACE_SECONDS = 3.0
 """What a process may take beyond its time before it is ended."""
 
-PROBE = """
-import torch, quire.llm, quire.engine.engine, quire.bench.random_checkpoint
-print("a GPU" if torch.cuda.is_available() else "no GPU")
-"""
+FIND_GPU = "import torch, triton; torch.zeros(1, device='cuda')"
+IMPORTS = "import quire.llm, quire.engine.engine, quire.bench.random_checkpoint"
+"""What must run before anything else can."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,15 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     with tempfile.TemporaryDirectory(prefix="quire-gpu-check-") as scratch:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
-        found = probe(environment) or (install(Path(scratch) / "site", environment) and probe(environment))
-        if not found:
-            return _refuse(
-                "packages beside torch and Triton are missing: run `make gpu-bundle`, and copy build/gpu-bundle too"
-            )
         if args.rehearse:
             environment["TRITON_INTERPRET"] = "1"
-        elif found == "no GPU":
-            return _refuse("torch finds no GPU here; --rehearse tries the harness on a CPU, with tiny shapes")
+        elif not runs(FIND_GPU, environment):
+            return _refuse(
+                f"the torch of {sys.executable} finds no GPU (PYTHON=... names another Python); "
+                "--rehearse tries the harness on a CPU, with tiny shapes"
+            )
+        if not (
+            runs(IMPORTS, environment) or (install(Path(scratch) / "site", environment) and runs(IMPORTS, environment))
+        ):
+            return _refuse(
+                "packages beside torch and Triton are missing: run `make gpu-bundle`, and copy build/gpu-bundle too "
+                f"(its wheels are for Python 3.12 on x86-64; this is Python {platform.python_version()})"
+            )
         if args.rehearse:  # one process: the point is the lines that run, not how
             steps = [[section for step in steps for section in step]]
         run = Run(Path(scratch), environment, args.rehearse, began + args.seconds)
@@ -82,22 +87,21 @@ def _refuse(text: str) -> int:
     return 2
 
 
-def probe(environment: dict[str, str]) -> str | None:
-    """Whether torch sees "a GPU" or "no GPU"; None where something cannot be imported, which is then printed."""
-    command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+def runs(program: str, environment: dict[str, str]) -> bool:
+    """Whether a program runs to its end; the last line of what it says otherwise is printed."""
+    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
-        return None
-    return done.stdout.strip()
+    return not done.returncode
 
 
 def install(site: Path, environment: dict[str, str]) -> bool:
-    """Install the bundle into a folder, and have it found there; false where there is none."""
+    """Install the bundle into a folder, and have it found there; false where there is none, or none that fits."""
     wheels = sorted(BUNDLE.glob("*.whl"))
     if wheels:
         options = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--root-user-action=ignore"]
-        subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", site, *wheels], check=True)
+        if subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", site, *wheels]).returncode:
+            return False
         environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])
     return bool(wheels)
 

@@ -40,7 +40,6 @@ BYTES_A_THREAD = 16 * 2**20
 """Weights that make another thread worth its waiting. Measured on 2 cores with the embedded model (7.6 MiB), six
 requests decoding: 1,147 and 1,207 tokens/s with 1 and 2 threads on an idle machine, 719 and 17 beside a busy one."""
 
-
 OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
 """Options that change nothing on a CPU."""
 
@@ -261,7 +260,8 @@ class Engine:
         elif not self._in_flight and not self.scheduler.idle:
             return self._end_stalled()
         updates = self.scheduler.take_updates()
-        while self._in_flight and (not plan or len(self._in_flight) > self._depth):
+        # Once nobody is left, what is in flight is surplus, and nothing comes to overlap it with.
+        while self._in_flight and (not plan or len(self._in_flight) > self._depth or self.scheduler.idle):
             updates += self._commit(*self._in_flight.popleft())
         return updates
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -50,9 +47,8 @@ class Submitted:
         if self._launched is not None:
             try:
                 return self._launched.wait()
-            except torch.AcceleratorError as error:
-                raise _lost(error) from error
-            except Exception:
+            except Exception as error:
+                _check_not_lost(error)
                 _log_failure(self._plan)
         return StepResult(self._plan.number, [SpanResult([], error=STEP_FAILED) for _ in self._plan.spans])
 
@@ -71,22 +67,22 @@ class InlineExecutor:
 
 
 class ThreadExecutor:
-    """Runs each step in a thread of its own, one after the other: a CPU computes it while the caller goes on."""
+    """Runs each step in a thread of its own, one after the other: a CPU computes it while the caller goes on.
+
+    The thread ends with this object, and a program that ends before waits for its steps: torch does not survive it if
+    they go on while the interpreter is taken down.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._plans: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(runner, self._plans), name="quire-runner", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._plans.put, None)  # an engine that nobody closed lets its thread end all the same
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(1, "quire-runner")
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        future: Future[StepResult] = Future()
-        self._plans.put((plan, future))
-        return _InThread(future)
+        return _InThread(self._thread.submit(_run, self._runner, plan))
 
     def close(self) -> None:
-        self._plans.put(None)
-        self._thread.join()
+        self._thread.shutdown()
+        del self._runner
 
 
 class _InThread:
@@ -97,30 +93,29 @@ class _InThread:
         return self._future.result()
 
 
-def _work(runner: ModelRunner, plans: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None]) -> None:
-    while (job := plans.get()) is not None:
-        plan, future = job
-        try:
-            future.set_result(Submitted(plan, _launch(runner, plan)).wait())
-        except BaseException as error:  # whoever waits must not wait for ever
-            future.set_exception(error)
-        del job, plan, future  # what waits for the next plan holds nothing of this one
+def _run(runner: ModelRunner, plan: StepPlan) -> StepResult:
+    return Submitted(plan, _launch(runner, plan)).wait()
 
 
 def _launch(runner: ModelRunner, plan: StepPlan) -> PendingResult | None:
     """The step, launched; None where that failed. It cannot be told whose fault it is, and the engine goes on."""
     try:
         return runner.launch(plan)
-    except torch.AcceleratorError as error:
-        raise _lost(error) from error
-    except Exception:
+    except Exception as error:
+        _check_not_lost(error)
         _log_failure(plan)
         return None
 
 
-def _lost(error: torch.AcceleratorError) -> DeviceLostError:
-    """Whatever a GPU is told after an error of its own fails too: only a new process can use it again."""
-    return DeviceLostError(f"the device failed, and nothing can run on it until this process ends: {error}")
+def _check_not_lost(error: Exception) -> None:
+    """Raises DeviceLostError after an error of a GPU's own: whatever it is told next fails too.
+
+    Only a new process can use it again. Pinned memory that ran out is reported in the same way, and is no such error.
+    """
+    if isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error):
+        raise DeviceLostError(
+            f"the device failed, and nothing can run on it until this process ends: {error}"
+        ) from error
 
 
 def _log_failure(plan: StepPlan) -> None:

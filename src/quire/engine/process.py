@@ -6,6 +6,7 @@ Its loop takes in what HTTP processes ask for, runs a step, and sends each of th
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -91,6 +92,8 @@ class EngineProcess:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: what is queued is bounded by the requests' own outputs
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(wire.engine_address(Path(start.directory), start.boot))
+        gc.collect()
+        gc.freeze()  # what is there now stays: looking through it would stop the engine for 80 ms now and then
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(control, zmq.POLLIN)

@@ -307,14 +307,14 @@ class Timeline:
 
     @_harmless
     def submitted(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """See `StepObserver`."""
+        """The executor has taken the step, which took it from `begin` for `seconds`."""
         self._submitted[plan.number] = begin
         self._trace.slice(SCHEDULER, "submit", begin, begin + seconds, step=plan.number)
         self._trace.arrow_from(SCHEDULER, "step", plan.number, begin)
 
     @_harmless
     def waited(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """See `StepObserver`."""
+        """The host has the step's result, and waited for it from `begin` for `seconds`."""
         self._waited = begin + seconds
         self._trace.slice(SCHEDULER, "wait", begin, self._waited, step=plan.number)
 

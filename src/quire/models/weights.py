@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -97,7 +98,20 @@ class Weights:
 
         It is a view of the file where it is all that already.
         """
-        return self.as_stored(name).to(self.kernels.device, dtype or self.dtype)
+        return self._on_device(name).to(dtype or self.dtype)
+
+    def _on_device(self, name: str) -> torch.Tensor:
+        """A tensor where the kernels are, in the file's type. On a GPU a tied head shares the embedding table.
+
+        On a CPU each use maps the file anew, and what has been packed is unmapped.
+        """
+        if name == EMBEDDING and self.kernels.device.type != "cpu":
+            return self._table
+        return self.as_stored(name).to(self.kernels.device)
+
+    @functools.cached_property
+    def _table(self) -> torch.Tensor:
+        return self.as_stored(EMBEDDING).to(self.kernels.device)
 
     def as_stored(self, name: str) -> torch.Tensor:
         """A tensor as a view of the file, in the file's type."""
@@ -158,7 +172,7 @@ class Weights:
 
     def embedding(self, name: str) -> Embedding:
         """An embedding table, which stays a view of the file on a CPU."""
-        return Embedding(self.as_stored(f"{name}.weight").to(self.kernels.device), self.dtype, self.kernels)
+        return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels)
 
     def under(self, prefix: str) -> WeightsUnder:
         """The tensors whose names begin with `prefix`, by the rest of their names."""

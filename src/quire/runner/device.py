@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -91,11 +92,14 @@ class Device:
 
         Returns:
             What repeats it, and what `run` returned: tensors that each repetition writes anew.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough memory for it; nothing of it is left.
         """
         raise NotImplementedError("a CPU runs what it is told at once; there is nothing to record")
 
     def peak(self, run: Callable[[], None]) -> int:
-        """Most bytes that `run` holds at once beyond what was held before."""
+        """Most bytes that `run` takes beyond what was taken before; what was queued anywhere is waited for first."""
         raise NotImplementedError("counted, not measured, on a CPU")
 
     def memory(self) -> tuple[int, int]:
@@ -120,7 +124,8 @@ class CudaDevice(Device):
         self.torch = torch.device("cuda", index)
         torch.cuda.set_device(self.torch)
         self._stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._pool = torch.cuda.graph_pool_handle()  # of all graphs: they never run side by side
         self._last = self._event()
         self._last.synchronize()
         self._last_time = time.monotonic()
@@ -160,25 +165,33 @@ class CudaDevice(Device):
         return _CudaMark(self, self._event())
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        if not self._graphs:  # torch takes no pool whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.torch)
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                made = run()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    made = run()
+                finally:
+                    graph.capture_end()
+        except torch.AcceleratorError as error:  # the driver's memory for the graph itself
+            if "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        self._graphs.add(graph)
         return graph.replay, made
 
     def peak(self, run: Callable[[], None]) -> int:
         torch.cuda.synchronize(self.torch)
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(self.torch)
+        before = torch.cuda.memory_reserved(self.torch)  # with the gaps between what is allocated
         torch.cuda.reset_peak_memory_stats(self.torch)
         with self.active():
             run()
         torch.cuda.synchronize(self.torch)
-        return torch.cuda.max_memory_allocated(self.torch) - before
+        return torch.cuda.max_memory_reserved(self.torch) - before
 
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.torch)

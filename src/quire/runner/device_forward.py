@@ -60,6 +60,7 @@ class DeviceForward:
         most_spans: of a step.
         width: blocks of the longest context.
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
+        spare: bytes of the device that must be free for another graph: its own, and those of steps without one.
 
     Attributes:
         graphs: the same.
@@ -67,14 +68,23 @@ class DeviceForward:
     """
 
     def __init__(
-        self, model: Model, kv: KVCache, device: Device, most_spans: int, width: int, graphs: str = "off"
+        self,
+        model: Model,
+        kv: KVCache,
+        device: Device,
+        most_spans: int,
+        width: int,
+        graphs: str = "off",
+        spare: int = 0,
     ) -> None:
         self._model, self._kv, self._device = model, kv, device
-        self._most_spans, self.graphs = most_spans, graphs
+        self._most_spans, self.graphs, self._spare = most_spans, graphs, spare
         self._recorded: dict[Size, _Graph] = {}
+        self._full = False  # no memory for more graphs
         # Twice the spans: requests that were preempted keep their row. More grow the tables, and record again.
-        self._tables = torch.zeros(2 * most_spans, width, dtype=torch.int32, device=device.torch)
-        self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64, device=device.torch)
+        with device.active():
+            self._tables = torch.zeros(2 * most_spans, width, dtype=torch.int32, device=device.torch)
+            self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64, device=device.torch)
 
     def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
         """Entries of some rows of the tables, each from its start on."""
@@ -94,6 +104,7 @@ class DeviceForward:
         self._tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
         self.last_tokens = torch.nn.functional.pad(self.last_tokens, (0, more))
         self._recorded.clear()
+        self._full = False
 
     def __call__(self, spans: list[Span], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Hidden states [tokens, hidden] after the last norm, and whether each is finite [tokens].
@@ -104,8 +115,6 @@ class DeviceForward:
             rows: which row of the tables belongs to each span's request.
         """
         size = padded(sum(len(span.tokens) for span in spans), len(spans), self._most_spans)
-        if self.graphs == "off" or size.tokens > LARGEST_GRAPH:
-            return self._run(self._write(self._inputs(size), size, spans, rows), size)
         graph = self._recorded.get(size)
         if graph is not None:
             self._write(graph.inputs, size, spans, rows)
@@ -113,13 +122,16 @@ class DeviceForward:
             return graph.made
         inputs = self._write(self._inputs(size), size, spans, rows)
         made = self._run(inputs, size)  # this step itself: it compiles what is not compiled yet
-        self._record(inputs, size)
+        if self.graphs != "off" and size.tokens <= LARGEST_GRAPH and not self._full:
+            self._record(inputs, size)
         return made
 
     def record_all(self, report: Callable[[float], None]) -> None:
-        """Record every size that a step can have; `report` is told the share that is done."""
+        """Record every size that a step can have, or as many as fit; `report` is told the share that is done."""
         sizes = sorted(all_sizes(self._most_spans), reverse=True)
         for index, size in enumerate(sizes):
+            if self._full:
+                break
             report(index / len(sizes))
             inputs = self._inputs(size)
             inputs.zero_()  # no span has a row: nothing is stored but in the null block
@@ -134,8 +146,21 @@ class DeviceForward:
 
     def _record(self, inputs: Tensor, size: Size) -> None:
         begin = time.perf_counter()
-        replay, made = self._device.record(lambda: self._run(inputs, size))
-        self._recorded[size] = _Graph(inputs, replay, made)
+        self._device.release()  # what is kept for steps cannot serve a recording
+        try:
+            enough = self._device.memory()[0] >= self._spare
+            recorded = self._device.record(lambda: self._run(inputs, size)) if enough else None
+        except torch.OutOfMemoryError:
+            recorded = None
+        if recorded is None:
+            self._full = True
+            logger.warning(
+                "no memory for more than %d CUDA graphs: steps of other sizes take longer to launch; a lower "
+                "gpu_memory_utilization or max_num_batched_tokens leaves more",
+                self.num_graphs,
+            )
+            return
+        self._recorded[size] = _Graph(inputs, *recorded)
         seconds = time.perf_counter() - begin
         logger.debug("recorded a step of %d tokens in %d spans in %.0f ms", *size, seconds * 1000)
 

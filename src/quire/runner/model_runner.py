@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,6 +46,9 @@ class ModelRunner:
             step and put back after it: engines side by side, and the program around them, keep their own.
         device: where the model lies.
         forward: how spans get through the model; what suits the kernels, unless said.
+
+    Attributes:
+        num_halved: how often memory did not suffice for all spans at once.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv = kv
+        self.num_halved = 0
         self.device = device or Device()
         self.sampler = Sampler(model.vocab_size, model.kernels, self.device)
         self._forward = forward or HostForward(model, kv)
@@ -66,6 +70,7 @@ class ModelRunner:
         self._threads = threads
         self._requests: dict[int, _Request] = {}
         self._free_rows: list[int] = []  # of the block tables
+        self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
         self._next_number = 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -86,16 +91,17 @@ class ModelRunner:
             self.kv.pulse[0] += 1  # a replay passes no layer
             try:
                 self._take_in(plan)
-                spans = [span for span in plan.spans if not self._requests[span.request].failed]
+                failed = self._failed
+                spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
                 parts = self._compute(spans) if spans else []
             except Exception:
-                for span in plan.spans:
-                    self._requests[span.request].failed = True
+                self._failed.update(span.request for span in plan.spans)
                 raise
             return LaunchedStep(plan, parts, begin, self.device.mark())
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
+        self._failed.difference_update(plan.ended)
         for number in plan.ended:
             request = self._requests.pop(number, None)
             if request is not None:
@@ -110,7 +116,7 @@ class ModelRunner:
         if grown:
             rows = [self._requests[span.request].row for span in grown]
             self._forward.set_blocks(rows, [span.table_start for span in grown], [span.blocks for span in grown])
-        copies = [copy for span in plan.spans if span.copies for copy in span.copies]
+        copies = [copy for span in grown for copy in span.copies]  # into new blocks
         if copies:
             self.model.kernels.copy_blocks(self.kv, copies)
 
@@ -120,9 +126,10 @@ class ModelRunner:
             return [self._compute_at_once(spans)]
         except torch.OutOfMemoryError:
             self.device.release()
+            self.num_halved += 1
             if len(spans) == 1:
                 logger.error("out of memory: request %d (%d tokens) ends", spans[0].request, len(spans[0].tokens))
-                self._requests[spans[0].request].failed = True
+                self._failed.add(spans[0].request)
                 return [_Part(spans, error=OUT_OF_MEMORY)]
             logger.warning("out of memory in a step of %d spans: it is computed in two halves", len(spans))
         half = len(spans) // 2
@@ -134,9 +141,8 @@ class ModelRunner:
         hidden, finite = self._forward(spans, rows)
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
         part = _Part(spans, row_starts=row_starts.tolist())
-        for index, span in enumerate(spans):
-            if span.targets:
-                part.scored[index] = self._score_prompt(span, hidden[row_starts[index] :])
+        for index in [index for index, span in enumerate(spans) if span.targets]:
+            part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
         if part.chosen:
             part.sampled = self._sample(part, hidden, rows)
@@ -153,10 +159,8 @@ class ModelRunner:
 
     def _sample(self, part: _Part, hidden: Tensor, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Sampled:
         """One token for each span that ends at the last known one."""
-        chosen, places = np.array(part.chosen), []
-        for index in part.chosen:
-            span = part.spans[index]
-            places.append((span.request, span.start + len(span.tokens)))
+        chosen, spans = np.array(part.chosen), [part.spans[index] for index in part.chosen]
+        places = [(span.request, span.start + len(span.tokens)) for span in spans]
         if len(chosen) == part.row_starts[-1]:  # every row: decodes alone
             [table_rows] = self.device.upload(rows)
             logits = self.model.logits(hidden[: len(chosen)])
@@ -178,8 +182,13 @@ class LaunchedStep:
         """Its result, once the device has computed it."""
         self._end.wait()
         began, ended = self._begin.time(), self._end.time()
-        found = {span.request: result for part in self._parts for span, result in part.results()}
-        results = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
+        if len(self._parts) == 1 and self._parts[0].spans is self._plan.spans:
+            results = self._parts[0].results()
+        else:  # computed in parts, or without those that failed before
+            found = {
+                span.request: r for part in self._parts for span, r in zip(part.spans, part.results(), strict=True)
+            }
+            results = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
         return StepResult(self._plan.number, results, ended - began, began)
 
 
@@ -201,10 +210,10 @@ class _Part:
         self.chosen: list[int] = []
         self.sampled: Sampled | None = None
 
-    def results(self) -> Iterable[tuple[Span, SpanResult]]:
+    def results(self) -> list[SpanResult]:
         """One a span."""
         if self.error is not None:
-            return [(span, SpanResult([], error=self.error)) for span in self.spans]
+            return [SpanResult([], error=self.error) for _ in self.spans]
         results = self._finite_results()
         for index, slices in self.scored.items():
             entries = [entry for scored in slices for entry in scored.finish()]
@@ -215,7 +224,7 @@ class _Part:
             if result.error is None:
                 result.tokens = [row.token]
                 result.logprobs = None if row.logprobs is None else [row.logprobs]
-        return zip(self.spans, results, strict=True)
+        return results
 
     def _finite_results(self) -> list[SpanResult]:
         """An empty result a span, or an error for each span with a row that is not finite.
@@ -239,17 +248,10 @@ def _take_scores(result: SpanResult, entries: list[TokenLogprobs]) -> None:
 
 @dataclass(slots=True)
 class _Request:
-    """What the runner keeps of a request.
-
-    Attributes:
-        row: in the block tables.
-        failed: a step of it failed when it was launched. Later ones are not computed: the engine has planned them
-            before it could know.
-    """
+    """What the runner keeps of a request; `row` is its row in the block tables."""
 
     row: int
     prompt_logprobs: int
-    failed: bool = False
 
 
 def _slices(length: int, size: int) -> Iterator[tuple[int, int]]:

@@ -15,12 +15,15 @@ from quire.errors import MemoryPlanError
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device
-from quire.runner.device_forward import DeviceForward, all_sizes
+from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes
 from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
 from quire.runner.model_runner import ModelRunner
 
 OnLoad = Callable[[str, float], None]
 """Told (phase, share done from 0 to 1) while an engine starts."""
+
+ALONE = (64, 256, 512, 1024, 2048)
+"""Tokens of prompts for which some kernel takes other tiles than for decodes or for the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,9 @@ def start_runner(config: EngineConfig, model: Model, device: Device, threads: in
     kv = _cache(config, model, plan.num_blocks)
     if not model.kernels.reads_spans:
         return Started(ModelRunner(model, kv, plan.logit_rows, threads, device), kv, plan, ())
-    forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs_when(config, device))
+    graphs = graphs_when(config, device)
+    spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
+    forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare)
     notes = [f"device: {device.describe()}"]
     if forward.graphs == "lazy":
         notes.append(f"up to {len(all_sizes(config.max_num_seqs))} CUDA graphs are recorded, each at its first use")
@@ -70,9 +75,9 @@ def _cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:
 
 
 def _device_forward(
-    config: EngineConfig, model: Model, kv: KVCache, device: Device, longest: int, graphs: str
+    config: EngineConfig, model: Model, kv: KVCache, device: Device, longest: int, graphs: str = "off", spare: int = 0
 ) -> DeviceForward:
-    return DeviceForward(model, kv, device, config.max_num_seqs, -(-longest // config.block_size), graphs)
+    return DeviceForward(model, kv, device, config.max_num_seqs, -(-longest // config.block_size), graphs, spare)
 
 
 def _granted(config: EngineConfig, device: Device) -> int:
@@ -101,13 +106,16 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device) ->
         MemoryPlanError: there is not enough for it.
     """
     kv = _cache(config, model, 2)
-    kv.data.zero_()
-    forward = _device_forward(config, model, kv, device, longest_context(config, model), "off")
+    forward = _device_forward(config, model, kv, device, longest_context(config, model))
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward)
     with torch.inference_mode(), device.active():
+        kv.data.zero_()
         model.kernels.warm_up(model.vocab_size)
     try:
-        return device.peak(lambda: _run_largest(runner, config, model))
+        peak = device.peak(lambda: _run_largest(runner, config, model))
+        if runner.num_halved:
+            raise torch.OutOfMemoryError("not all of its spans at once")
+        return peak
     except torch.OutOfMemoryError as error:
         total = device.memory()[1]
         raise MemoryPlanError(
@@ -120,19 +128,36 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device) ->
 def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model) -> None:
     """A step with all tokens and all requests that one may hold, every one of them sampled with all filters.
 
-    Then one of decodes alone, and one of a single decode, so that no user waits while their kernels are compiled.
+    Then decodes of all, a single decode, and prompts alone from short to long, with their log-probabilities, so that
+    no user waits while their kernels are compiled.
     """
     requests = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, rest = divmod(config.max_num_batched_tokens, requests)
     longest = longest_context(config, model)
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1, seed=0, logprobs=0)
-    plan = StepPlan(0, [])
-    for number in range(requests):
-        tokens = [0] * min(each + (number < rest), longest)  # their blocks are all the null block
-        plan.spans.append(Span(number, 0, tokens, num_sampled=1))
-        plan.started.append(RequestInfo(number, params, 0, tokens))
-    runner.run(plan)
-    for number, count in enumerate((requests, 1), start=1):
-        starts = [len(span.tokens) + number - 1 for span in plan.spans[:count]]
+    lengths = [min(each + (number < rest), longest) for number in range(requests)]
+    plans = [_prompts(0, 0, lengths, params)]
+    for count in (requests, 1):
+        starts = [length + len(plans) - 1 for length in lengths[:count]]
         if max(starts) < longest:
-            runner.run(StepPlan(number, [Span(each, start, [0], num_sampled=1) for each, start in enumerate(starts)]))
+            spans = [Span(number, start, [0], num_sampled=1) for number, start in enumerate(starts)]
+            plans.append(StepPlan(len(plans), spans))
+    most = min(longest, config.max_num_batched_tokens)
+    for length in sorted({most, *(length for length in ALONE if length < most)}):
+        first = requests + len(plans)
+        plan = _prompts(len(plans), first, [length], SamplingParams(temperature=1.0, seed=0, prompt_logprobs=0))
+        plan.ended = list(range(first))
+        plan.spans[0].targets = plan.spans[0].tokens[1 : ALONE[-1]]
+        plans.append(plan)
+    for plan in plans:
+        runner.run(plan)
+
+
+def _prompts(number: int, first: int, lengths: list[int], params: SamplingParams) -> StepPlan:
+    """A step of new requests, numbered from `first` on; their blocks are all the null block."""
+    plan = StepPlan(number, [])
+    for index, length in enumerate(lengths, start=first):
+        tokens = [0] * length
+        plan.spans.append(Span(index, 0, tokens, num_sampled=1))
+        plan.started.append(RequestInfo(index, params, 0, tokens))
+    return plan
