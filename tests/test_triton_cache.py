@@ -91,11 +91,12 @@ def test_slots_may_be_beyond_32_bits(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
-@pytest.mark.parametrize("block_size, head_dim", [(16, 20), (32, 80)])
+@pytest.mark.parametrize("block_size, head_dim, sides", [(16, 20, 2), (32, 80, 2), (16, 40, 1)])
 def test_a_copy_moves_the_heads_of_blocks_and_nothing_else(
-    kv_cache_dtype: KVCacheDtype, block_size: int, head_dim: int
+    kv_cache_dtype: KVCacheDtype, block_size: int, head_dim: int, sides: int
 ) -> None:
-    ours, theirs = (KVCache(7, 2, 2, head_dim, block_size, torch.bfloat16, kv_cache_dtype) for _ in range(2))
+    shape = 7, 2, sides, head_dim, block_size
+    ours, theirs = (KVCache(*shape, torch.bfloat16, kv_cache_dtype, sides=sides) for _ in range(2))
     whole = torch.randint(0, 256, (ours.data.nbytes,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     for kv in (ours, theirs):
         kv.data.view(-1).view(torch.uint8).copy_(whole)

@@ -10,7 +10,9 @@ from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, route
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
 from quire.ops.triton import experts, linear
+from quire.ops.triton import routing as routing_kernel
 from quire.ops.triton.experts import GroupedExperts, GroupedHeads
+from quire.ops.triton.experts_quantized import QuantizedExperts
 from tests.triton_compile import compile_all
 
 CPU = torch.device("cpu")
@@ -18,6 +20,7 @@ DTYPES = (torch.float32, torch.float16)
 """The interpreter multiplies bf16 wrongly."""
 HIDDEN, INNER, COUNT = 72, 40, 5
 """Neither fills a tile of inputs, nor one of outputs."""
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which the interpreter computes with
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 ROUTINGS = {
@@ -45,23 +48,28 @@ def layer(dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER) -> tuple
     return packed(COUNT, 2 * inner, hidden, dtype, 1), packed(COUNT, hidden, inner, dtype, 2)
 
 
+def quantized_weight(how: str, outputs: int, inputs: int, seed: int = 0) -> Product:
+    wanted = Quantization("int8") if how == "int8" else Quantization("int4", int(how.removeprefix("int4/")))
+    return linear.pack_quantized(quantized.quantize(draw(outputs, inputs, seed=seed) * 0.2, wanted), None, CPU)
+
+
 def launch_all() -> None:
-    """Experts of Qwen3-30B-A3B and routers of DeepSeek V2, V3 and Qwen3-MoE; heads of DeepSeek's attention."""
+    """Experts of Qwen3-30B-A3B, quantized ones, routers of DeepSeek V2 and V3, and heads of their attention."""
     gate_up, down = torch.empty(1536, 2048, dtype=torch.bfloat16), torch.empty(2048, 768, dtype=torch.bfloat16)
     grouped = GroupedExperts(*([linear.pack([w], None, CPU, True)] * 128 for w in (gate_up, down)))
     for tokens in (16, 2500):
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
         grouped(torch.empty(tokens, 2048, dtype=torch.bfloat16), ids, weights)
-    for routing in (
-        Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0),
-        Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5),
-        Routing(128, 8),
-    ):
-        bias = torch.empty(256) if routing.scoring == "sigmoid" else None
-        experts.route(torch.empty(16, routing.num_experts), routing, bias)
+    for how in ("int8", "int4/64"):
+        coded = [[quantized_weight(how, *shape)] * 16 for shape in ((512, 256), (256, 256))]
+        ids, weights = torch.empty(256, 8, dtype=torch.int64), torch.empty(256, 8)
+        QuantizedExperts(*coded)(torch.empty(256, 256, dtype=torch.bfloat16), ids, weights)
+    v2 = Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0)
+    v3 = Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5)
+    for routing, bias in ((v2, None), (v3, torch.empty(256))):
+        routing_kernel.route(torch.empty(16, routing.num_experts), routing, bias)
     heads = GroupedHeads([linear.pack([torch.empty(512, 128, dtype=torch.bfloat16)], None, CPU, True)] * 16)
-    for tokens in (16, 2500):
-        heads(torch.empty(tokens, 16, 192, dtype=torch.bfloat16)[..., :128])
+    heads(torch.empty(16, 16, 192, dtype=torch.bfloat16)[..., :128])
 
 
 def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions() -> None:
@@ -69,14 +77,14 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions() 
     for kernel in used:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
-    for name in ("_gate_up_kernel", "_down_kernel", "_heads_kernel"):
+    for name in ("_gate_up_kernel", "_down_kernel", "_heads_kernel", "_int8_kernel", "_int4_kernel"):
         for arch, instructions in ((80, {"mma.sync"}), (90, {"wgmma"}), (100, {"tcgen05", "mma.sync"})):
             found = [kernel for kernel in used if (kernel["kernel"], kernel["arch"]) == (name, arch)]
-            assert len(found) == 2
+            assert len(found) == (1 if name == "_heads_kernel" else 2)
             for kernel in found:
                 assert kernel["matrix"] and set(kernel["matrix"]) <= instructions
                 assert kernel["asynchronous"] or arch == 100  # weights found by their addresses are read ahead
-    assert sum(kernel["kernel"] == "_route_kernel" for kernel in used) == 9
+    assert sum(kernel["kernel"] == "_route_kernel" for kernel in used) == 6
 
 
 # Routing
@@ -87,12 +95,13 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions() 
 def test_tokens_go_where_the_reference_sends_them(case: str, biased: bool) -> None:
     routing = ROUTINGS[case]
     few = torch.tensor([0.0, 0.3, 1.1, 1.9, 2.6])  # so that many tie
-    ties = few[torch.randint(5, (12, routing.num_experts), generator=torch.Generator().manual_seed(5))]
-    logits = torch.cat([ties, torch.full_like(ties[:1], -200.0), 3 * draw(6, routing.num_experts)])
+    ties = few[torch.randint(5, (3, routing.num_experts), generator=torch.Generator().manual_seed(5))]
+    logits = torch.cat([ties, torch.full_like(ties[:1], -200.0), 3 * draw(2, routing.num_experts)])
     bias = None
     if biased:  # the same within a group, and a dyadic fraction, or rounding would decide between ties
-        bias = torch.arange(-1, routing.groups - 1).repeat_interleave(routing.num_experts // routing.groups) * 0.25
-    ids, weights = experts.route(logits, routing, bias)
+        count = routing.groups if routing.groups > 1 else routing.num_experts
+        bias = ((torch.arange(count) % 3 - 1) * 0.25).repeat_interleave(routing.num_experts // count)
+    ids, weights = routing_kernel.route(logits, routing, bias)
     expected_ids, expected = route(logits, routing, bias)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=2e-6, atol=1e-7)
@@ -103,16 +112,16 @@ def test_any_logits_give_valid_experts(case: str) -> None:
     routing = ROUTINGS[case]
     logits = draw(5, routing.num_experts)
     logits[0], logits[1], logits[2], logits[3, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
-    ids, weights = experts.route(logits, routing, None)
+    ids, weights = routing_kernel.route(logits, routing, None)
     assert ids.min() >= 0 and ids.max() < routing.num_experts
     assert all(len(set(row)) == routing.top_k and row == sorted(row) for row in ids.tolist())
     assert weights[0].isnan().all()
-    alone, weights_alone = experts.route(logits[4:], routing, None)
+    alone, weights_alone = routing_kernel.route(logits[4:], routing, None)
     assert torch.equal(alone[0], ids[4]) and torch.equal(weights_alone[0], weights[4])
 
 
 def test_no_tokens_have_no_experts() -> None:
-    ids, weights = experts.route(torch.empty(0, 8), Routing(8, 2), None)
+    ids, weights = routing_kernel.route(torch.empty(0, 8), Routing(8, 2), None)
     assert ids.shape == weights.shape == (0, 2)
     assert GroupedExperts(*layer(torch.float32))(torch.empty(0, HIDDEN), ids, weights).shape == (0, HIDDEN)
 
@@ -171,12 +180,25 @@ def test_many_rows_take_taller_tiles_with_the_same_bits(monkeypatch: pytest.Monk
 
 
 def test_pairs_are_ordered_by_expert_and_no_tile_has_rows_of_two() -> None:
-    grouped = GroupedExperts(*layer(torch.float32))
     ids = torch.tensor([[0, 4], [0, 2], [2, 4], [0, 4], [0, 4]])
-    order, tiles = grouped._ordered(ids, rows=2)
+    order, tiles = experts.ordered(ids, COUNT, rows=2)
     assert order.tolist() == [0, 2, 6, 8, 3, 4, 1, 5, 7, 9]
     real = [[0, 0, 4], [0, 2, 4], [2, 4, 6], [4, 6, 10], [4, 8, 10]]
     assert tiles.tolist() == real + [[0, 0, 0]] * (len(tiles) - len(real))
+
+
+# Quantized experts
+
+
+@pytest.mark.parametrize("how", ["int8", "int4/32", "int4/64"])
+def test_quantized_experts_have_the_bits_of_looped_ones(how: str) -> None:
+    gate_up = [quantized_weight(how, 2 * 64, 192, seed) for seed in range(3)]
+    down = [quantized_weight(how, 192, 64, seed) for seed in range(3, 6)]
+    grouped, looped = QuantizedExperts(gate_up, down), LoopedExperts(gate_up, down)
+    for tokens in (1, 25, 0):  # 25 take the taller tiles
+        x, weights = draw(tokens, 192, dtype=torch.float16, seed=3), draw(tokens, 2, seed=4).abs()
+        ids = torch.tensor([[0, 2]] * tokens, dtype=torch.int64).view(tokens, 2)
+        assert torch.equal(grouped(x, ids, weights), looped(x, ids, weights))
 
 
 # Heads
@@ -218,10 +240,15 @@ def test_weights_that_kernels_cannot_read_at_once_are_copied() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     gate_up, down = layer(torch.float32)
     biased = linear.pack([draw(2 * INNER, HIDDEN)], draw(2 * INNER), CPU, True)
-    coded = linear.pack_quantized(quantized.quantize(draw(2 * INNER, HIDDEN), Quantization("int8")), None, CPU)
-    for product, message in ((biased, "biases"), (coded, "quantized"), (down[0], "differ")):
+    coded = quantized_weight("int8", 2 * INNER, HIDDEN)
+    for product, message in ((biased, "biases"), (coded, "dense"), (down[0], "differ")):
         with pytest.raises(ValueError, match=message):
             GroupedExperts([*gate_up[1:], product], down)
+    for product, message in ((gate_up[0], "quantized"), (quantized_weight("int8", 8, HIDDEN), "differ")):
+        with pytest.raises(ValueError, match=message):
+            QuantizedExperts([coded, product], [coded, coded])
+    with pytest.raises(ValueError, match="do not fit"):
+        QuantizedExperts([coded], [coded])
     with pytest.raises(ValueError, match="do not fit"):
         GroupedExperts(gate_up, down[1:])
     with pytest.raises(ValueError, match="72 columns"):

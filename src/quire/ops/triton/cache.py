@@ -54,7 +54,7 @@ def copy_blocks(kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
     """See `Kernels.copy_blocks`. The list goes to the device: not for a captured graph."""
     if not copies:
         return
-    planes, size = 2 * kv.layers * kv.kv_heads, kv.block_size * kv.head_dim
+    planes, size = kv.layers * kv.kv_heads * kv.sides, kv.block_size * kv.head_dim
     grid = len(copies), planes, -(-size // COPIED)
     on_device = torch.tensor(copies).to(kv.data.device, non_blocking=True)  # the host waits for no step before
     _copy_blocks[grid](

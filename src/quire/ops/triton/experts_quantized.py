@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.linear import Product
-from quire.ops.triton.experts import ALIGNMENT, add_places, addresses_of, ordered, pointer_at
+from quire.ops.triton.experts import ALIGNMENT, add_places, addresses_of, ordered, pointer_at, tile_at
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_quantized import (
     COMPILED,
@@ -33,33 +33,32 @@ from quire.ops.triton.linear_quantized import (
 )
 from quire.ops.triton.rows import silu_mul
 
+# Without weights, the product is gate and up: rows are read from their tokens and left in the order of pairs. With
+# weights, it is down: rows are read in that order and left at their pairs.
+
 
 @triton.jit
-def _rows_of(order, first, end, weights, TOP_K: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of a tile: (which exist, where their codes are, where their results go, their pairs), [ROWS] each.
-
-    Without weights, rows are read from their tokens and left in order; with weights, it is the other product, which
-    reads rows in order and leaves them at their pairs.
-    """
-    m = (first + tl.arange(0, ROWS)).to(tl.int64)
-    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+def _source(order, m, end, weights, TOP_K: tl.constexpr):
+    """Where the codes of rows m are."""
     if weights is None:
-        return m < end, pair // TOP_K, m, pair
-    return m < end, m, pair, pair
+        return tl.load(order + m, mask=m < end, other=0).to(tl.int64) // TOP_K
+    return m
 
 
 @triton.jit
-def _finish(total, there, source, target, pair, n, row_scales, scales, weights, out, out_features):
+def _finish(total, m, end, source, n, row_scales, scales, order, weights, out, out_features):
     """Scale sums [OUTPUTS, ROWS] as `linear_chunks.finish` does, then by the pairs' weights, and store them."""
-    there, n = there[None, :], n[:, None]
-    scale = tl.load(row_scales + source, mask=there.reshape(source.shape), other=0.0)[None, :]
+    n, there = n[:, None], m < end
+    scale = tl.load(row_scales + source, mask=there, other=0.0)[None, :]
     if scales is not None:
         scale = scale * tl.load(scales + n, mask=n < out_features, other=0.0)
     total = total.to(tl.float32) * scale
-    dtype: tl.constexpr = out.dtype.element_ty
-    if weights is not None:
-        total *= tl.load(weights + pair, mask=there.reshape(source.shape), other=0.0)[None, :]
-    tl.store(out + target[None, :] * out_features + n, total.to(dtype), mask=there & (n < out_features))
+    target = m
+    if weights is not None:  # pairs are read here, for the loop needs the registers
+        target = tl.load(order + m, mask=there, other=0).to(tl.int64)
+        total *= tl.load(weights + target, mask=there, other=0.0)[None, :]
+    out += target[None, :] * out_features + n
+    tl.store(out, total.to(out.dtype.element_ty), mask=there[None, :] & (n < out_features))
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -84,26 +83,21 @@ def _int8_kernel(
 ):
     """A tile of W x^T of one expert."""
     tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
-    expert, first, end = _tile_at(tile_table, tile)
+    expert, first, end = tile_at(tile_table, tile)
     if first >= end:
         return
-    there, source, target, pair = _rows_of(order, first, end, weights, TOP_K, ROWS)
+    m = (first + tl.arange(0, ROWS)).to(tl.int64)
+    source, there = _source(order, m, end, weights, TOP_K), (m < end)[None, :]
     n, k = out_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
     weight_tile = pointer_at(addresses, expert, tl.int8, ALIGNMENT) + n.to(tl.int64)[:, None] * BLOCK + k[None, :]
     x_tile = codes + source[None, :] * blocks * BLOCK + k[:, None]
     total = tl.zeros((OUTPUTS, ROWS), tl.int32)
-    for _ in range(0, blocks):
-        total = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=there[None, :], other=0), total, out_dtype=tl.int32)
+    for _ in range(blocks):
+        total = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=there, other=0), total, out_dtype=tl.int32)
         x_tile += BLOCK
         weight_tile += out_padded * BLOCK
     scales = pointer_at(scale_addresses, expert, tl.float32, ALIGNMENT)
-    _finish(total, there, source, target, pair, n, row_scales, scales, weights, out, out_features)
-
-
-@triton.jit
-def _tile_at(tile_table, tile):
-    entry = tile_table + tile * 3
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    _finish(total, m, end, source, n, row_scales, scales, order, weights, out, out_features)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -130,28 +124,28 @@ def _int4_kernel(
 ):
     """As `_int8_kernel`; the groups' sums come together as those of `linear_quantized`."""
     tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
-    expert, first, end = _tile_at(tile_table, tile)
+    expert, first, end = tile_at(tile_table, tile)
     if first >= end:
         return
-    there, source, target, pair = _rows_of(order, first, end, weights, TOP_K, ROWS)
+    m = (first + tl.arange(0, ROWS)).to(tl.int64)
+    source, there = _source(order, m, end, weights, TOP_K), (m < end)[None, :]
     n, k = out_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, GROUP)
     weight_tile = pointer_at(addresses, expert, tl.int8, ALIGNMENT) + n.to(tl.int64)[:, None] * GROUP + k[None, :]
     x_tile = codes + source[None, :] * blocks * 2 * GROUP + k[:, None]
-    real = there[None, :]
     scale = pointer_at(scale_addresses, expert, tl.float16, ALIGNMENT) + n
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
     scale_1 = tl.load(scale)
     scale_2 = tl.load(scale + out_padded)
-    for block in range(0, blocks):
+    for block in range(blocks):
         # The next block's scales are on their way while this one is computed.
         scale += 2 * out_padded
         next_1 = tl.load(scale)
         next_2 = tl.load(scale + out_padded)
         both = tl.load(weight_tile)
-        sums = tl.dot(_low(both, COMPILED), tl.load(x_tile, mask=real, other=0), out_dtype=tl.int32)
+        sums = tl.dot(_low(both, COMPILED), tl.load(x_tile, mask=there, other=0), out_dtype=tl.int32)
         chunk = _add_group(chunk, sums, scale_1)
-        sums = tl.dot(_high(both, COMPILED), tl.load(x_tile + GROUP, mask=real, other=0), out_dtype=tl.int32)
+        sums = tl.dot(_high(both, COMPILED), tl.load(x_tile + GROUP, mask=there, other=0), out_dtype=tl.int32)
         chunk = _add_group(chunk, sums, scale_2)
         if (block + 1) % length == 0 or block + 1 == blocks:
             total += chunk
@@ -159,7 +153,7 @@ def _int4_kernel(
         scale_1, scale_2 = next_1, next_2
         x_tile += 2 * GROUP
         weight_tile += out_padded * GROUP
-    _finish(total, there, source, target, pair, n, row_scales, None, weights, out, out_features)
+    _finish(total, m, end, source, n, row_scales, None, order, weights, out, out_features)
 
 
 class QuantizedWeights:
@@ -177,12 +171,14 @@ class QuantizedWeights:
         first = self._products[0]
         self.out_features, self.in_features = first.out_features, first.in_features
         self.is_int8 = first._group is None
+        if {(product.out_features, product.in_features) for product in self._products} != {
+            (self.out_features, self.in_features)
+        }:
+            raise ValueError("the weights differ in shape")
         self._addresses = addresses_of([product._blocks for product in self._products])
         self._scale_addresses = addresses_of([product._scales for product in self._products])
         self._shape, self._length = first._blocks.shape, first._chunks.length
         self._padded_inputs = len(first._blocks) * first._block_inputs
-        if {(product.out_features, product.in_features) for product in self._products} != {first_shape(first)}:
-            raise ValueError("the weights differ in shape")
 
     def __len__(self) -> int:
         return len(self._products)
@@ -196,7 +192,7 @@ class QuantizedWeights:
         tile: Tile,
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The product of each pair: see `_rows_of`; [pairs, out], in fp32 with weights, else in x's data type."""
+        """The product of each pair: [pairs, out], in fp32 with weights, else in x's data type: see `_source`."""
         blocks, padded, width = self._shape
         codes, row_scales = quantize_rows(x, self._padded_inputs)
         out = x.new_empty(len(order), self.out_features, dtype=x.dtype if weights is None else torch.float32)

@@ -15,7 +15,9 @@ from quire.ops.logit_edits import Edits
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
-from quire.ops.triton import attention, cache, experts, latent, linear, rows, sampling
+from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling
+from quire.ops.triton.linear_quantized import QuantizedProduct
+from quire.ops.triton.routing import route
 
 VERSION = 1
 """Grows with every change of a kernel's bits."""
@@ -112,9 +114,11 @@ class TritonKernels(Kernels):
     def route(
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return experts.route(logits, routing, bias)
+        return route(logits, routing, bias)
 
     def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+        if isinstance(gate_up[0], QuantizedProduct):
+            return experts_quantized.QuantizedExperts(gate_up, down)
         return experts.GroupedExperts(gate_up, down)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:

@@ -400,7 +400,7 @@ def attend_latent(
         LAYERS=kv.layers,
         HEADS=heads,
         GROUP=plan.group,
-        PLANE=kv.numbers.stride(3),
+        PLANE=kv.data.stride(3),
         BLOCK_SIZE=kv.block_size,
         WIDTH=width,
         ROPE=size - width,
