@@ -24,7 +24,7 @@ from tests.test_cpu_attention import batch_of
 from tests.test_triton_attention import on_device
 from tests.test_triton_engine import run, start
 from tests.test_triton_rows import DTYPES, TOLERANCE, as_on_a_gpu
-from tests.triton_compile import compile_all
+from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 
 __all__ = ["as_on_a_gpu"]
 
@@ -272,13 +272,13 @@ def test_rows_of_padding_write_to_the_null_block_alone() -> None:
 
 
 def test_the_engine_gives_the_tokens_of_the_plain_kernels_whatever_is_around_a_request(tmp_path) -> None:
-    """With the prefix cache that shares whole blocks."""
+    """With the prefix cache, which copies the head of a block."""
     sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
     folder = str(save_checkpoint(tmp_path, "deepseek_v3", dtype=torch.float32, **sizes))
     plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=48))
     theirs = run(plain, [0, 3])
     with mock.patch.object(device_forward, "CHUNK", 8):  # the interpreter is slow: steps are padded to few rows
-        engine = start(folder, {}, prefix_cache="hash")
+        engine = start(folder, {})
         together = run(engine, [0, 3])
         assert run(engine, [3]) == {3: together[3]}
     assert engine.stats.cached_tokens > 0
@@ -313,18 +313,19 @@ def launch_all() -> None:
                 TRITON.rotate_interleaved(queries, (request.cos[:tokens], request.sin[:tokens]))
 
 
-def test_kernels_compile_for_gpus_once_a_model() -> None:
-    found = compile_all("tests.test_triton_latent")
-    count = Counter((use["kernel"], use["arch"]) for use in found)
-    for arch, instruction, most in ((80, "mma.sync", 160), (90, "wgmma", 227), (100, "tcgen05", 227)):
-        assert count["_attend_latent", arch] == len(KINDS) and count["_rotate_interleaved", arch] <= len(KINDS)
-        *large, consumer = [use for use in found if (use["kernel"], use["arch"]) == ("_attend_latent", arch)]
-        assert all(use["matrix"] == [instruction] and use["shared"] <= most * 1024 for use in large), large
-        # A row's totals do not fit beside its split's sums, 512 bytes a thread: they are spilled, once a split. So are
-        # addresses, which the loop over keys reads.
-        assert max(use["stack"] for use in large) <= 1664, large
-        assert consumer["shared"] <= 99 * 1024 and consumer["stack"] <= 64, consumer
-        assert all(use["asynchronous"] for use in (*large, consumer))
+@EACH_ARCHITECTURE
+def test_kernels_compile_for_gpus_once_a_model(arch: int) -> None:
+    found = compile_all("tests.test_triton_latent", arch)
+    count = Counter(use["kernel"] for use in found)
+    instruction, most = {80: ("mma.sync", 160), 90: ("wgmma", 227), 100: ("tcgen05", 227)}[arch]
+    assert count["_attend_latent"] == len(KINDS) and count["_rotate_interleaved"] <= len(KINDS)
+    *large, consumer = [use for use in found if use["kernel"] == "_attend_latent"]
+    assert all(use["matrix"] == [instruction] and use["shared"] <= most * 1024 for use in large), large
+    # A row's totals do not fit beside its split's sums, 512 bytes a thread: they are spilled, once a split. So are
+    # addresses, which the loop over keys reads.
+    assert max(use["stack"] for use in large) <= 1664, large
+    assert consumer["shared"] <= 99 * 1024 and consumer["stack"] <= 64, consumer
+    assert all(use["asynchronous"] for use in (*large, consumer))
     others = [use for use in found if use["kernel"] != "_attend_latent"]
     assert {use["kernel"] for use in others} == {"_merge_splits", "_store_latent", "_rotate_interleaved"}
     assert all(use["stack"] == 0 and use["shared"] <= 8192 for use in others), others
