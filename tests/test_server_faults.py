@@ -40,7 +40,9 @@ def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice():
         chunks = [stream.chunks() for stream in streams]
         texts = [next(chunk)["choices"][0]["text"] for chunk in chunks]
         for _ in range(2):
-            server.kill("engine")
+            pid = server.kill("engine")
+            # What comes next may still be of the dead one: the next one must be there before it can be killed.
+            wait_until(lambda pid=pid: server.pids("engine") not in ([], [pid]) and server.health() == 200)
             texts = [text + next(chunk)["choices"][0]["text"] for text, chunk in zip(texts, chunks, strict=True)]
         for index, chunk in enumerate(chunks):
             texts[index] += "".join(choice["text"] for event in chunk for choice in event["choices"])

@@ -74,6 +74,8 @@ def begin(message: type[T]) -> T:
     parent, _, start = sys.stdin.buffer.read().rpartition(b"\n")
     if parent and int(parent) != os.getppid():  # it died while this process came up
         os._exit(1)
+    if not start.endswith(b"}"):  # it was cut off: whoever wrote it gave up, and has said why
+        os._exit(1)
     return msgspec.json.decode(start, type=message)
 
 
