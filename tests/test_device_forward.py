@@ -133,16 +133,22 @@ def test_more_preempted_requests_than_rows_grow_the_tables(folder, alone):
     """Requests that wait after preemption keep their rows: with two running at most, many are known."""
     with on_device(DelayedDevice(), SpanKernels()):
         engine = Engine(options(folder, max_num_seqs=2, scheduling_policy="priority", num_kv_blocks=400))
-    for index in range(8):
-        important = SamplingParams(temperature=0.0, seed=0, priority=-index, ignore_eos=True).resolved()
-        engine.add(Request(index, prompts()[3], important, max_tokens=12))
-        engine.step()
-        engine.step()
-    tokens: dict[int, list[int]] = {index: [] for index in range(8)}
-    while not engine.idle:
+    rows = len(engine.executor._runner._forward._tables)
+    order = [0, 2, 4, 6, 4, 2, 0, 6]  # of prompts that are sampled greedily
+    tokens: dict[int, list[int]] = {number: [] for number in range(8)}
+    steps = 0
+    while steps < 16 or not engine.idle:
+        if steps < 16 and steps % 2 == 0:
+            number = steps // 2
+            important = SamplingParams(temperature=0.0, seed=0, priority=-number, ignore_eos=True).resolved()
+            engine.add(Request(number, prompts()[order[number]], important, max_tokens=12))
         for update in engine.step():
             tokens[update.request] += update.tokens
+        steps += 1
     assert engine.stats.preemptions > 4
+    assert len(engine.executor._runner._forward._tables) > rows
+    for number, index in enumerate(order):
+        assert tokens[number] == [token for token, _, _ in alone[index]]
 
 
 def test_out_of_memory_halves_the_step_and_ends_only_the_request_that_does_not_fit(folder, alone):

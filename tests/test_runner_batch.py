@@ -31,7 +31,7 @@ def info(request: int) -> RequestInfo:
 
 def check(made: Any, spans: list[Span], tables: dict[int, list[int]]) -> None:
     rows = np.array([made._requests[span.request].row for span in spans])
-    batch = made._forward.batch(spans, rows)
+    batch = made._forward.batch(spans, rows, np.cumsum([0, *(len(span.tokens) for span in spans)]))
     ends = [span.start + len(span.tokens) for span in spans]
     positions = [at for span, end in zip(spans, ends, strict=True) for at in range(span.start, end)]
     owners = [span.request for span in spans for _ in span.tokens]

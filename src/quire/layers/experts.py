@@ -98,11 +98,17 @@ class ExpertsLayer:
 
     def _count(self, ids: torch.Tensor, batch: RaggedBatch) -> None:
         """Add to the load, without waiting for the device; rows of padding do not count."""
-        counted = torch.ones_like(ids)
-        if batch.spans is not None:
-            rows = torch.arange(len(ids), device=ids.device)
-            counted *= (rows < batch.spans.row_starts[-1]).unsqueeze(1)
-        self.load.index_add_(0, ids.flatten(), counted.flatten())
+        counted = batch.once(("counted", ids.shape[1]), lambda: _counted(ids, batch))
+        self.load.index_add_(0, ids.flatten(), counted)
+
+
+def _counted(ids: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    """1 for each of a step's ids, 0 in rows of padding: [tokens * top_k] int64; the same in all layers."""
+    counted = torch.ones_like(ids)
+    if batch.spans is not None:
+        rows = torch.arange(len(ids), device=ids.device)
+        counted *= (rows < batch.spans.row_starts[-1]).unsqueeze(1)
+    return counted.flatten()
 
 
 def expert_loads(mlps: Iterable[object]) -> dict[int, torch.Tensor]:

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 LARGEST_GRAPH = 1024
 """Tokens of the largest step that is recorded. Computing more takes longer than launching their kernels."""
 
-
 CHUNK = 64
 """Tokens of a step that holds more than decodes are a multiple of this."""
 
@@ -106,21 +105,24 @@ class DeviceForward:
         self._recorded.clear()
         self._full = False
 
-    def __call__(self, spans: list[Span], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, spans: list[Span], rows: NDArray[np.int64], row_starts: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states [tokens, hidden] after the last norm, and whether each is finite [tokens].
 
         Both have rows of padding behind those of the spans, and are overwritten by the next step.
 
         Args:
             rows: which row of the tables belongs to each span's request.
+            row_starts: first row of each span, and one entry more.
         """
-        size = padded(sum(len(span.tokens) for span in spans), len(spans), self._most_spans)
+        size = padded(int(row_starts[-1]), len(spans), self._most_spans)
         graph = self._recorded.get(size)
         if graph is not None:
-            self._write(graph.inputs, size, spans, rows)
+            self._write(graph.inputs, size, spans, rows, row_starts)
             graph.replay()
             return graph.made
-        inputs = self._write(self._inputs(size), size, spans, rows)
+        inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
         made = self._run(inputs, size)  # this step itself: it compiles what is not compiled yet
         if self.graphs != "off" and size.tokens <= LARGEST_GRAPH and not self._full:
             self._record(inputs, size)
@@ -170,19 +172,18 @@ class DeviceForward:
         """Memory for what is sent of a step; see `_write`."""
         return torch.empty(_places(size)[-1].stop, dtype=torch.int32, device=self._device.torch)
 
-    def _write(self, inputs: Tensor, size: Size, spans: list[Span], rows: NDArray[np.int64]) -> Tensor:
+    def _write(
+        self, inputs: Tensor, size: Size, spans: list[Span], rows: NDArray[np.int64], begins: NDArray[np.int64]
+    ) -> Tensor:
         """Send what the device must know: row starts, starts and table rows of the spans, tokens, span of each row."""
-        count = len(spans)
-        lengths = np.array([len(span.tokens) for span in spans])
+        count, real = len(spans), int(begins[-1])
         sent = np.zeros(len(inputs), np.int32)
         row_starts, starts, table_rows, tokens, span_of_row = (sent[place] for place in _places(size))
-        np.cumsum(lengths, out=row_starts[1 : count + 1])
-        row_starts[count + 1 :] = row_starts[count]
+        row_starts[: count + 1], row_starts[count + 1 :] = begins, real
         starts[:count] = [span.start for span in spans]
         table_rows[:count] = rows
-        real = int(row_starts[count])
         tokens[:real] = np.fromiter(chain.from_iterable(span.tokens for span in spans), np.int32, real)
-        span_of_row[:real] = np.repeat(np.arange(count), lengths)
+        span_of_row[:real] = np.repeat(np.arange(count), np.diff(begins))
         self._device.write(inputs, sent)
         return inputs
 

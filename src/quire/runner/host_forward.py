@@ -43,22 +43,23 @@ class HostForward:
             self._tables = np.pad(self._tables, ((0, rows), (0, columns)))
             self.last_tokens = torch.nn.functional.pad(self.last_tokens, (0, rows))
 
-    def __call__(self, spans: list[Span], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, spans: list[Span], rows: NDArray[np.int64], row_starts: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states [tokens, hidden] after the last norm, and whether each is finite [tokens].
 
         Args:
             rows: which row of the tables belongs to each span's request.
+            row_starts: first row of each span, and one entry more.
         """
-        hidden = self._model.forward(self.batch(spans, rows), self._kv)
+        hidden = self._model.forward(self.batch(spans, rows, row_starts), self._kv)
         return hidden, self._model.kernels.finite_rows(hidden)
 
-    def batch(self, spans: list[Span], rows: NDArray[np.int64]) -> RaggedBatch:
-        """All spans one after the other."""
+    def batch(self, spans: list[Span], rows: NDArray[np.int64], row_starts: NDArray[np.int64]) -> RaggedBatch:
+        """All spans one after the other; see `__call__`."""
         size = self._kv.block_size
         starts = np.array([span.start for span in spans])
-        lengths = np.array([len(span.tokens) for span in spans])
-        row_starts = np.zeros(len(spans) + 1, np.int64)
-        np.cumsum(lengths, out=row_starts[1:])
+        lengths = np.diff(row_starts)
         tokens = np.array(list(chain.from_iterable(span.tokens for span in spans)), np.int64)
         span_of_row = np.repeat(np.arange(len(spans)), lengths)  # [tokens]
         previous = (tokens == FROM_PREVIOUS).nonzero()[0]

@@ -138,8 +138,8 @@ class ModelRunner:
     def _compute_at_once(self, spans: list[Span]) -> _Part:
         """Launch the forward pass, the scores of prompts, and sampling; what comes back, in an order that is kept."""
         rows = np.array([self._requests[span.request].row for span in spans])
-        hidden, finite = self._forward(spans, rows)
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
+        hidden, finite = self._forward(spans, rows, row_starts)
         part = _Part(spans, row_starts=row_starts.tolist())
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])

@@ -48,10 +48,10 @@ def start_runner(config: EngineConfig, model: Model, device: Device, threads: in
     else:
         activations = _measured_activations(config, model, device)
         plan = plan_memory(config, model, _granted(config, device), activations, share=1.0)
-    kv = _cache(config, model, plan.num_blocks)
+    kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype)
     if not model.kernels.reads_spans:
         return Started(ModelRunner(model, kv, plan.logit_rows, threads, device), kv, plan, ())
-    graphs = graphs_when(config, device)
+    graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare)
     notes = [f"device: {device.describe()}"]
@@ -63,15 +63,6 @@ def start_runner(config: EngineConfig, model: Model, device: Device, threads: in
             forward.record_all(lambda share: report("recording CUDA graphs", share))
         notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
     return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, forward), kv, plan, tuple(notes))
-
-
-def graphs_when(config: EngineConfig, device: Device) -> str:
-    """`config.cuda_graphs`, where there can be any."""
-    return "off" if config.enforce_eager or not device.asynchronous else config.cuda_graphs
-
-
-def _cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:
-    return model.new_cache(num_blocks, config.block_size, config.kv_cache_dtype)
 
 
 def _device_forward(
@@ -105,7 +96,7 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device) ->
     Raises:
         MemoryPlanError: there is not enough for it.
     """
-    kv = _cache(config, model, 2)
+    kv = model.new_cache(2, config.block_size, config.kv_cache_dtype)
     forward = _device_forward(config, model, kv, device, longest_context(config, model))
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward)
     with torch.inference_mode(), device.active():
