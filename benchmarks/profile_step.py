@@ -148,15 +148,14 @@ def instrument(llm: LLM) -> Profile:
     for owner, method, group, part in (
         (model, "forward", rest, "between the layers' kernels"),
         (model, "logits", rest, "around the head"),
-        (runner, "run", rest, "runner"),
-        (runner, "_batch", rest, "preparing the batch"),
-        (runner.sampler, "sample", "sampling", "Python of the sampler"),
+        (runner, "launch", rest, "runner"),
+        (runner._forward, "batch", rest, "preparing the batch"),
+        (runner.sampler, "launch", "sampling", "Python of the sampler"),
         (engine.scheduler, "schedule", rest, "scheduler"),
         (engine.scheduler, "commit", rest, "scheduler"),
         (llm, "step", rest, "engine and outputs"),
     ):
-        if hasattr(owner, method):
-            profile.watch(owner, method, group, part)
+        profile.watch(owner, method, group, part)
     return profile
 
 

@@ -55,8 +55,7 @@ def parts(result: Result, options: Options, machine: Machine) -> None:
     time_latent_attention(result, latent, model, machine, options)
     time_decode_step(result, latent, model, machine, options)
     measure_cache(result, latent, model)
-    either = choose_kernels()
-    either.deterministic = False  # a CPU's kernels are the same; but layers may now choose the expanded form
+    either = choose_kernels(deterministic=False)  # the same kernels, but layers may choose the expanded form
     time_prompts(result, latent, (model, load(folder_of(latent, options), either)), machine, options)
 
 

@@ -158,14 +158,45 @@ def test_a_part_of_a_comparison_is_not_written(
     assert "is no comparison and is not written" in capsys.readouterr().err
 
 
-def test_measuring_one_kind_of_weights_again_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-moe-1b"])
+def test_a_models_tables_are_written_only_where_the_readme_has_a_place(
+    shape: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(driver, "SECTIONS", {"qwen3-0.6b": "peers"})
+    monkeypatch.setattr(sys, "argv", ["peers", "--shape", shape, "--write"])
+    if shape in driver.SECTIONS:
+        assert driver._arguments()[0].shape == shape
+        return
+    with pytest.raises(SystemExit):
+        driver._arguments()
+    assert "README.md has no place for qwen3-moe-1b, only for qwen3-0.6b" in capsys.readouterr().err
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Raw lines and README that stand in for the repository's, with places for two models' tables."""
     raw, readme = tmp_path / "raw.jsonl", tmp_path / "README.md"
-    readme.write_text("a\n<!-- begin peers -->\n<!-- end peers -->\nb\n")
+    sparse = driver.SECTIONS["qwen3-moe-1b"]
+    readme.write_text(
+        f"a\n<!-- begin peers -->\n<!-- end peers -->\n<!-- begin {sparse} -->\n<!-- end {sparse} -->\nb\n"
+    )
     monkeypatch.setattr(driver, "RAW", raw)
     monkeypatch.setattr(driver.run_all, "README", readme)
-    on = {"cpu": "c", "capability": "AVX2", "threads": 1, "torch": "2", "python": "3", "date": "2026-01-01"}
+    return raw, readme
+
+
+ON = {"cpu": "c", "capability": "AVX2", "threads": 1, "torch": "2", "python": "3", "date": "2026-01-01"}
+
+
+def write_rate(weights: str, rate: float, **more: str) -> None:
+    runs = [line for line in lines_of(("Quire", weights, rate)) if line["kind"] == "run"]
+    driver._write([line | {"on": ON} | more for line in runs])
+
+
+def test_measuring_one_kind_of_weights_again_keeps_the_others(written: tuple[Path, Path]) -> None:
+    raw, readme = written
     for weights, rate in (("bf16", 1.0), ("int8", 2.0), ("bf16", 3.0)):
-        driver._write([line | {"on": on} for line in lines_of(("Quire", weights, rate)) if line["kind"] == "run"])
+        write_rate(weights, rate)
     assert [json.loads(line)["decode_tok_s"] for line in raw.read_text().splitlines()] == [2.0, 3.0]
     text = readme.read_text()
     assert text.startswith("a\n") and text.endswith("b\n")
@@ -174,9 +205,27 @@ def test_measuring_one_kind_of_weights_again_keeps_the_others(tmp_path: Path, mo
     assert "Measured on 2026-01-01: c (AVX2)" in text
 
 
-def test_the_readme_has_a_place_for_the_tables() -> None:
+def test_each_model_has_tables_of_its_own_which_others_leave_alone(written: tuple[Path, Path]) -> None:
+    raw, readme = written
+    write_rate("bf16", 1.0)  # as lines were before they said a shape
+    write_rate("bf16", 2.0, shape="qwen3-moe-1b")
+    write_rate("bf16", 3.0, shape="qwen3-0.6b")
+    assert [json.loads(line)["decode_tok_s"] for line in raw.read_text().splitlines()] == [2.0, 3.0]
+    dense, _, sparse = readme.read_text().partition("<!-- end peers -->")
+    assert "| Quire 7 | 3.0 |" in dense and "| Quire 7 | 2.0 |" not in dense
+    assert "| Quire 7 | 2.0 |" in sparse and "| Quire 7 | 3.0 |" not in sparse
+
+
+@pytest.mark.parametrize("name", driver.SECTIONS.values())
+def test_the_readme_has_a_place_for_the_tables(name: str) -> None:
     text = driver.run_all.README.read_text("utf-8")
-    assert driver.run_all.with_section(text, "peers", "new") != text
+    assert driver.run_all.with_section(text, name, "new") != text
+
+
+def test_why_an_engine_is_not_available_is_written_without_places_of_this_machine(tmp_path: Path) -> None:
+    error = PeerError("it would not", tmp_path / "install.log")
+    assert str(error) == f"it would not (see {tmp_path / 'install.log'})"
+    assert driver._unavailable(QUIRE, "bf16", error)["reason"] == "it would not"
 
 
 def test_a_run_line_holds_rates_in_tokens_per_second() -> None:

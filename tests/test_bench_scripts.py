@@ -67,7 +67,9 @@ def test_a_profile_divides_a_step_into_its_parts(options: Options, monkeypatch: 
         ("int4", False),
     ]
     expected = [f"products with weights: {name}" for name in ("qkv", "output", "gate_up", "down", "head")]
-    expected += ["other kernels: attend", "sampling: sample", "Python and the rest: scheduler"]
+    expected += ["other kernels: attend", "sampling: sample", "sampling: Python of the sampler"]
+    rest = ("scheduler", "runner", "preparing the batch", "between the layers' kernels", "around the head")
+    expected += [f"Python and the rest: {part}" for part in rest]
     for row in result.raw:
         assert all(row["parts_ms"][part] > 0 for part in expected)
     assert {len(row) for row in result.rows} == {len(result.headings)}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,9 @@ from quire.errors import (
     UnexpectedTensorError,
 )
 from quire.models.checkpoint import Checkpoint
-from quire.models.safetensors_file import map_tensor, read_header
+from quire.models.registry import load_model
+from quire.models.safetensors_file import map_tensor, read_ahead, read_header
+from tests.oracle import save_checkpoint
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -63,6 +68,31 @@ def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
     for padding in range(4):
         file = write_raw(tmp_path / f"{padding}.safetensors", header + b" " * padding, data.numpy().tobytes())
         assert torch.equal(map_tensor(read_header(file)["a"]), data)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such advice")
+def test_loading_asks_the_system_to_read_the_whole_embedding_table_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def advise(file: int, start: int, size: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED and 0 < size <= 128 << 10
+        asked.append((start, start + size))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    folder = save_checkpoint(tmp_path, "llama", vocab_size=1000)
+    load_model(folder)
+    table = read_header(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert asked[0][0] == table.start and asked[-1][1] >= table.start + table.num_bytes
+    assert all(ahead[1] == behind[0] for ahead, behind in itertools.pairwise(asked))
+
+
+def test_a_file_that_is_gone_cannot_be_read_ahead_which_harms_nobody(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4)}, tmp_path / "t.safetensors")
+    entry = read_header(tmp_path / "t.safetensors")["a"]
+    (tmp_path / "t.safetensors").unlink()
+    read_ahead(entry)
 
 
 def test_writing_to_a_mapped_tensor_leaves_the_file_as_it_was(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str
     assert report["kernels"]["described"]["bfloat16"] == choose_kernels().describe(torch.bfloat16)
     names = [check["name"] for check in report["self_test"]]
     assert {"linear bfloat16", "linear int8", "norm and gate float32", "attention bfloat16, fp8 cache"} <= set(names)
+    assert {"routing by groups", "experts bfloat16", "experts int4", "latent attention bfloat16"} <= set(names)
     assert all(check["passed"] and check["cases"] > 5 for check in report["self_test"])
     assert report["demo_model"]["present"]
 
@@ -84,6 +85,36 @@ def test_the_self_test_notices_attention_that_depends_on_chunks(monkeypatch: pyt
     monkeypatch.setattr(kernels, "attend", wrong)
     failures = self_test.check_attention(kernels, torch.float32).failures
     assert failures == ("block size 16, chunks [128, 128, 44]", "block size 16, chunks [255, 1, 44]")
+
+
+def test_the_self_test_notices_sparse_kernels_that_err_or_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Kernels):
+        def route(self, logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            ids, weights = super().route(logits, *rest)
+            return ids, weights * 1.01  # the same for all rows
+
+        def experts(self, *products: Any) -> Any:
+            right = super().experts(*products)
+            return lambda x, ids, weights: right(x, ids, weights) * (1.01 if len(x) == 9 else 1.0)
+
+        def attend_latent(self, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+            out = super().attend_latent(q, *rest)
+            out[-1, -1] = 0.0  # the last head of a step's last row
+            return out
+
+    kernels = Wrong()
+    assert self_test.check_routing(kernels, "groups").failures == ("against plain torch",)
+    nines = ("rows 0 to 8 with 1 thread", "rows 7 to 15 with 1 thread")
+    assert self_test.check_experts(kernels, torch.float32).failures == nines
+    failures = self_test.check_latent_attention(kernels, torch.bfloat16, "int8").failures
+    assert "against plain torch" in failures and "block size 16, chunks [299, 1]" in failures
+    assert all(
+        check.passed
+        for check in (
+            self_test.check_routing(Kernels(), "softmax"),
+            self_test.check_experts(Kernels(), self_test.QUANTIZATIONS[1]),
+        )
+    )
 
 
 def test_kernels_that_were_not_built_are_told_of_with_what_to_do(

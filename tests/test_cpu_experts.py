@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from quire.ops import Kernels, choose_kernels, experts
 from quire.ops.cpu import library
+from quire.ops.cpu.linear import CpuProduct
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing
 from quire.ops.linear import Product
+from quire.ops.memory import HUGE_PAGE
 from quire.ops.quantized import Quantization, quantize
 
 pytestmark = pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
@@ -249,3 +253,16 @@ def test_what_is_not_a_row_for_each_head_is_refused(kernels: Kernels) -> None:
     for x in (draw(2, 3, 15), draw(2, 2, 16), draw(3, 16), draw(2, 3, 16, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="the heads take \\[tokens, 3, 16\\]"):
             layer(x)
+
+
+def test_small_weights_of_experts_are_moved_side_by_side_into_huge_pages(kernels: Kernels) -> None:
+    layer = draw_layer(kernels, Quantization("int4", 32), count=16, hidden=1024, inner=256)
+    products = [product for part in layer for product in part if isinstance(product, CpuProduct)]
+    x = draw(3, 1024, dtype=torch.bfloat16)
+    before = [product.matmul(x[:, : product.in_features].contiguous()) for product in products]
+    kernels.experts(*layer)
+    parts = sorted((part.data_ptr(), part.nbytes) for product in products for part in product.small_parts.values())
+    assert len(parts) == 64 and parts[0][0] % HUGE_PAGE == 0  # a bare allocation begins elsewhere
+    assert all(end <= start < end + 64 for (at, size), (start, _) in itertools.pairwise(parts) for end in [at + size])
+    after = [product.matmul(x[:, : product.in_features].contiguous()) for product in products]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

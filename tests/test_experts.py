@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.errors import ModelConfigError
-from quire.layers.experts import ExpertsConfig, ExpertsLayer, expert_loads
+from quire.layers.experts import ExpertsConfig, ExpertsLayer, expert_layers
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.config import read_routing
@@ -272,8 +272,6 @@ def test_rows_of_padding_do_not_count() -> None:
     assert sum(load_of(7, padding=5)) == 2 * 7
 
 
-def test_loads_keep_the_numbers_of_their_layers() -> None:
+def test_layers_with_experts_keep_their_numbers() -> None:
     sparse = [ExpertsLayer(CONFIG, MadeUp()) for _ in range(2)]
-    loads = expert_loads([object(), sparse[0], object(), sparse[1]])
-    assert list(loads) == [1, 3]
-    assert loads[1] is sparse[0].load
+    assert expert_layers([object(), sparse[0], object(), sparse[1]]) == {1: sparse[0], 3: sparse[1]}

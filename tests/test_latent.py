@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quire.layers.latent import LatentAttention, LatentConfig, expanded_is_cheaper
+import quire.layers.latent
+from quire.layers.latent import RESTORED_BYTES, LatentAttention, LatentConfig, expanded_is_cheaper, heads_at_once
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RopeConfig, RotaryEmbedding
@@ -236,36 +237,45 @@ class RandomWeights:
 
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
 @pytest.mark.parametrize("value", [12, 40])
-def test_the_absorbed_form_is_the_expanded_one_but_for_rounding(q_lora_rank: int | None, value: int) -> None:
-    hidden, heads, tokens = 48, 4, 150
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_the_absorbed_form_is_the_expanded_one_but_for_rounding(
+    q_lora_rank: int | None, value: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, heads, tokens = 48, 4, 300
     config = LatentConfig(q_lora_rank, 32, 16, 8, value, bias=q_lora_rank is not None, scale=0.2)
     weights = RandomWeights(config.tensor_shapes(hidden, heads))
-    attention = LatentAttention(config, heads, weights, LAYER)
-    kv_b = weights.kernels.pack([weights.tensors["self_attn.kv_b_proj.weight"]])
     x = torch.randn(tokens + 40, hidden, generator=torch.Generator().manual_seed(8))
     pool = Pool((heads, 32, 8))
-    pair = [(pool.sequence(tokens, seed=1), tokens), (pool.sequence(40, seed=2), 40)]
-    batch = pool.batch(pair)
+    batch = pool.batch([(pool.sequence(tokens, seed=1), tokens), (pool.sequence(40, seed=2), 40)])
     tables = pool.rotary.tables(batch.positions)
-    absorbed = attention(x, tables, pool.kv, batch)
-    expanded = attention.expanded(x, tables, pool.kv, batch, kv_b)
-    assert absorbed.std() > 0.1
+    absorbed = LatentAttention(config, heads, weights, LAYER)(x, tables, pool.kv, batch)
+    monkeypatch.setattr(quire.layers.latent, "expanded_is_cheaper", lambda *_: True)
+    monkeypatch.setattr(quire.layers.latent, "heads_at_once", lambda *_: at_once)
+    weights.kernels = Kernels(deterministic=False)
+    expanded = LatentAttention(config, heads, weights, LAYER)(x, tables, pool.kv, batch)
+    assert absorbed.std() > 0.1 and not torch.equal(absorbed, expanded)
     torch.testing.assert_close(absorbed, expanded, atol=1e-4, rtol=0)
 
 
-class FreeKernels(Kernels):
-    """They do not promise equal bits."""
-
-    deterministic = False
+@pytest.mark.parametrize(
+    "tokens, stored, heads",
+    [(1024, "auto", 128), (4096, "auto", 32), (32768, "auto", 1), (16384, "int8", 1), (32768, "int8", 0)],
+)
+def test_heads_are_restored_as_memory_allows(tokens: int, stored: KVCacheDtype, heads: int) -> None:
+    config = LatentConfig(None, 512, 128, 64, 128, bias=False, scale=0.1)
+    kv = KVCache(2, 1, 1, 576, 16, torch.bfloat16, stored, sides=1)
+    found = heads_at_once(config, 128, tokens, kv)
+    assert found == heads
+    assert found * tokens * 2 * 192 * 2 < RESTORED_BYTES
 
 
 @pytest.mark.parametrize("promised", [True, False])
 def test_long_spans_are_expanded_only_where_equal_bits_are_not_promised(promised: bool) -> None:
     config = LatentConfig(None, 32, 8, 8, 8, bias=False, scale=0.2)
     weights = RandomWeights(config.tensor_shapes(48, 4))
-    weights.kernels = Kernels() if promised else FreeKernels()
+    absorbing = LatentAttention(config, 4, weights, LAYER)
+    weights.kernels = Kernels(deterministic=promised)
     attention = LatentAttention(config, 4, weights, LAYER)
-    kv_b = weights.kernels.pack([weights.tensors["self_attn.kv_b_proj.weight"]])
     x = torch.randn(400, 48, generator=torch.Generator().manual_seed(8))
     pool = Pool((4, 32, 8))
     s = pool.sequence(401, seed=1)
@@ -274,6 +284,6 @@ def test_long_spans_are_expanded_only_where_equal_bits_are_not_promised(promised
         batch = pool.batch([(s, count)])
         assert expanded_is_cheaper(config, 4, batch) == (count > 1)
         tables = pool.rotary.tables(batch.positions)
-        expanded = attention.expanded(x[:count], tables, pool.kv, batch, kv_b)
-        assert torch.equal(attention(x[:count], tables, pool.kv, batch), expanded) == expands
+        absorbed = absorbing(x[:count], tables, pool.kv, batch)
+        assert torch.equal(attention(x[:count], tables, pool.kv, batch), absorbed) != expands
         assert pool.kv.pulse[0] == (2 if start == 0 else 4)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 
 from quire.config import EngineConfig
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
+from quire.layers import latent
 from quire.models.model import Model
 from quire.models.registry import load_model
-from quire.runner.memory_plan import format_size, free_memory, plan_memory
+from quire.ops import Kernels, choose_kernels, kv_cache
+from quire.runner import memory_plan
+from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
+from quire.runner.model_runner import ModelRunner
 from tests.oracle import SIZES, save_checkpoint
 
 GIB = 2**30
@@ -112,3 +121,55 @@ def test_sizes_are_written_for_people():
 
 def test_free_memory_is_read_from_the_system():
     assert 2**20 < free_memory() < 2**50
+
+
+class Largest:
+    """A model and the largest steps of an engine, whose memory is measured. Steps lie on the blocks of one request."""
+
+    tokens, requests, context, rows = 1024, 16, 4096, 8
+
+    def __init__(self, folder: Path, kernels: Kernels) -> None:
+        self.model = load_model(folder, kernels=kernels)
+        self.config = EngineConfig(
+            model="m", max_num_batched_tokens=self.tokens, max_num_seqs=self.requests, max_model_len=self.context
+        )
+        kv = self.model.new_cache(self.context // 16 + 1, 16)
+        kv.data.zero_()
+        self.runner = ModelRunner(self.model, kv, self.rows, threads=1)
+        self.steps = self.held = 0
+
+    def planned(self) -> int:
+        return activation_bytes(self.config, self.model, self.rows)
+
+    def peak(self, lengths: list[int], start: int = 0) -> int:
+        """Most bytes held at once in a step of spans of these lengths, each from `start` on and sampled."""
+        params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1, seed=0, logprobs=0)
+        plan = StepPlan(self.steps, [])
+        for number, length in enumerate(lengths, start=100 * self.steps):
+            blocks = list(range(1, (start + length) // 16 + 2))[: self.context // 16]
+            plan.spans.append(Span(number, start, [0] * length, num_sampled=1, blocks=blocks))
+            plan.started.append(RequestInfo(number, params, 0, [0] * (start + length)))
+        self.steps += 1
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            self.runner.run(plan)
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        held = list(itertools.accumulate(changes, initial=self.held))
+        self.held = held[-1]  # buffers that stay
+        return max(held)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_the_largest_steps_take_no_more_than_is_planned_for_activations(
+    architecture: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "huge", lambda size: torch.empty(size, dtype=torch.uint8))  # seen by the profiler
+    monkeypatch.setattr(latent, "RESTORED_BYTES", 2**20)
+    monkeypatch.setattr(memory_plan, "RESTORED_BYTES", 2**20)
+    wide = {} if architecture == "qwen3" else {"moe_intermediate_size": 256}
+    folder = save_checkpoint(tmp_path, architecture, max_position_embeddings=4096, intermediate_size=512, **wide)
+    largest = Largest(folder, choose_kernels(deterministic=deterministic))
+    many = largest.peak([largest.tokens // largest.requests] * largest.requests)
+    late = largest.peak([largest.tokens], start=largest.context - largest.tokens)
+    assert 0.5 * largest.planned() < max(many, late) < largest.planned()

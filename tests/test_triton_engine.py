@@ -126,5 +126,7 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "CONTEXT", 40)
     monkeypatch.setattr(self_test, "CHUNKINGS", ((39, 1),))
     monkeypatch.setattr(self_test, "CACHES", ((torch.float16, "int8"),))
+    monkeypatch.setattr(self_test, "EXPERTS_SHAPE", (3, 2, 64, 64))
+    monkeypatch.setattr(self_test, "LATENT_CACHES", ((torch.float16, "fp8"),))
     for check in self_test.run(TritonKernels("cpu", deterministic=True)):
         assert check.passed, check

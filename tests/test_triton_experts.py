@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops import quantized
-from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, route
+from quire.ops import RaggedBatch, quantized
+from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, count_experts, route
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
+from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import experts, linear
 from quire.ops.triton import routing as routing_kernel
 from quire.ops.triton.experts import GroupedExperts, GroupedHeads
@@ -67,7 +68,8 @@ def launch_all() -> None:
     v2 = Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0)
     v3 = Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5)
     for routing, bias in ((v2, None), (v3, torch.empty(256))):
-        routing_kernel.route(torch.empty(16, routing.num_experts), routing, bias)
+        ids, _ = routing_kernel.route(torch.empty(16, routing.num_experts), routing, bias)
+        routing_kernel.count_experts(ids, batch_of(5), torch.empty(routing.num_experts, dtype=torch.int64))
     heads = GroupedHeads([linear.pack([torch.empty(512, 128, dtype=torch.bfloat16)], None, CPU, True)] * 16)
     heads(torch.empty(16, 16, 192, dtype=torch.bfloat16)[..., :128])
 
@@ -85,7 +87,8 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
         for kernel in found:
             assert kernel["matrix"] and set(kernel["matrix"]) <= instructions
             assert kernel["asynchronous"] or arch == 100  # weights found by their addresses are read ahead
-    assert sum(kernel["kernel"] == "_route_kernel" for kernel in used) == 2
+    for name in ("_route_kernel", "_count_kernel"):
+        assert sum(kernel["kernel"] == name for kernel in used) == 2
 
 
 # Routing
@@ -125,6 +128,33 @@ def test_no_tokens_have_no_experts() -> None:
     ids, weights = routing_kernel.route(torch.empty(0, 8), Routing(8, 2), None)
     assert ids.shape == weights.shape == (0, 2)
     assert GroupedExperts(*layer(torch.float32))(torch.empty(0, HIDDEN), ids, weights).shape == (0, HIDDEN)
+
+
+def batch_of(rows: int | None) -> RaggedBatch:
+    """A step of so many real rows in two spans, as a device sees it, with padding spans; None: as the host does."""
+    none = torch.empty(0, dtype=torch.int64)
+    batch = RaggedBatch(none, none, none, [], [], none.view(0, 0), 16)
+    if rows is not None:
+        ints = torch.zeros(4, dtype=torch.int32)
+        row_starts = torch.tensor([0, rows - 1, rows, rows, rows], dtype=torch.int32)
+        batch.spans = DeviceSpans(row_starts, ints, ints, ints, ints.view(4, 1))
+    return batch
+
+
+@pytest.mark.parametrize("experts", [8, 40])
+@pytest.mark.parametrize("real", [None, 1, 23, 24])
+def test_every_expert_gets_its_rows_counted_and_padding_none(
+    real: int | None, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_kernel, "COUNTED", 16)  # several programs
+    ids = torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(i))[:3] for i in range(24)])
+    load, expected = (torch.arange(experts) + 2**33 for _ in range(2))  # what earlier steps have left
+    routing_kernel.count_experts(ids, batch_of(real), load)
+    expected += torch.bincount(ids[:real].flatten(), minlength=experts)
+    assert torch.equal(load, expected)
+    count_experts(ids, batch_of(real), load)
+    assert torch.equal(load, expected + torch.bincount(ids[:real].flatten(), minlength=experts))
+    routing_kernel.count_experts(ids[:0], batch_of(None), load)
 
 
 # Experts

@@ -30,13 +30,14 @@ class Setting(NamedTuple):
     """A model and how it is computed: only within one of them must bits agree.
 
     Attributes:
-        changes: to the config.json of qwen3-tiny; None: the embedded model.
+        changes: to the config.json of `shape`; None: the embedded model.
         spread: of the weights: large enough that prompts lead to different tokens.
     """
 
     changes: Mapping[str, Any] | None
     options: Mapping[str, Any]
     spread: float = 0.1
+    shape: str = "qwen3-tiny"
 
 
 _PLAIN = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 1024}
@@ -48,6 +49,22 @@ _WIDE = {
     "head_dim": 128,
     "vocab_size": 8192,
 }
+_EXPERTS = _PLAIN | {"moe_intermediate_size": 192, "num_experts": 16, "num_experts_per_tok": 4}
+_LATENT = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "moe_intermediate_size": 192,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "vocab_size": 1024,
+}
+"""Rows of the cache as wide as those of DeepSeek's models, which decide the kernel's tiles."""
 
 SETTINGS: dict[str, list[Setting]] = {
     "plain": [Setting(_PLAIN, {})],
@@ -55,6 +72,18 @@ SETTINGS: dict[str, list[Setting]] = {
     "quantized": [
         Setting(_PLAIN, {"quantization": "int8", "kv_cache_dtype": "fp8"}),
         Setting(_PLAIN, {"quantization": "int4", "kv_cache_dtype": "int8"}),
+    ],
+    "experts": [
+        Setting(_EXPERTS, {}, shape="qwen3-moe-tiny"),
+        Setting(_EXPERTS, {"quantization": "int8"}, shape="qwen3-moe-tiny"),
+    ],
+    "latent": [
+        Setting(_LATENT, {}, shape="deepseek-v2-tiny"),
+        Setting(
+            _LATENT,
+            {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "fp8"},
+            shape="deepseek-v2-tiny",
+        ),
     ],
     "demo": [Setting(None, {})],
 }
@@ -141,7 +170,7 @@ def _words(switches: Switches) -> str:
 def _engine(job: Job, setting: Setting, **options: Any) -> Iterator[Engine]:
     options = {**setting.options, "deterministic": True, **options}
     if setting.changes is not None:
-        config = model_config("qwen3-tiny") | (dict(setting.changes) if not job.rehearse else {})
+        config = model_config(setting.shape) | (dict(setting.changes) if not job.rehearse else {})
         with engine(job, config, spread=setting.spread, **options) as (made, _):
             yield made
         return

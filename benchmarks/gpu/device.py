@@ -37,29 +37,31 @@ def _copy_rate(job: Job) -> float:
     """Bytes read and written a second."""
     source = torch.ones(COPY_BYTES // (256 if job.rehearse else 1), dtype=torch.uint8, device=job.device)
     target = torch.empty_like(source)
-    return 2 * len(source) / _best(job, lambda: target.copy_(source))
+    return 2 * len(source) / best(job, lambda: target.copy_(source))
 
 
 def _matmul_rate(job: Job) -> float:
     """Operations a second, on random numbers: zeros would cost less power, and so go faster."""
     square = SQUARE // (32 if job.rehearse else 1)
     x, weight = (torch.randn(square, square, device=job.device).to(torch.bfloat16) for _ in range(2))
-    return 2 * square**3 / _best(job, lambda: x @ weight)
+    return 2 * square**3 / best(job, lambda: x @ weight)
 
 
-def _best(job: Job, call: Callable[[], object]) -> float:
+def best(job: Job, call: Callable[[], object]) -> float:
     """Seconds of a call: the best of five means of ten, after one mean that does not count.
 
     Means, since a short burst runs at a clock that the device cannot keep.
     """
-    means = []
-    for _ in range(6):
+    means, turns, calls = [], 6, 10
+    if job.rehearse:
+        turns, calls = 2, 1
+    for _ in range(turns):
         wait(job)
         begin = time.perf_counter()
-        for _ in range(10):
+        for _ in range(calls):
             call()
         wait(job)
-        means.append((time.perf_counter() - begin) / 10)
+        means.append((time.perf_counter() - begin) / calls)
     return min(means[1:])
 
 

@@ -9,7 +9,7 @@ the data type's epsilon (a rounding errs by half a unit), as many as the kernel 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,6 +57,13 @@ class Rig:
     def same(self, what: str, found: Tensor, wanted: Tensor) -> None:
         """Record a check: bit for bit."""
         self.job.check(f"{self.name}: {what}", unequal(found, wanted), 0)
+
+    def same_rows(self, what: str, compute: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+        """Record a check: what is computed of some rows of the inputs has the bits that it has among all of them."""
+        whole, rows = compute(*inputs), len(inputs[0])
+        parts = [slice(0, count) for count in (1, 2, 8, 17, 64, 130) if count < rows] + [slice(rows // 2, rows)]
+        wrong = sum(not torch.equal(compute(*(x[part] for x in inputs)), whole[part]) for part in parts)
+        self.job.check(f"{self.name}: {what}: parts of the rows that change a bit", wrong, 0)
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:

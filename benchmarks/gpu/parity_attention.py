@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,9 +11,8 @@ from torch import Tensor
 
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parity import Rig, Step
-from quire.ops import KVCache
+from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype, quantize
-from quire.ops.triton.kernels import TritonKernels
 
 UNITS = 2.0
 """The result is rounded, and the probabilities before they are multiplied with the values."""
@@ -71,42 +72,58 @@ def run(job: Job, part: str, dtype: str) -> None:
 
 def _attend(rig: Rig, case: Case, name: str, spans: list[tuple[int, int]]) -> None:
     step = Step(spans, case.block_size, pad_rows=3, pad_spans=2)
-    reference_kv, kv = _caches(rig, case, step)
+    wide, kv = caches(rig, step, case.kv_heads, case.head_dim, case.stored)
     q = rig.draw(step.rows, case.heads, case.head_dim)
-    wanted = rig.reference.attend(q, reference_kv, step.host(), LAYER, case.head_dim**-0.5, case.window)
+
+    def attend(kernels: Kernels, q: Tensor, kv: KVCache, batch: RaggedBatch) -> Tensor:
+        return kernels.attend(q, kv, batch, LAYER, case.head_dim**-0.5, case.window)
+
+    wanted = attend(rig.reference, q, wide, step.host())
     for kernels in (rig.kernels, rig.deterministic):
-        found = _rows(rig, kernels, case, step, kv, q)
+        found = on_device(rig, functools.partial(attend, kernels), step, kv, q)
         form = "deterministic attend" if kernels.deterministic else "attend"
         rig.near(f"{form}, {name}, {case}", found, wanted, UNITS)
-    first, wrong = 0, 0
-    for index, (start, rows) in enumerate(spans):
-        alone = Step([(start, rows)], case.block_size, given_tables=step.tables[index : index + 1])
-        again = _rows(rig, rig.deterministic, case, alone, kv, q[first : first + rows])
-        wrong += not torch.equal(again, found[first : first + rows])
-        first += rows
-    rig.job.check(f"{rig.name}: deterministic attend, {name}, {case}: spans that differ alone", wrong, 0)
+    compute = functools.partial(attend, rig.deterministic)
+    each_alone(rig, f"deterministic attend, {name}, {case}", compute, step, kv, q)
 
 
-def _rows(rig: Rig, kernels: TritonKernels, case: Case, step: Step, kv: KVCache, q: Tensor) -> Tensor:
+Attend = Callable[[Tensor, KVCache, RaggedBatch], Tensor]
+"""A layer's attention on the device, of queries [rows, heads, size]."""
+
+
+def on_device(rig: Rig, attend: Attend, step: Step, kv: KVCache, q: Tensor) -> Tensor:
     """The result of the real rows."""
-    batch = step.on_device(rig.job.device)
     padded = torch.nn.functional.pad(rig.sent(q), (0, 0, 0, 0, 0, step.pad_rows))
-    return kernels.attend(padded, kv, batch, LAYER, case.head_dim**-0.5, case.window)[: step.rows]
+    return attend(padded, kv, step.on_device(rig.job.device))[: step.rows]
 
 
-def _caches(rig: Rig, case: Case, step: Step) -> tuple[KVCache, KVCache]:
-    """The same random keys and values for the reference, in fp32, and for the device.
+def each_alone(rig: Rig, what: str, attend: Attend, step: Step, kv: KVCache, q: Tensor) -> None:
+    """Record a check: each span alone has the bits that it has among the others."""
+    together = on_device(rig, attend, step, kv, q)
+    first, wrong = 0, 0
+    for index, (start, rows) in enumerate(step.spans):
+        alone = Step([(start, rows)], step.block_size, given_tables=step.tables[index : index + 1])
+        part = slice(first, first + rows)
+        wrong += not torch.equal(on_device(rig, attend, alone, kv, q[part]), together[part])
+        first += rows
+    rig.job.check(f"{rig.name}: {what}: spans that differ alone", wrong, 0)
+
+
+def caches(
+    rig: Rig, step: Step, kv_heads: int, head_dim: int, stored: KVCacheDtype, sides: int = 2
+) -> tuple[KVCache, KVCache]:
+    """The same random numbers in the cache for the reference, in fp32, and for the device.
 
     What no span may read is NaN on the device: the null block, and what lies behind each context.
     """
-    shape = (step.num_blocks, LAYERS, case.kv_heads, case.head_dim, case.block_size)
-    wide = KVCache(*shape, torch.float32, case.stored)
-    kv = KVCache(*shape, rig.dtype, case.stored, rig.job.device)
+    shape = (step.num_blocks, LAYERS, kv_heads, head_dim, step.block_size)
+    wide = KVCache(*shape, torch.float32, stored, sides=sides)
+    kv = KVCache(*shape, rig.dtype, stored, rig.job.device, sides)
     numbers = rig.draw(*wide.numbers.shape)
-    readable = torch.zeros(step.num_blocks, case.block_size, dtype=torch.bool)
+    readable = torch.zeros(step.num_blocks, step.block_size, dtype=torch.bool)
     for (start, rows), table in zip(step.spans, step.tables, strict=True):
         places = torch.arange(start + rows)
-        readable[table[places // case.block_size], places % case.block_size] = True
+        readable[table[places // step.block_size], places % step.block_size] = True
     hidden = ~readable[:, None, None, None, :].expand(wide.numbers.shape[:-1])
     if wide.scales is None or kv.scales is None:
         wide.numbers.copy_(numbers)

@@ -96,7 +96,7 @@ def _store(rig: Rig, shape: tuple[int, int, int], normed: bool, stored: KVCacheD
         norm = HeadNorm(weight.to(device, dtype), 1e-6) if normed else None
         x = F.pad(qkv, (0, 0, 0, pad)).to(device, dtype)
         q = kernels.rotate_and_store(x, norm, (tables[0], tables[1]), kv, batch, 1)
-        answers.append((q[: step.rows], _read(kv)))
+        answers.append((q[: step.rows], read(kv)))
     (wanted_q, wanted_kv), (found_q, found_kv) = answers
     units = 2.5 if normed else 1.0
     rig.near(f"{what}: queries", found_q, wanted_q, units)
@@ -106,7 +106,7 @@ def _store(rig: Rig, shape: tuple[int, int, int], normed: bool, stored: KVCacheD
         rig.within(f"{what}: keys and values", found_kv, wanted_kv, STORED_TOLERANCE[stored])
 
 
-def _read(kv: KVCache) -> Tensor:
+def read(kv: KVCache) -> Tensor:
     """The numbers that stand in a cache, without the null block; fp32, on the CPU."""
     numbers = kv.numbers[1:].cpu().float()
     return numbers if kv.scales is None else numbers * kv.scales[1:].cpu().unsqueeze(-1)

@@ -35,9 +35,9 @@ class Section:
 
 
 def _checks() -> tuple[Section, ...]:
-    parts = ("rows", "products", "attention", "heads")
+    parts = ("rows", "products", "attention", "heads", "experts", "latent")
     parity = [f"parity {part} {dtype}" for part in parts for dtype in ("bf16", "fp16")]
-    determinism = [f"determinism {model}" for model in ("plain", "wide", "quantized", "demo")]
+    determinism = [f"determinism {model}" for model in ("plain", "wide", "quantized", "experts", "latent", "demo")]
     return (
         *(Section(name, "parity", 160, quick=True) for name in (*parity, "parity sampling")),
         *(Section(name, "determinism", 160, quick=True) for name in determinism),
@@ -49,6 +49,7 @@ STEPS: tuple[tuple[Section, ...], ...] = (
     _checks(),
     (Section("A 0.6B", "A", 50, quick=True),),
     (Section("B 0.6B", "B", 60, quick=True),),
+    (Section("F", "F", 50),),
     (Section("A 14B", "A", 90),),
     (Section("B 14B", "B", 60),),
     (Section("cost of determinism", "cost", 60),),

@@ -15,6 +15,7 @@ WORKLOADS = {
     "C": "C: worst gap between tokens while a 16,384-token prompt arrives, against the median before",
     "D": "D: prefill with a shared prefix, against unshared prompts",
     "E": "E: from the command to the first token",
+    "F": "F: of one layer alone, the experts of some rows, and latent attention of a token behind each context",
 }
 """What each is, for people."""
 
@@ -74,8 +75,8 @@ def _figures(records: Sequence[Record]) -> str:
     known = sorted({record["workload"] for record in found})
     legend = "\n".join(f"- {WORKLOADS[name]}" for name in known)
     aims = "Aims are for an H200. `of the bound`: the least time in which the device could have done these steps, over "
-    aims += "the time that they took; `benchmarks/gpu/bound.py` says what is counted. `host`: without waiting for the "
-    aims += "device; the aim is under 1.5 ms at 256 running requests."
+    aims += "the time that they took; `benchmarks/gpu/bound.py`, and of F `sparse.py`, say what is counted. `host`: "
+    aims += "without waiting for the device; the aim is under 1.5 ms at 256 running requests."
     return "\n\n".join(filter(None, [legend, table(headings, rows), aims, _cost(found)]))
 
 

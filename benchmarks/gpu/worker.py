@@ -26,10 +26,15 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
             ("products", "parity_products", ()),
             ("attention", "parity_attention", ("attention",)),
             ("heads", "parity_attention", ("heads",)),
+            ("experts", "parity_experts", ()),
+            ("latent", "parity_latent", ()),
         )
     },
     "parity sampling": ("parity_sampling", "run", ()),
-    **{f"determinism {name}": ("determinism", "run", (name,)) for name in ("plain", "wide", "quantized", "demo")},
+    **{
+        f"determinism {name}": ("determinism", "run", (name,))
+        for name in ("plain", "wide", "quantized", "experts", "latent", "demo")
+    },
     "A 0.6B": ("workloads", "throughput", ("0.6B",)),
     "A 14B": ("workloads", "throughput", ("14B",)),
     "B 0.6B": ("workloads", "decodes", ("0.6B",)),
@@ -38,6 +43,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "C": ("workloads", "interference", ()),
     "D": ("workloads", "shared_prefix", ()),
     "E": ("start", "run", ()),
+    "F": ("sparse", "run", ()),
 }
 """Module, function and what it is given behind its job. A module is imported when its section runs."""
 

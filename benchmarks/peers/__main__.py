@@ -1,6 +1,7 @@
 """Measure Quire and other engines on the same cells, in one sitting, from nothing.
 
-usage: python -m benchmarks.peers [--write] [--work DIR] [--repeat N] [--weights ...] [--only ...] [--cells ...]
+usage: python -m benchmarks.peers [--shape ...] [--write] [--work DIR] [--repeat N] [--weights ...] [--only ...]
+                                  [--cells ...]
 
 Environments and converted checkpoints are made where they are missing and kept in the working folder. Then, for
 each kind of weights, all engines are loaded, and each cell is measured on one engine after the other, `--repeat`
@@ -24,7 +25,7 @@ import torch
 from benchmarks import run_all
 from benchmarks.common import json_line, machine, tell
 from benchmarks.peers import checkpoints
-from benchmarks.peers.recipes import QUIRE, RECIPES, WEIGHTS, PeerError, Recipe, environment
+from benchmarks.peers.recipes import DEFAULT_WORK, QUIRE, RECIPES, WEIGHTS, PeerError, Recipe, environment
 from benchmarks.peers.table import Line, tables
 from benchmarks.peers.worker import Worker
 from quire.bench.ceilings import measure_machine
@@ -33,7 +34,13 @@ from quire.bench.random_checkpoint import SHAPES
 from quire.errors import ConfigError
 
 RAW = run_all.HERE / "results-peers.jsonl"
-DEFAULT_WORK = Path.home() / ".cache" / "quire-peers"
+SECTIONS = {
+    "qwen3-0.6b": "peers",
+    "qwen3-moe-1b": "peers qwen3-moe-1b",
+    "deepseek-v2-lite-1b": "peers deepseek-v2-lite-1b",
+}
+"""The shapes whose tables the README has, and between which markers."""
+DEFAULT_SHAPE = "qwen3-0.6b"
 LOAD_SECONDS, PREFILL_RATE, DECODE_RATE = 10, 280, 110
 """About what an engine needs to load and makes per second: for the estimate alone."""
 
@@ -79,7 +86,8 @@ def main() -> int:
         mine = {recipe: place for (recipe, kind), place in prepared.items() if kind == weights}
         missing = [line for line in unavailable if line["weights"] == weights]
         done += [
-            {"benchmark": "peers", **line, "on": on} for line in missing + _measure_weights(sitting, weights, mine)
+            {"benchmark": "peers", "shape": sitting.shape, **line, "on": on}
+            for line in missing + _measure_weights(sitting, weights, mine)
         ]
         (sitting.work / "last.jsonl").write_text(_jsonl(done), "utf-8")
         if write:  # after each kind, so that an interruption costs one
@@ -89,14 +97,20 @@ def main() -> int:
 
 
 def _write(done: Sequence[Line]) -> None:
-    """Replace the lines of the kinds of weights that were measured, and the tables in the README."""
-    weights = {line["weights"] for line in done}
+    """Replace the lines of the shape's kinds of weights that were measured, and the shape's tables in the README."""
+    measured = {_what(line) for line in done}
     old = [json.loads(line) for line in RAW.read_text("utf-8").splitlines()] if RAW.exists() else []
-    lines = [*(line for line in old if line["weights"] not in weights), *done]
+    lines = [*(line for line in old if _what(line) not in measured), *done]
     RAW.write_text(_jsonl(lines), "utf-8")
+    [shape] = {shape for shape, _ in measured}
     readme = run_all.README.read_text("utf-8")
-    text = run_all.section(tables(lines), done[-1]["on"])
-    run_all.README.write_text(run_all.with_section(readme, "peers", text), "utf-8")
+    text = run_all.section(tables([line for line in lines if _what(line)[0] == shape]), done[-1]["on"])
+    run_all.README.write_text(run_all.with_section(readme, SECTIONS[shape], text), "utf-8")
+
+
+def _what(line: Line) -> tuple[str, str]:
+    """Shape and weights of a line. The first ones that were written do not say a shape."""
+    return line.get("shape", DEFAULT_SHAPE), line["weights"]
 
 
 def _jsonl(lines: Sequence[Line]) -> str:
@@ -115,7 +129,7 @@ def _arguments() -> tuple[Sitting, bool]:
     parser.add_argument("--weights", help=f"some of {','.join(WEIGHTS)}")
     parser.add_argument("--cells", help="names, or BATCHxPROMPT+OUTPUT")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="of the random weights")
+    parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE, help="of the random weights")
     args = parser.parse_args()
     chosen = args.only.split(",") if args.only else names
     weights = args.weights.split(",") if args.weights else list(WEIGHTS)
@@ -125,8 +139,10 @@ def _arguments() -> tuple[Sitting, bool]:
             parser.error(f"{unknown[0]!r} is not known; known: {', '.join(known)}")
     if args.repeat < 1 or args.threads < 1:
         parser.error("--repeat and --threads must be 1 or more")
-    if args.write and (args.only or args.cells or args.shape != "qwen3-0.6b"):
+    if args.write and (args.only or args.cells):
         parser.error("a part of the engines or cells is no comparison and is not written; drop --write")
+    if args.write and args.shape not in SECTIONS:
+        parser.error(f"README.md has no place for {args.shape}, only for {', '.join(SECTIONS)}; drop --write")
     try:
         cells = parse_cells(args.cells) if args.cells else CELLS
     except ConfigError as error:
@@ -194,7 +210,7 @@ def _measure_cell(sitting: Sitting, weights: str, cell: Cell, workers: dict[Reci
 
 
 def _run_line(recipe: Recipe, weights: str, cell: Cell, times: dict[str, Any]) -> Line:
-    line = {"kind": "run", "weights": weights, "engine": recipe.name, "cell": cell.name}
+    line: Line = {"kind": "run", "weights": weights, "engine": recipe.name, "cell": cell.name}
     line |= {"batch": cell.batch, "prompt": cell.prompt, "output": cell.output}
     line["prefill_tok_s"] = round(cell.batch * cell.prompt / times["first_s"], 1)
     if cell.output > 1:
@@ -209,7 +225,7 @@ def _told(worker: Worker) -> Line:
 
 def _unavailable(recipe: Recipe, weights: str, error: PeerError) -> Line:
     tell(f"{weights}: {recipe.name} is not available: {error}")
-    return {"kind": "unavailable", "weights": weights, "engine": recipe.name, "reason": str(error)}
+    return {"kind": "unavailable", "weights": weights, "engine": recipe.name, "reason": error.reason}
 
 
 def _machine_line(sitting: Sitting, weights: str) -> Line:

@@ -43,7 +43,7 @@ def make(kind: str, shape: str, work: Path) -> Path:
         convert = {"gguf": _to_gguf, "openvino": _to_openvino}[family]
         convert(form, shape, partial, work)
         if not partial.exists():
-            raise PeerError(f"converting to {path.name} wrote nothing; see {work / 'logs'}")
+            raise PeerError(f"converting to {path.name} wrote nothing", work / "logs")
         partial.rename(path)
     return path
 

@@ -1,9 +1,9 @@
-"""A Qwen3 checkpoint as a GGUF file for llama.cpp, in bf16 or quantized by llama.cpp itself.
+"""A checkpoint as a GGUF file for llama.cpp, in bf16 or in a form that llama.cpp itself makes of that.
 
 usage: python -m benchmarks.peers.make_gguf MODEL_DIR FILE                   bf16; needs gguf
-       python -m benchmarks.peers.make_gguf BF16_FILE FILE --to q8_0|q4_0    needs llama_cpp
+       python -m benchmarks.peers.make_gguf BF16_FILE FILE --to q8_0|q4_0|f32    needs llama_cpp
 
-The vocabulary is made up, since prompts are token ids.
+`gguf_layout` says which architectures. The vocabulary is made up, since prompts are token ids.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +19,36 @@ import gguf
 import llama_cpp
 import numpy as np
 
-LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+from benchmarks.peers import gguf_layout
+
+FORMATS = {
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "f32": llama_cpp.LLAMA_FTYPE_ALL_F32,
 }
-OUTER_NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-FORMATS = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
 
 
 def convert(folder: Path, file: Path) -> None:
-    """Write a bf16 checkpoint as GGUF. The embedding table is the head too."""
+    """Write a bf16 checkpoint as GGUF. Without a head of its own, the embedding table is the head too."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    writer = gguf.GGUFWriter(str(file), "qwen3")
-    _add_config(writer, config)
+    writer = gguf.GGUFWriter(str(file), gguf_layout.architecture(config))
+    _add_metadata(writer, gguf_layout.metadata(config))
     _add_vocabulary(writer, config["vocab_size"])
-    for name, bits in bf16_tensors(folder / "model.safetensors"):
-        if bits.ndim == 1:  # norms are kept in fp32
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+    for name, bits in gguf_layout.tensors(config, dict(bf16_tensors(folder / "model.safetensors"))):
+        if gguf_layout.kept_in_fp32(name, bits):
+            writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
-            raw = bits.view(np.uint8)
-            writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _add_config(writer: Any, config: dict[str, Any]) -> None:
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
+def _add_metadata(writer: Any, values: Mapping[str, str | float | int | bool]) -> None:
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    for name, value in values.items():
+        add[type(value)](name, value)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
@@ -96,21 +79,13 @@ def bf16_tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield name, data[begin:end].view(np.uint16).reshape(entry["shape"])
 
 
-def gguf_name(name: str) -> str:
-    """A tensor's name in GGUF, by its name in the checkpoint."""
-    if name in OUTER_NAMES:
-        return OUTER_NAMES[name]
-    _, _, layer, *parts = name.removesuffix(".weight").split(".")
-    return f"blk.{layer}.{LAYER_NAMES['.'.join(parts)]}.weight"
-
-
 def quantize(source: Path, file: Path, to: str, threads: int) -> None:
-    """Let llama.cpp quantize a bf16 GGUF file."""
+    """Let llama.cpp make another form of a bf16 GGUF file."""
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread = FORMATS[to], threads
     if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), params):
-        raise RuntimeError(f"llama.cpp could not quantize {source} to {to}")
+        raise RuntimeError(f"llama.cpp could not make {to} of {source}")
 
 
 def main() -> None:

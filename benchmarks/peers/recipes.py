@@ -23,8 +23,20 @@ ROOT = Path(__file__).resolve().parents[2]
 """Where the engines' scripts are started, so that they can import one another."""
 
 
+DEFAULT_WORK = Path.home() / ".cache" / "quire-peers"
+"""Where environments and checkpoints are kept unless another folder is named."""
+
+
 class PeerError(Exception):
-    """An engine or its checkpoint is not available; the text says why."""
+    """An engine or its checkpoint is not available; the text says why.
+
+    Attributes:
+        reason: the same without the place of the log, which is on this machine alone.
+    """
+
+    def __init__(self, reason: str, log: Path | None = None) -> None:
+        super().__init__(f"{reason} (see {log})" if log else reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True, eq=False)  # each is itself alone, and can be a key
@@ -138,7 +150,7 @@ def run(command: Sequence[str], log: Path, variables: Mapping[str, str] | None =
         except OSError as error:
             raise PeerError(f"{command[0]} could not be started: {error.strerror or error}") from error
     if done.returncode:
-        raise PeerError(f"{' '.join(Path(part).name for part in command[:4])} failed: {last_line(log)} (see {log})")
+        raise PeerError(f"{' '.join(Path(part).name for part in command[:4])} failed: {last_line(log)}", log)
 
 
 def last_line(log: Path) -> str:

@@ -67,7 +67,7 @@ class Worker:
         try:
             print(json.dumps(question), file=self._questions, flush=True)
         except OSError as error:
-            raise PeerError(f"it ended: {last_line(self._log)} (see {self._log})") from error
+            raise PeerError(f"it ended: {last_line(self._log)}", self._log) from error
         return self._answer(CELL_SECONDS)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Worker:
             timer.cancel()
         if not line:
             why = f"no answer within {seconds:.0f} s" if expired.is_set() else f"it ended: {last_line(self._log)}"
-            raise PeerError(f"{why} (see {self._log})")
+            raise PeerError(why, self._log)
         answer: dict[str, Any] = json.loads(line)
         return answer
 

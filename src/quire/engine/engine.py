@@ -25,6 +25,7 @@ from quire.devices import find_device
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.timeline import KernelProfile, Timeline, TraceFile
 from quire.errors import EngineClosedError
+from quire.layers.latent import LatentLayerConfig
 from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.fields import Fields
 from quire.models.model import Model
@@ -42,6 +43,11 @@ requests decoding: 1,147 and 1,207 tokens/s with 1 and 2 threads on an idle mach
 
 OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
 """Options that change nothing on a CPU."""
+
+TWO_FORMS = (
+    "deterministic=False: each step computes latent attention in the form that is cheaper for it, "
+    "so that a request's tokens may depend on the others"
+)
 
 
 class StepObserver(Protocol):
@@ -200,7 +206,8 @@ class Engine:
         if config.threads is None and self.threads < torch.get_num_threads():
             notes.append(f"threads={self.threads}: more would mostly wait for one another in a model this small")
         if not config.deterministic:
-            notes.append("deterministic=False changes nothing on a CPU: the kernels are batch-invariant anyway")
+            latent = isinstance(self.model.config.layer, LatentLayerConfig)
+            notes.append(TWO_FORMS if latent else "deterministic=False changes nothing on a CPU for this model")
         for field in fields(config):
             value = getattr(config, field.name)
             if field.name in OF_GPUS and value != field.default:

@@ -12,5 +12,6 @@ from quire.models.model import Model
 
 def system(folder: Path, model: Model, kv_cache_dtype: str = "auto") -> str:
     """One short name for all of it, as responses carry it."""
-    text = f"{content_hash(folder)}|{model.precision}|kv={kv_cache_dtype}|{model.kernels.describe(model.dtype)}"
+    kernels = f"{model.kernels.describe(model.dtype)}|deterministic={model.kernels.deterministic}"
+    text = f"{content_hash(folder)}|{model.precision}|kv={kv_cache_dtype}|{kernels}"
     return "qr-" + blake3.blake3(text.encode()).hexdigest(length=8)

@@ -10,7 +10,10 @@ import torch
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import RaggedBatch
-from quire.ops.experts import Routing
+from quire.ops.experts import CountedExperts, Routing
+
+ROUTING_BYTES = 32
+"""Of a token for each expert: its logit, its score, and in plain torch what both are sorted by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class ExpertsLayer:
     def __init__(self, config: ExpertsConfig, weights: LayerWeights) -> None:
         names, block, count = config.names, config.names.block, config.routing.num_experts
         self.routing = config.routing
+        self._shared_size = config.shared_intermediate_size
         self._kernels = weights.kernels
         self._router = weights.kernels.pack([weights.tensor(f"{block}.gate.weight")])
         self._bias = None
@@ -92,25 +96,24 @@ class ExpertsLayer:
         """x: [tokens, hidden]. Same shape and type."""
         logits = self._router.matmul(x, torch.float32)  # [tokens, experts]
         ids, weights = self._kernels.route(logits, self.routing, self._bias)
-        self._count(ids, batch)
+        self._kernels.count_experts(ids, batch, self.load)
         out = self._experts(x, ids, weights)
         return out if self._shared is None else out + self._shared(x)
 
-    def _count(self, ids: torch.Tensor, batch: RaggedBatch) -> None:
-        """Add to the load, without waiting for the device; rows of padding do not count."""
-        counted = batch.once(("counted", ids.shape[1]), lambda: _counted(ids, batch))
-        self.load.index_add_(0, ids.flatten(), counted)
+    def workspace(self, tokens: int, hidden: int, dtype: torch.dtype) -> int:
+        """Most bytes of intermediate results for so many tokens of `hidden` numbers in `dtype`, beside x; counted.
+
+        Raises:
+            TypeError: the experts cannot tell what they need: a GPU's, where a step is measured instead.
+        """
+        if not isinstance(self._experts, CountedExperts):
+            raise TypeError(f"{type(self._experts).__name__} cannot tell what memory it needs; measure a step")
+        experts, top_k = self.routing.num_experts, self.routing.top_k
+        per_token = ROUTING_BYTES * experts + 32 * top_k  # ids and weights, and their copies
+        per_token += (3 * hidden + 3 * self._shared_size) * dtype.itemsize  # the experts', the shared one's, the sum
+        return tokens * per_token + self._experts.workspace(tokens, top_k, dtype)
 
 
-def _counted(ids: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
-    """1 for each of a step's ids, 0 in rows of padding: [tokens * top_k] int64; the same in all layers."""
-    counted = torch.ones_like(ids)
-    if batch.spans is not None:
-        rows = torch.arange(len(ids), device=ids.device)
-        counted *= (rows < batch.spans.row_starts[-1]).unsqueeze(1)
-    return counted.flatten()
-
-
-def expert_loads(mlps: Iterable[object]) -> dict[int, torch.Tensor]:
-    """The loads of those layers that have experts, by the layer's number. `mlps`: one a layer, of either kind."""
-    return {index: mlp.load for index, mlp in enumerate(mlps) if isinstance(mlp, ExpertsLayer)}
+def expert_layers(mlps: Iterable[object]) -> dict[int, ExpertsLayer]:
+    """Those layers that have experts, by the layer's number. `mlps`: one a layer, of either kind."""
+    return {index: mlp for index, mlp in enumerate(mlps) if isinstance(mlp, ExpertsLayer)}

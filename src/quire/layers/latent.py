@@ -5,7 +5,7 @@ nothing else. In the *absorbed* form, a head's query is mapped into the space of
 compressed vectors, attention reads those as they lie in the cache, once for all heads, and its result is mapped back.
 The *expanded* form restores keys and values first, for fewer operations a key. It differs in the last bits, so that a
 token would depend on whether it was computed in a long span or a short one: only kernels that do not promise equal bits
-use it, where it is cheaper.
+use it, in steps where it is cheaper. It restores some heads at a time, as many as `RESTORED_BYTES` hold.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from quire.layers.decoder import LayerConfig
 from quire.layers.experts import ExpertsLayer
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
-from quire.ops import KVCache, Product, RaggedBatch
+from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KEY, VALUE
 
 OPERATIONS_A_BYTE = 12
 """About how many operations of products take the time of moving a byte, measured in bf16 on CPUs."""
+
+RESTORED_BYTES = 128 * 2**20
+"""Most memory that restored keys and values take, whatever the contexts: they are those of some heads of one layer."""
 
 NORM_EPS = 1e-6
 """Of the norms inside the attention, whatever `rms_norm_eps` is: as in DeepSeek's own code and in transformers."""
@@ -125,57 +128,72 @@ class LatentAttention:
         both = weights.tensor("self_attn.kv_b_proj.weight").view(heads, -1, config.kv_lora_rank)
         to_keys, to_values = both[:, : config.qk_nope_head_dim], both[:, config.qk_nope_head_dim :]
         self.into_latent = kernels.heads([kernels.pack([weight.t().contiguous()]) for weight in to_keys])
-        self.out_of_latent = kernels.heads([kernels.pack([weight.contiguous()]) for weight in to_values])
+        values = [kernels.pack([weight.contiguous()]) for weight in to_values]
+        self.out_of_latent = kernels.heads(values)
         self.output = weights.linear("self_attn.o_proj", bias=config.bias)
-        may_expand = not kernels.deterministic and not kernels.reads_spans  # a device's spans are not known here
-        self._kv_b = kernels.pack([both.flatten(0, 1)]) if may_expand else None
+        # Values are restored with what also maps results out of the latent space.
+        self._may_expand = may_expand(kernels)
+        restoring = [kernels.pack([weight.contiguous()]) for weight in to_keys] if self._may_expand else []
+        self._restoring = list(zip(restoring, values, strict=False))  # products of each head
 
     def __call__(
         self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
         """x: [tokens, hidden]; tables: cos and sin, [tokens, rope / 2] each. Returns [tokens, hidden]."""
-        if self._kv_b is not None and expanded_is_cheaper(self.config, self.heads, batch):
-            return self.expanded(x, tables, kv, batch, self._kv_b)
         config, kernels = self.config, self._kernels
         still, turned = self._project(x, tables, kv, batch)
-        q = torch.cat([self.into_latent(still), turned], dim=-1)  # [tokens, heads, latent + rope]
-        out = kernels.attend_latent(q, kv, batch, self.layer, config.scale, config.kv_lora_rank)
+        restored = None
+        if self._may_expand:
+            key = ("expanded", config, self.heads, id(kv))
+            restored = batch.once(key, lambda: restored_of(config, self.heads, kv, batch))
+        if restored is None:
+            q = torch.cat([self.into_latent(still), turned], dim=-1)  # [tokens, heads, latent + rope]
+            out = kernels.attend_latent(q, kv, batch, self.layer, config.scale, config.kv_lora_rank)
+            out = self.out_of_latent(out)
+        else:
+            out = self.expanded(still, turned, kv, restored)
         kv.pulse[0] += 1
-        return self.output(self.out_of_latent(out).flatten(1))
+        return self.output(out.flatten(1))
 
     def expanded(
-        self,
-        x: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        kv: KVCache,
-        batch: RaggedBatch,
-        kv_b: Product,
+        self, still: torch.Tensor, turned: torch.Tensor, kv: KVCache, restored: RestoredContexts
     ) -> torch.Tensor:
-        """The same in the expanded form.
+        """Attention in the expanded form, some heads after the other: [tokens, heads, v]."""
+        config, wide = self.config, restored.wide
+        tokens, at_once = len(still), wide.kv_heads
+        rows = self._rows(kv, restored.blocks)  # [blocks, block_size, latent + rope]
+        latent, key = rows[..., : config.kv_lora_rank].contiguous(), rows[..., config.kv_lora_rank :].unsqueeze(1)
+        q = still.new_zeros(tokens, self.heads, wide.head_dim)
+        q[..., : config.qk_nope_head_dim] = still
+        q[..., config.qk_nope_head_dim : config.qk_head_dim] = turned
+        out = still.new_empty(tokens, self.heads, config.v_head_dim)
+        for first in range(0, self.heads, at_once):
+            heads = slice(first, first + at_once)
+            self._restore(latent, key, heads, wide)
+            part = self._kernels.attend(q[:, heads], wide, restored.batch, 0, config.scale, None)
+            out[:, heads] = part.view(tokens, at_once, wide.head_dim)[..., : config.v_head_dim]
+        return out
+
+    def _rows(self, kv: KVCache, blocks: torch.Tensor) -> torch.Tensor:
+        """This layer's rows of some blocks of the cache, [blocks, block_size, latent + rope]."""
+        rows = kv.numbers[blocks, self.layer, 0, KEY]
+        if kv.scales is not None:
+            rows = (rows.float() * kv.scales[blocks, self.layer, 0, KEY].unsqueeze(-1)).to(kv.dtype)
+        return rows
+
+    def _restore(self, latent: torch.Tensor, key: torch.Tensor, heads: slice, wide: KVCache) -> None:
+        """Write some heads' keys and values into `wide`, where what none of them reaches is zero.
 
         Args:
-            kv_b: the product with the whole of `kv_b_proj`.
+            latent: [blocks, block_size, latent]. key: [blocks, 1, block_size, rope], the part that all heads share.
         """
-        config, heads = self.config, self.heads
-        still, turned = self._project(x, tables, kv, batch)
-        blocks, names = torch.unique(batch.block_tables, return_inverse=True)
-        rows = kv.numbers[blocks, self.layer, 0, KEY]  # [blocks, block_size, latent + rope]
-        if kv.scales is not None:
-            rows = (rows.float() * kv.scales[blocks, self.layer, 0, KEY].unsqueeze(-1)).to(x.dtype)
-        latent, key = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
-        both = kv_b.matmul(latent.flatten(0, 1)).view(*rows.shape[:2], heads, -1).transpose(1, 2)
-        width = max(config.qk_head_dim, config.v_head_dim)
-        wide = KVCache(len(blocks) + 1, 1, heads, width, kv.block_size, x.dtype, device=x.device)
-        wide.numbers.zero_()
+        still, whole, value = self.config.qk_nope_head_dim, self.config.qk_head_dim, self.config.v_head_dim
         keys, values = wide.numbers[:-1, 0, :, KEY], wide.numbers[:-1, 0, :, VALUE]  # [blocks, heads, block_size, ..]
-        keys[..., : config.qk_nope_head_dim] = both[..., : config.qk_nope_head_dim]
-        keys[..., config.qk_nope_head_dim : config.qk_head_dim] = key.unsqueeze(1)
-        values[..., : config.v_head_dim] = both[..., config.qk_nope_head_dim :]
-        q = torch.zeros(len(x), heads, width, dtype=x.dtype, device=x.device)
-        q[..., : config.qk_head_dim] = torch.cat([still, turned], dim=-1)
-        out = self._kernels.attend(q, wide, replace(batch, block_tables=names), 0, config.scale, None)
-        kv.pulse[0] += 1
-        return self.output(out.view(len(x), heads, width)[..., : config.v_head_dim].flatten(1))
+        keys[..., still:whole] = key
+        flat = latent.flatten(0, 1)
+        for place, (to_key, to_value) in enumerate(self._restoring[heads]):
+            keys[:, place, :, :still] = to_key.matmul(flat).view(*latent.shape[:2], still)
+            values[:, place, :, :value] = to_value.matmul(flat).view(*latent.shape[:2], value)
 
     def _project(
         self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
@@ -190,6 +208,54 @@ class LatentAttention:
         self._kernels.store_latent(self.compressed(x), norm.weight, norm.eps, tables, kv, batch, self.layer)
         still = self.config.qk_nope_head_dim
         return q[..., :still], self._kernels.rotate_interleaved(q[..., still:], tables)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredContexts:
+    """Where a step's contexts are restored, layer after layer, in the expanded form.
+
+    Attributes:
+        blocks: [blocks] int64, those of the cache that the step reads.
+        wide: their keys and values of some heads, one layer; block i of it is `blocks[i]`.
+        batch: the step, with its blocks renamed to those of `wide`.
+    """
+
+    blocks: torch.Tensor
+    wide: KVCache
+    batch: RaggedBatch
+
+
+def may_expand(kernels: Kernels) -> bool:
+    """Whether steps use the expanded form where it is cheaper; a device's spans are not known to the layer."""
+    return not kernels.deterministic and not kernels.reads_spans
+
+
+def restored_of(config: LatentConfig, heads: int, kv: KVCache, batch: RaggedBatch) -> RestoredContexts | None:
+    """Room for a step's contexts, of as many heads as fit; None: the absorbed form is cheaper, or not one head fits."""
+    if not expanded_is_cheaper(config, heads, batch):
+        return None
+    blocks, names = torch.unique(batch.block_tables, return_inverse=True)
+    at_once = heads_at_once(config, heads, (len(blocks) + 1) * kv.block_size, kv)
+    if at_once == 0:
+        return None
+    width = max(config.qk_head_dim, config.v_head_dim)
+    wide = KVCache(len(blocks) + 1, 1, at_once, width, kv.block_size, kv.dtype)
+    wide.numbers.zero_()
+    return RestoredContexts(blocks, wide, replace(batch, block_tables=names))
+
+
+def heads_at_once(config: LatentConfig, heads: int, tokens: int, kv: KVCache) -> int:
+    """Heads, a divisor of `heads`, whose keys and values of so many tokens `RESTORED_BYTES` hold; 0: not one's.
+
+    Beside them lie the rows that they are made of, twice (and as fp32, where the cache is quantized), and one head's
+    products.
+    """
+    itemsize = kv.dtype.itemsize
+    rows = config.row * (2 * itemsize + (0 if kv.scales is None else 2 * 4))
+    products = (config.qk_nope_head_dim + config.v_head_dim) * itemsize
+    each = 2 * max(config.qk_head_dim, config.v_head_dim) * itemsize
+    fitting = (RESTORED_BYTES // tokens - rows - products) // each
+    return max((count for count in range(1, heads + 1) if heads % count == 0 and count <= fitting), default=0)
 
 
 def expanded_is_cheaper(config: LatentConfig, heads: int, batch: RaggedBatch) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.layers.experts import ExpertsConfig, expert_loads
-from quire.layers.latent import LatentConfig, LatentDecoderLayer, LatentLayerConfig
+from quire.layers.experts import ExpertsConfig, expert_layers
+from quire.layers.latent import LatentConfig, LatentDecoderLayer, LatentLayerConfig, may_expand
 from quire.layers.rotary import RopeConfig, RotaryEmbedding, yarn_mscale
 from quire.models.config import MAX_LAYERS, DecoderConfig, read_decoder_config, read_num_layers, read_routing
 from quire.models.fields import Fields
@@ -70,7 +70,10 @@ class DeepseekV2(Model):
             for index in range(config.num_layers)
         ]
         self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
-        self.expert_loads = expert_loads(layer.mlp for layer in self.layers)
+        self.expert_layers = expert_layers(layer.mlp for layer in self.layers)
+        if may_expand(weights.kernels):  # keys are restored with weights of their own
+            keys = config.layer.num_heads * latent.qk_nope_head_dim * latent.kv_lora_rank
+            self.weight_bytes += config.num_layers * keys * self.dtype.itemsize
 
     @staticmethod
     def read_config(fields: Fields, generation: Fields) -> DeepseekConfig:

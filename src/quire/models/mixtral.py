@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.decoder import DecoderLayer
-from quire.layers.experts import ExpertNames, ExpertsConfig, expert_loads
+from quire.layers.experts import ExpertNames, ExpertsConfig, expert_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import (
     MAX_CONTEXT,
@@ -44,7 +44,7 @@ class Mixtral(Model):
             for index, window in enumerate(config.windows)
         ]
         self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
-        self.expert_loads = expert_loads(layer.mlp for layer in self.layers)
+        self.expert_layers = expert_layers(layer.mlp for layer in self.layers)
 
     @staticmethod
     def read_config(fields: Fields, generation: Fields) -> DecoderConfig:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from quire.errors import ConfigError
+from quire.layers.experts import ExpertsLayer
 from quire.models.config import DecoderConfig
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, RaggedBatch
@@ -37,7 +38,7 @@ class Model(ABC):
         expert_parameters, expert_bytes: those of them in experts that tokens are sent to, of which a step reads what
             some token chose; 0 where there are none.
         active_parameters: numbers that one token is computed with, and the embedding table.
-        expert_loads: by number, of each layer with experts: [experts] int64, tokens that each has got.
+        expert_layers: the layers' experts, by number of the layer; none where there are none.
         notes: what a user should know at start-up.
     """
 
@@ -68,7 +69,12 @@ class Model(ABC):
         if config.routing is not None:
             idle = config.routing.num_experts - config.routing.top_k
             self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
-        self.expert_loads: dict[int, torch.Tensor] = {}
+        self.expert_layers: dict[int, ExpertsLayer] = {}
+
+    @property
+    def expert_loads(self) -> dict[int, torch.Tensor]:
+        """By number, of each layer with experts: [experts] int64, tokens that each has got."""
+        return {index: layer.load for index, layer in self.expert_layers.items()}
 
     @property
     def precision(self) -> str:

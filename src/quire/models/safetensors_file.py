@@ -7,9 +7,11 @@ dropping the tensor gives its pages back: nothing else holds the file in memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,9 @@ ALIGNMENT = 64
 """A written file's tensors begin at multiples of this, as vectors are loaded fastest."""
 WRITE_BYTES = 16 << 20
 """Bytes that are written at a time: progress is told between."""
+
+AHEAD_BYTES = 128 << 10
+"""Bytes that the system is asked to read ahead at a time: of a longer range, Linux reads only the begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,20 @@ def map_tensor(entry: TensorEntry, dtypes: Mapping[str, torch.dtype] = FLOAT_DTY
         data = bytearray(view[skip:])
         return torch.frombuffer(data, dtype=dtype).view(entry.shape)
     return torch.frombuffer(view, dtype=dtype, count=math.prod(entry.shape), offset=skip).view(entry.shape)
+
+
+def read_ahead(entry: TensorEntry) -> None:
+    """Ask the system to read a tensor's part of the file, so that whoever touches it later waits for no disk.
+
+    This waits only while the disk's queue is full. It is advice: where the system has no such call, or the file is
+    gone, nothing happens.
+    """
+    advise = getattr(os, "posix_fadvise", None)  # not on macOS
+    if advise is None:
+        return
+    with contextlib.suppress(OSError), entry.file.open("rb") as stream:
+        for start in range(entry.start, entry.start + entry.num_bytes, AHEAD_BYTES):
+            advise(stream.fileno(), start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def write_file(file: Path, tensors: Mapping[str, torch.Tensor], progress: Callable[[int, int], None]) -> None:

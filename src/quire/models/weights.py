@@ -20,7 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.checkpoint import Checkpoint
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
-from quire.models.safetensors_file import FLOAT_DTYPES
+from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
 from quire.ops import Kernels, Quantization, QuantizedWeight
 from quire.ops.quantized import layout
 
@@ -171,7 +171,9 @@ class Weights:
         return RMSNorm(self.tensor(f"{name}.weight"), eps, self.kernels)
 
     def embedding(self, name: str) -> Embedding:
-        """An embedding table, which stays a view of the file on a CPU."""
+        """An embedding table, which stays a view of the file on a CPU, where the system is asked to read it ahead."""
+        if self.kernels.device.type == "cpu":
+            read_ahead(self._checkpoint.entries[f"{name}.weight"])
         return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels)
 
     def under(self, prefix: str) -> WeightsUnder:

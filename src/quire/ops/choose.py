@@ -18,7 +18,8 @@ def choose_kernels(name: str = "auto", device: torch.device | None = None, deter
     Args:
         name: of a CPU's: "torch", or an instruction set.
         device: where they run; a CPU unless said.
-        deterministic: on a GPU, whether every row's bits are independent of the other rows. On a CPU they always are.
+        deterministic: whether a row's bits are independent of the other rows, and of how its request was cut into
+            steps. Each kernel of a CPU promises that anyway; without it, layers may choose among kernels by the step.
 
     Raises:
         ConfigError: the named ones were not built, or this machine cannot run them.
@@ -29,8 +30,8 @@ def choose_kernels(name: str = "auto", device: torch.device | None = None, deter
         return TritonKernels(device, deterministic)
     proven = [isa for isa in library.usable() if isa not in UNPROVEN]
     if name == "torch" or (name == "auto" and not proven):
-        return Kernels()
-    return CpuKernels(proven[0] if name == "auto" else name)
+        return Kernels(deterministic)
+    return CpuKernels(proven[0] if name == "auto" else name, deterministic)
 
 
 def choice_note(name: str = "auto") -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 from quire.ops.elementwise import silu_mul
 from quire.ops.linear import Product
+from quire.ops.ragged import RaggedBatch
 
 TINY = 1e-20
 """Added to the sum by which weights are divided, as DeepSeek-V3 does: scores of a sigmoid may all be 0."""
@@ -89,6 +90,26 @@ def _in_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
     return kept.unsqueeze(2).expand_as(grouped).flatten(1)
 
 
+def count_experts(ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
+    """Add to the load how many of a step's rows each expert has got, without waiting for the device.
+
+    Args:
+        ids: [rows, top_k] int64, as `route` gives them. Rows of padding do not count.
+        load: [experts] int64.
+    """
+    real = batch.once(("real pairs", ids.shape[1]), lambda: _real_pairs(ids, batch))
+    load.index_add_(0, ids.flatten(), real)
+
+
+def _real_pairs(ids: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    """1 for each of a step's ids, 0 in rows of padding: [rows * top_k] int64; the same in all layers."""
+    real = torch.ones_like(ids)
+    if batch.spans is not None:
+        rows = torch.arange(len(ids), device=ids.device)
+        real *= (rows < batch.spans.row_starts[-1]).unsqueeze(1)
+    return real.flatten()
+
+
 class Experts(Protocol):
     """All experts of a layer: `down(silu(gate) * up)` each."""
 
@@ -101,6 +122,15 @@ class Experts(Protocol):
         Returns [tokens, hidden] in x's data type: products of experts in fp32, times the weights, summed in fp32 in
         ascending order of ids, rounded once. A row's bits do not depend on the other rows.
         """
+        ...
+
+
+@runtime_checkable
+class CountedExperts(Experts, Protocol):
+    """Experts that can tell what memory they need: a CPU's. On a GPU a step is run, and measured."""
+
+    def workspace(self, tokens: int, top_k: int, dtype: torch.dtype) -> int:
+        """Most bytes of intermediate results for so many tokens in `dtype`, beside what is given and returned."""
         ...
 
 
@@ -126,6 +156,11 @@ class LoopedExperts:
         for place in range(1, ids.shape[1]):
             total = total + parts[:, place]
         return total.to(x.dtype)
+
+    def workspace(self, tokens: int, top_k: int, dtype: torch.dtype) -> int:
+        """See `CountedExperts`: all turns' results and their sums, and one expert that all tokens chose."""
+        hidden, inner = self._down[0].out_features, self._down[0].in_features
+        return tokens * (hidden * (4 * (top_k + 4) + 2 * dtype.itemsize) + inner * (5 * dtype.itemsize + 3 * 4))
 
 
 class HeadProducts(Protocol):

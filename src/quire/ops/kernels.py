@@ -71,7 +71,11 @@ class LayerParts:
 
 
 class Kernels:
-    """One implementation of every kernel. Holds no state of a step: what a kernel reads, it is given."""
+    """One implementation of every kernel. Holds no state of a step: what a kernel reads, it is given.
+
+    Args:
+        deterministic: see the attribute; a CPU's kernels are the same without it, but layers may choose among them.
+    """
 
     name = "torch"
     device = torch.device("cpu")
@@ -80,6 +84,9 @@ class Kernels:
     """Whether every row's bits are independent of the other rows, and of how its request was cut into steps."""
     reads_spans = False
     """Whether kernels read a step's spans from the device's memory: see `RaggedBatch.spans`."""
+
+    def __init__(self, deterministic: bool = True) -> None:
+        self.deterministic = deterministic
 
     def describe(self, dtype: torch.dtype) -> str:
         """What the bits depend on, in words: implementation, instruction set and versions, for `dtype`.
@@ -206,6 +213,10 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and weights of each token: see `experts.route`."""
         return experts.route(logits, routing, bias)
+
+    def count_experts(self, ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
+        """Add to the load of each expert: see `experts.count_experts`."""
+        experts.count_experts(ids, batch, load)
 
     def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
         """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`)."""

@@ -18,10 +18,16 @@ class Scratch:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
+    @staticmethod
+    def room(size: int) -> int:
+        """Bytes that the buffer has where `size` is the largest need."""
+        return size + size // 4 + 64
+
     def at_least(self, size: int) -> int:
         """The address of `size` bytes, aligned to a cache line. They belong to the caller until the next call."""
         if size + 64 > len(self._buffer):
-            self._buffer = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one is freed before
+            self._buffer = torch.empty(self.room(size), dtype=torch.uint8)
         address: int = self._buffer.data_ptr()
         return address + -address % 64
 

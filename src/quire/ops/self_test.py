@@ -1,6 +1,8 @@
 """Whether a row's bits depend on the rows beside it, tried on this machine with the kernels that it chose.
 
 The promise that a request's tokens depend on nothing but the request stands on this. `quire doctor` runs it.
+Attention, routing and experts are also compared with plain torch in fp32, so that a kernel that this machine computes
+wrongly is seen too.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.ops.experts import Routing
 from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCache, KVCacheDtype
+from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 
@@ -34,10 +38,24 @@ CACHES: tuple[tuple[torch.dtype, KVCacheDtype], ...] = (
 )
 """Of activations, and of the KV cache."""
 
+ROUTINGS = {
+    "softmax": Routing(32, 4),
+    "groups": Routing(32, 4, "sigmoid", groups=8, top_groups=4, group_score="top2", scale=2.5),
+}
+"""As in Qwen3-MoE and in DeepSeek-V3, with fewer experts."""
+
+EXPERTS_SHAPE = (8, 3, 256, 128)
+"""Experts, experts a token, hidden and inner numbers."""
+
+LATENT_CACHES: tuple[tuple[torch.dtype, KVCacheDtype], ...] = ((torch.bfloat16, "auto"), (torch.bfloat16, "int8"))
+
+NEAR = 0.05
+"""How far a row may be from plain torch's in fp32, root mean squares over each other: codes of 8 bits round so far."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One kernel in one data type: `failures` names the cases whose bits differed."""
+    """One kernel in one data type: `failures` names the cases whose bits, or whose numbers, differed."""
 
     name: str
     cases: int
@@ -49,11 +67,14 @@ class Check:
 
 
 def run(kernels: Kernels) -> list[Check]:
-    """All checks, each with one thread and with two; about a second on an idle machine."""
+    """All checks, each with one thread and with two: about a second on an idle machine, three with plain torch."""
     checks = [check_linear(kernels, dtype) for dtype in DTYPES]
     checks += [check_quantized_linear(kernels, how) for how in QUANTIZATIONS]
     checks += [check_norm_and_gate(kernels, dtype) for dtype in DTYPES]
-    return checks + [check_attention(kernels, dtype, cache) for dtype, cache in CACHES]
+    checks += [check_attention(kernels, dtype, cache) for dtype, cache in CACHES]
+    checks += [check_routing(kernels, name) for name in ROUTINGS]
+    checks += [check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS)]
+    return checks + [check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
 
 
 def check_linear(kernels: Kernels, dtype: torch.dtype) -> Check:
@@ -106,13 +127,93 @@ def _compare_rows(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
     return failures, cases
 
 
+def check_routing(kernels: Kernels, name: str) -> Check:
+    """Experts and weights of some of the rows against those of all of them."""
+    routing, generator = ROUTINGS[name], torch.Generator().manual_seed(0)
+    logits = torch.randn(2 * max(ROW_COUNTS), routing.num_experts, generator=generator)
+    bias = torch.randn(routing.num_experts, generator=generator) if routing.scoring == "sigmoid" else None
+    on_device = None if bias is None else bias.to(kernels.device)
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        ids, weights = kernels.route(rows, routing, on_device)
+        return torch.cat([ids, weights], dim=1)
+
+    failures, cases = _compare_rows(compute, logits.to(kernels.device))
+    ids, weights = kernels.route(logits.to(kernels.device), routing, on_device)
+    wanted_ids, wanted = Kernels().route(logits, routing, bias)
+    if not torch.equal(ids.cpu(), wanted_ids) or not torch.allclose(weights.cpu(), wanted, rtol=1e-4):
+        failures.append("against plain torch")
+    return Check(f"routing by {name}", cases + 1, tuple(failures))
+
+
+def check_experts(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
+    """A token's experts beside some of the other tokens' and beside all of them.
+
+    Args:
+        how: data type of the weights, or how they are quantized.
+    """
+    count, top_k, hidden, inner = EXPERTS_SHAPE
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if isinstance(how, Quantization) else how
+    gate_up, down = (
+        torch.randn(count, *shape, generator=generator).mul_(shape[1] ** -0.5).to(dtype).float()
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    x = torch.randn(2 * max(ROW_COUNTS), hidden + count, generator=generator).to(dtype)
+
+    def experts(of: Kernels, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        products = [[_product(of, weight, dtype, how) for weight in weights] for weights in (gate_up, down)]
+        call = of.experts(*products)
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            """The numbers behind a token's own are its logits."""
+            ids, weights = of.route(rows[:, hidden:].float(), Routing(count, top_k), None)
+            return call(rows[:, :hidden].contiguous(), ids, weights)
+
+        return compute
+
+    compute, on_device = experts(kernels, dtype), x.to(kernels.device)
+    failures, cases = _compare_rows(compute, on_device)
+    if not _near(compute(on_device), experts(Kernels(), torch.float32)(x.float())):
+        failures.append("against plain torch")
+    return Check(f"experts {how.scheme if isinstance(how, Quantization) else _name(how)}", cases + 1, tuple(failures))
+
+
+def _product(
+    kernels: Kernels, weight: torch.Tensor, dtype: torch.dtype, how: torch.dtype | Quantization = torch.float32
+) -> Product:
+    """The product with a weight in `dtype`, or quantized."""
+    if isinstance(how, Quantization):
+        return kernels.pack_quantized(kernels.quantize(weight, how))
+    return kernels.pack([weight.to(kernels.device, dtype)])
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether rows are those of the reference, but for `NEAR`."""
+    apart, size = (x.square().mean(-1).sqrt() for x in (found.float().cpu() - wanted, wanted))
+    return bool((apart <= NEAR * size).all())
+
+
 def check_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """A context's attention cut into chunks, and beside another request, against all of it at once."""
-    failures, cases = [], 0
+    return _check_chunks("attention", _Attention, kernels, dtype, kv_cache_dtype)
+
+
+def check_latent_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
+    """As `check_attention`, of latent attention, with the products of its heads."""
+    return _check_chunks("latent attention", _LatentAttention, kernels, dtype, kv_cache_dtype)
+
+
+def _check_chunks(
+    name: str, kind: type[_Attention], kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype
+) -> Check:
+    failures, cases = [], 1
     with _threads(1):
-        whole = _Attention(kernels, dtype, kv_cache_dtype, 16)([CONTEXT])
+        whole = kind(kernels, dtype, kv_cache_dtype, 16)([CONTEXT])
+    if not _near(whole, kind(Kernels(), torch.float32, kv_cache_dtype, 16)([CONTEXT])):
+        failures.append("against plain torch")
     for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
-        attend = _Attention(kernels, dtype, kv_cache_dtype, block_size)
+        attend = kind(kernels, dtype, kv_cache_dtype, block_size)
         for chunks in CHUNKINGS:
             cases += 1
             with _threads(threads):
@@ -121,28 +222,34 @@ def check_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCach
                 beside = f" beside {neighbour} other rows, {threads} threads" if neighbour else ""
                 failures.append(f"block size {block_size}, chunks {list(chunks)}{beside}")
     cache = "" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} cache"
-    return Check(f"attention {_name(dtype)}{cache}", cases, tuple(failures))
+    return Check(f"{name} {_name(dtype)}{cache}", cases, tuple(failures))
 
 
 class _Attention:
     """Attention of one request of `CONTEXT` tokens with given numbers, computed in any chunks."""
 
-    heads, kv_heads, dim = 4, 2, 64
+    heads, kv_heads, dim, sides = 4, 2, 64, 2
+    width, turned = (4 + 2 * 2) * 64, 64
+    """Numbers of a token, and how many of a head's are turned."""
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        width, device = (self.heads + 2 * self.kv_heads) * self.dim, kernels.device
-        self.qkv = torch.randn(CONTEXT, width, generator=generator).to(device, dtype)
-        angles = torch.randn(CONTEXT, self.dim // 2, generator=generator).to(device)
+        self.rows = self._draw(CONTEXT, self.width, generator=generator).to(kernels.device, dtype)
+        angles = torch.randn(CONTEXT, self.turned // 2, generator=generator).to(kernels.device)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.blocks = -(-CONTEXT // block_size)
         self.table = torch.randperm(self.blocks, generator=generator) + 1
         self.kernels, self.dtype, self.kv_cache_dtype, self.block_size = kernels, dtype, kv_cache_dtype, block_size
 
+    @staticmethod
+    def _draw(*shape: int, generator: torch.Generator) -> torch.Tensor:
+        """Random numbers that are the same in each data type."""
+        return torch.randn(shape, generator=generator).bfloat16().float()
+
     def __call__(self, chunks: Sequence[int], neighbour: int = 0) -> torch.Tensor:
-        """[CONTEXT, heads * dim]. Each chunk shares its step with `neighbour` rows of another request."""
+        """[CONTEXT, ..]. Each chunk shares its step with `neighbour` rows of another request."""
         shape = (2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size)
-        cache = KVCache(*shape, self.dtype, self.kv_cache_dtype, self.kernels.device)
+        cache = KVCache(*shape, self.dtype, self.kv_cache_dtype, self.kernels.device, self.sides)
         cache.data.zero_()
         out, start = [], 0
         for length in chunks:
@@ -150,13 +257,50 @@ class _Attention:
             if neighbour:
                 spans.insert(0, (0, neighbour, self.table + self.blocks))
             batch = _batch(spans, self.block_size, self.kernels)
-            qkv, cos, sin = (
-                torch.cat([x[first : first + rows] for first, rows, _ in spans]) for x in (self.qkv, self.cos, self.sin)
+            rows, cos, sin = (
+                torch.cat([x[first : first + rows] for first, rows, _ in spans])
+                for x in (self.rows, self.cos, self.sin)
             )
-            q = self.kernels.rotate_and_store(qkv, None, (cos, sin), cache, batch, 0)
-            out.append(self.kernels.attend(q, cache, batch, 0, self.dim**-0.5, None)[-length:])
+            out.append(self.step(rows, (cos, sin), cache, batch)[-length:])
             start += length
         return torch.cat(out)
+
+    def step(
+        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """What a layer's attention makes of a step's rows [rows, width]: [rows, ..]."""
+        q = self.kernels.rotate_and_store(rows, None, tables, kv, batch, 0)
+        return self.kernels.attend(q, kv, batch, 0, self.dim**-0.5, None)
+
+
+class _LatentAttention(_Attention):
+    """Latent attention: of each token the queries of 4 heads, then its compressed vector and its key."""
+
+    still, turned, latent = 128, 64, 512
+    kv_heads, dim, sides = 1, 512 + 64, 1
+    width = 4 * (128 + 64) + 512 + 64
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
+        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
+        generator = torch.Generator().manual_seed(2)
+        self.norm = torch.ones(self.latent, device=kernels.device, dtype=dtype)
+        self.into_latent, self.out_of_latent = (
+            kernels.heads(
+                [_product(kernels, weight / 16, dtype) for weight in self._draw(4, *shape, generator=generator)]
+            )
+            for shape in ((self.latent, self.still), (self.still, self.latent))
+        )
+
+    def step(
+        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """See `_Attention`: [rows, heads * still]."""
+        q, compressed = rows[:, : -self.dim].reshape(len(rows), self.heads, -1), rows[:, -self.dim :].contiguous()
+        self.kernels.store_latent(compressed, self.norm, 1e-6, tables, kv, batch, 0)
+        turned = self.kernels.rotate_interleaved(q[..., self.still :], tables)
+        q = torch.cat([self.into_latent(q[..., : self.still]), turned], dim=-1)
+        scale = (self.still + self.turned) ** -0.5
+        return self.out_of_latent(self.kernels.attend_latent(q, kv, batch, 0, scale, self.latent)).flatten(1)
 
 
 def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int, kernels: Kernels) -> RaggedBatch:

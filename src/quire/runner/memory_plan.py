@@ -7,7 +7,9 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
+from quire.layers.latent import RESTORED_BYTES, LatentLayerConfig, may_expand
 from quire.models.model import Model
+from quire.ops.memory import Scratch
 
 LOGIT_SLICE_BYTES = 64 * 2**20
 """Logits of prompts are made in slices of about this size."""
@@ -152,15 +154,27 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
 
     A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which nobody waits for at start, and
     memory there is not a hard limit. Counted are, for each token: the residual and the normed state, the
-    fused q/k/v rows, attention's fp32 rows, and the fused gate/up rows with their product; then logits in the
-    model's type and three times in fp32 (the sampler copies and sorts).
+    fused q/k/v rows, attention's fp32 rows, and the fused gate/up rows with their product; what layers with experts
+    need, and latent attention where it may restore keys and values; then logits in the model's type and three times
+    in fp32 (the sampler copies and sorts).
     """
-    layer = model.config.layer
+    layer, tokens, itemsize = model.config.layer, config.max_num_batched_tokens, model.dtype.itemsize
     heads = layer.num_heads + 2 * layer.num_kv_heads
-    per_token = 4 * layer.hidden_size + 2 * heads * layer.head_dim + 3 * layer.intermediate_size
-    per_token = per_token * model.dtype.itemsize + 3 * 4 * layer.num_heads * layer.head_dim
+    per_token = (4 * layer.hidden_size + 2 * heads * layer.head_dim) * itemsize
+    per_token += 3 * 4 * layer.num_heads * layer.head_dim
+    restored = RESTORED_BYTES if isinstance(layer, LatentLayerConfig) and may_expand(model.kernels) else 0
     rows = max(config.max_num_seqs, logit_rows)
-    return config.max_num_batched_tokens * per_token + rows * model.vocab_size * (model.dtype.itemsize + 12)
+    body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
+    return body + restored + rows * model.vocab_size * (itemsize + 12)
+
+
+def _mlp_bytes(model: Model, tokens: int) -> int:
+    """Of a layer's MLP or its experts, whichever need more."""
+    layer, sparse = model.config.layer, model.expert_layers
+    needs = [each.workspace(tokens, layer.hidden_size, model.dtype) for each in sparse.values()]
+    if len(sparse) < model.num_layers:
+        needs.append(tokens * 3 * layer.intermediate_size * model.dtype.itemsize)
+    return max(needs)
 
 
 def free_memory() -> int:

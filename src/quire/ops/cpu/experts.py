@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
-from quire.ops.cpu.linear import CpuProduct
+from quire.ops.cpu.linear import CpuProduct, gather
 from quire.ops.experts import Routing
 from quire.ops.linear import Product
 from quire.ops.memory import Scratch
@@ -111,15 +111,17 @@ class _Products:
             raise ValueError(f"products that are computed in one call must be alike, found {sorted(kinds, key=str)}")
         [(self.out_features, self.in_features, self.dtypes)] = kinds
         self._array = (POINTER * len(ours))(*(product.address for product in ours))
-        self._held = ours  # what the addresses point to
+        self.products = ours  # what the addresses point to
         self.address = ctypes.addressof(self._array)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.products)
 
 
 class CpuExperts:
     """All experts of a layer in one call; the bits are those of `LoopedExperts` with this implementation's kernels.
+
+    Weights that are too small for huge pages are moved into some, side by side.
 
     Args:
         gate_up: per expert, the product [2 * intermediate, hidden].
@@ -140,6 +142,7 @@ class CpuExperts:
                 f"{out.in_features} and {out.out_features}, are not experts' gate_up and down"
             )
         self._dtypes = tuple(dtype for dtype in up.dtypes if dtype in out.dtypes)
+        gather([*up.products, *out.products])
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`.
@@ -150,24 +153,34 @@ class CpuExperts:
         """
         self._check(x, ids, weights)
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        (tokens, hidden), top_k = x.shape, ids.shape[1]
+        tokens, top_k = ids.shape
         out = torch.empty_like(x)
         if tokens == 0:
             return out
-        experts = _Experts(
-            dtype=DTYPES[x.dtype],
-            count=len(self._down),
-            hidden=hidden,
-            inner=self._down.in_features,
-            gate_up=self._gate_up.address,
-            down=self._down.address,
-        )
+        experts = self._described(x.dtype)
         step = _Step(tokens, top_k, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
         pointer = ctypes.addressof(experts)
         workspace = self._scratch.at_least(self._lib.experts_workspace(pointer, tokens, top_k))
         if self._lib.experts(pointer, ctypes.addressof(step), workspace):
             raise IndexError(f"a token's ids must be ascending and below {len(self._down)}, found {ids.tolist()}")
         return out
+
+    def workspace(self, tokens: int, top_k: int, dtype: torch.dtype) -> int:
+        """See `CountedExperts`."""
+        experts = self._described(dtype)
+        size: int = self._lib.experts_workspace(ctypes.addressof(experts), tokens, top_k)
+        return size
+
+    def _described(self, dtype: torch.dtype) -> _Experts:
+        """The experts as C++ sees them, for rows in `dtype`."""
+        return _Experts(
+            dtype=DTYPES[dtype],
+            count=len(self._down),
+            hidden=self._down.out_features,
+            inner=self._down.in_features,
+            gate_up=self._gate_up.address,
+            down=self._down.address,
+        )
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         if x.dim() != 2 or x.shape[1] != self._down.out_features or x.dtype not in self._dtypes:

@@ -25,12 +25,14 @@ class CpuKernels(Kernels):
 
     Args:
         isa: the instruction set, one of `library.usable()`.
+        deterministic: see `Kernels`.
 
     Raises:
         ConfigError: it was not built, or this machine cannot run it.
     """
 
-    def __init__(self, isa: str) -> None:
+    def __init__(self, isa: str, deterministic: bool = True) -> None:
+        super().__init__(deterministic)
         self.name = isa
         modules = (attention, experts, latent, layer, linear, quantize, rows, sampling)
         self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})

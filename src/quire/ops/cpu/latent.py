@@ -85,7 +85,7 @@ class Step:
         )
         self.pointer = ctypes.addressof(self.struct)
         each = lib.latent_scratch_bytes(self.pointer)
-        state = 4 * (-(-latent // 16) * 16 + 32)  # bytes of `States` a row
+        state = 4 * (-(-latent // 32) * 32 + 16)  # bytes of `States` a row, at most
         self.scratch = torch.empty(threads * each + left * state + 64, dtype=torch.uint8)
         self.struct.scratch_bytes = each
         self.struct.scratch = -(-self.scratch.data_ptr() // 64) * 64

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
-from quire.ops.memory import Scratch, collapse, huge
+from quire.ops.memory import HUGE_PAGE, Scratch, collapse, huge
 from quire.ops.quantized import QuantizedWeight
 
 PROTOTYPES: dict[str, Prototype] = {
@@ -64,7 +64,7 @@ class CpuProduct:
             self.out_features, self.in_features = sum(len(part) for part in weight), weight[0].shape[1]
         self._weight = _Weight(in_features=self.in_features, out_features=self.out_features)
         self.address = ctypes.addressof(self._weight)
-        self._held: list[torch.Tensor] = []  # what the addresses in the structure point to
+        self._held: dict[str, torch.Tensor] = {}  # what the addresses in the structure point to
         if isinstance(weight, QuantizedWeight):
             self._use_quantized(lib, weight)
             self.dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)
@@ -72,32 +72,46 @@ class CpuProduct:
             self.dtypes = (weight[0].dtype,)
             self._pack(lib, weight)
         if bias is not None:
-            self._weight.bias = self._hold(bias.detach().float().contiguous().clone())
+            self._hold("bias", bias.detach().float().contiguous().clone())
         self._linear, self._scratch = lib.linear, scratch
         self._row_scratch = lib.linear_scratch(self.address, 16) // 16
 
-    def _hold(self, tensor: torch.Tensor) -> int:
-        self._held.append(tensor)
-        return tensor.data_ptr()
+    def _hold(self, name: str, tensor: torch.Tensor) -> None:
+        self._held[name] = tensor
+        setattr(self._weight, name, tensor.data_ptr())
+
+    @property
+    def small_parts(self) -> dict[str, torch.Tensor]:
+        """What a product reads as a stream, as far as it is too small for a huge page of its own."""
+        return {name: self._held[name] for name in ("data", "scales") if 0 < self._size(name) < HUGE_PAGE}
+
+    def _size(self, name: str) -> int:
+        return self._held[name].nbytes if name in self._held else 0
+
+    def move(self, name: str, to: torch.Tensor) -> None:
+        """Copy one of `small_parts` to these bytes, and use it there."""
+        to.copy_(self._held[name].flatten().view(torch.uint8))
+        self._hold(name, to)
 
     def _pack(self, lib: Library, parts: Sequence[torch.Tensor]) -> None:
         parts = [part.contiguous() for part in parts]
         if {(part.dtype, part.shape[1]) for part in parts} != {(parts[0].dtype, self.in_features)}:
             raise ValueError(f"the parts of a weight differ: {[(part.dtype, list(part.shape)) for part in parts]}")
         self._weight.format = DTYPES[parts[0].dtype]
-        self._weight.data = self._hold(huge(lib.packed_bytes(self.address)))
+        self._hold("data", huge(lib.packed_bytes(self.address)))
         row = self.in_features * parts[0].element_size()
         rows = np.concatenate([part.data_ptr() + row * np.arange(len(part)) for part in parts])
         lib.pack(self.address, rows.ctypes.data, self._weight.data)
 
     def _use_quantized(self, lib: Library, weight: QuantizedWeight) -> None:
         collapse(weight.packed)
-        self._weight.data, self._weight.scales = self._hold(weight.packed), self._hold(weight.scales)
+        self._hold("data", weight.packed)
+        self._hold("scales", weight.scales)
         if weight.group is None:
             self._weight.format = INT8
             sums = torch.empty(weight.scales.numel(), dtype=torch.int32)
             lib.sum_codes(self.address, sums.data_ptr())
-            self._weight.sums = self._hold(sums)
+            self._hold("sums", sums)
         else:
             self._weight.format, self._weight.group = INT4, weight.group
 
@@ -118,3 +132,14 @@ class CpuProduct:
             scratch = self._scratch.at_least(rows * self._row_scratch + 128)
             self._linear(self.address, x.data_ptr(), DTYPES[x.dtype], rows, out.data_ptr(), DTYPES[out_dtype], scratch)
         return out
+
+
+def gather(products: Sequence[CpuProduct]) -> None:
+    """Bring what is too small for huge pages, but read one after the other, side by side into some."""
+    parts = [(product, name, part.nbytes) for product in products for name, part in product.small_parts.items()]
+    ends = np.cumsum([-(-size // 64) * 64 for _, _, size in parts], dtype=np.int64).tolist()
+    if not parts or ends[-1] < HUGE_PAGE:
+        return
+    arena = huge(ends[-1])
+    for (product, name, size), start in zip(parts, [0, *ends], strict=False):
+        product.move(name, arena[start : start + size])

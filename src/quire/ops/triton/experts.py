@@ -77,9 +77,9 @@ class Weights:
 def _weight(product: Product) -> torch.Tensor:
     if not isinstance(product, DenseProduct | VendorProduct):
         raise ValueError(f"a product is a {type(product).__name__}, where all others are dense")
-    if product._bias is not None:
+    if product.bias is not None:
         raise ValueError("experts and heads have no biases")
-    return product._weight
+    return product.weight
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,9 @@ from quire.ops.triton.linear_quantized import (
     SOME_INT4,
     QuantizedProduct,
     Tile,
-    _add_group,
-    _high,
-    _low,
+    add_group,
+    high_halves,
+    low_halves,
     quantize_rows,
 )
 from quire.ops.triton.rows import silu_mul
@@ -143,10 +143,10 @@ def _int4_kernel(
         next_1 = tl.load(scale)
         next_2 = tl.load(scale + out_padded)
         both = tl.load(weight_tile)
-        sums = tl.dot(_low(both, COMPILED), tl.load(x_tile, mask=there, other=0), out_dtype=tl.int32)
-        chunk = _add_group(chunk, sums, scale_1)
-        sums = tl.dot(_high(both, COMPILED), tl.load(x_tile + GROUP, mask=there, other=0), out_dtype=tl.int32)
-        chunk = _add_group(chunk, sums, scale_2)
+        sums = tl.dot(low_halves(both, COMPILED), tl.load(x_tile, mask=there, other=0), out_dtype=tl.int32)
+        chunk = add_group(chunk, sums, scale_1)
+        sums = tl.dot(high_halves(both, COMPILED), tl.load(x_tile + GROUP, mask=there, other=0), out_dtype=tl.int32)
+        chunk = add_group(chunk, sums, scale_2)
         if (block + 1) % length == 0 or block + 1 == blocks:
             total += chunk
             chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -170,15 +170,15 @@ class QuantizedWeights:
         self._products = [_checked(product) for product in products]
         first = self._products[0]
         self.out_features, self.in_features = first.out_features, first.in_features
-        self.is_int8 = first._group is None
+        self.is_int8 = first.group is None
         if {(product.out_features, product.in_features) for product in self._products} != {
             (self.out_features, self.in_features)
         }:
             raise ValueError("the weights differ in shape")
-        self._addresses = addresses_of([product._blocks for product in self._products])
-        self._scale_addresses = addresses_of([product._scales for product in self._products])
-        self._shape, self._length = first._blocks.shape, first._chunks.length
-        self._padded_inputs = len(first._blocks) * first._block_inputs
+        self._addresses = addresses_of([product.blocks for product in self._products])
+        self._scale_addresses = addresses_of([product.scales for product in self._products])
+        self._shape, self._length = first.blocks.shape, first.chunks.length
+        self._padded_inputs = len(first.blocks) * first.block_inputs
 
     def __len__(self) -> int:
         return len(self._products)
@@ -211,7 +211,7 @@ class QuantizedWeights:
 def _checked(product: Product) -> QuantizedProduct:
     if not isinstance(product, QuantizedProduct):
         raise ValueError(f"a product is a {type(product).__name__}, where all others are quantized")
-    if product._bias is not None:
+    if product.bias is not None:
         raise ValueError("experts have no biases")
     return product
 

@@ -17,7 +17,7 @@ from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling
 from quire.ops.triton.linear_quantized import QuantizedProduct
-from quire.ops.triton.routing import route
+from quire.ops.triton.routing import count_experts, route
 
 VERSION = 1
 """Grows with every change of a kernel's bits."""
@@ -115,6 +115,9 @@ class TritonKernels(Kernels):
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, routing, bias)
+
+    def count_experts(self, ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
+        count_experts(ids, batch, load)
 
     def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
         if isinstance(gate_up[0], QuantizedProduct):

@@ -63,21 +63,21 @@ def pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None, device: t
 class VendorProduct:
     """The product that torch's library for the device computes, cuBLAS: a row's bits depend on the other rows.
 
-    Args:
-        weight: [out, in], contiguous, used where it lies.
-        bias: [out].
+    Attributes:
+        weight: [out, in], contiguous, used where it lies; for kernels that multiply with several at once.
+        bias: [out]; None: there is none.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
-        x, out_dtype = checked(x, self.in_features, (self._weight.dtype,), out_dtype)
+        x, out_dtype = checked(x, self.in_features, (self.weight.dtype,), out_dtype)
         if out_dtype == x.dtype:
-            return F.linear(x, self._weight, self._bias)
+            return F.linear(x, self.weight, self.bias)
         if not x.is_cuda:  # only there has torch a product whose fp32 sums are returned as they are
-            return F.linear(x.float(), self._weight.float(), None if self._bias is None else self._bias.float())
-        out = torch.mm(x, self._weight.t(), out_dtype=out_dtype)
-        return out if self._bias is None else out.add_(self._bias)
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        out = torch.mm(x, self.weight.t(), out_dtype=out_dtype)
+        return out if self.bias is None else out.add_(self.bias)

@@ -98,15 +98,15 @@ def _dense_kernel(
 class DenseProduct:
     """The product with a dense weight, each row's bits independent of the other rows: a `Product`.
 
-    Args:
-        weight: [out, in], contiguous, used where it lies.
-        bias: [out].
+    Attributes:
+        weight: [out, in], contiguous, used where it lies; for kernels that multiply with several at once.
+        bias: [out], in fp32; None: there is none.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = weight
-        self._bias = None if bias is None else bias.float()
+        self.weight = weight
+        self.bias = None if bias is None else bias.float()
         self._short, self._tall = (EXACT, EXACT) if weight.dtype == torch.float32 else (SHORT, TALL)
         if not one_instruction(weight.device):
             self._tall = self._short
@@ -116,7 +116,7 @@ class DenseProduct:
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
-        x, out_dtype = checked(x, self.in_features, (self._weight.dtype,), out_dtype)
+        x, out_dtype = checked(x, self.in_features, (self.weight.dtype,), out_dtype)
         rows = len(x)
         out = x.new_empty(rows, self.out_features, dtype=out_dtype)
         if rows == 0:
@@ -125,7 +125,7 @@ class DenseProduct:
         tile = self._tall if enough else self._short
         tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
         launch = functools.partial(self._launch, x, tile)
-        sum_chunks(launch, tiles, self._chunks, torch.float32, out, Ending(bias=self._bias))
+        sum_chunks(launch, tiles, self._chunks, torch.float32, out, Ending(bias=self.bias))
         return out
 
     def _launch(
@@ -133,7 +133,7 @@ class DenseProduct:
     ) -> None:
         _dense_kernel[grid](
             x,
-            self._weight,
+            self.weight,
             ending.bias,
             out,
             len(x),

@@ -174,10 +174,10 @@ def _int4_kernel(
         next_1 = tl.load(scale)
         next_2 = tl.load(scale + out_padded)
         both = tl.load(weight_tile)
-        sums = tl.dot(_low(both, COMPILED), tl.load(x_tile, mask=m < rows, other=0), out_dtype=tl.int32)
-        chunk = _add_group(chunk, sums, scale_1)
-        sums = tl.dot(_high(both, COMPILED), tl.load(x_tile + GROUP, mask=m < rows, other=0), out_dtype=tl.int32)
-        chunk = _add_group(chunk, sums, scale_2)
+        sums = tl.dot(low_halves(both, COMPILED), tl.load(x_tile, mask=m < rows, other=0), out_dtype=tl.int32)
+        chunk = add_group(chunk, sums, scale_1)
+        sums = tl.dot(high_halves(both, COMPILED), tl.load(x_tile + GROUP, mask=m < rows, other=0), out_dtype=tl.int32)
+        chunk = add_group(chunk, sums, scale_2)
         if (block + 1) % length == 0 or block + 1 == last:
             total += chunk
             chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -189,7 +189,7 @@ def _int4_kernel(
 
 
 @triton.jit
-def _add_group(chunk, sums, scale):
+def add_group(chunk, sums, scale):
     """chunk + sums * scale / 16, rounded once."""
     scale = (scale.to(tl.float32) * 0.0625)[:, None]
     return tl.fma(sums.to(tl.float32), tl.broadcast_to(scale, chunk.shape), chunk)
@@ -199,7 +199,7 @@ def _add_group(chunk, sums, scale):
 
 
 @triton.jit
-def _low(both, COMPILED: tl.constexpr):
+def low_halves(both, COMPILED: tl.constexpr):
     """16 times the signed low half of each byte."""
     if COMPILED:
         return tl.inline_asm_elementwise(
@@ -209,7 +209,7 @@ def _low(both, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _high(both, COMPILED: tl.constexpr):
+def high_halves(both, COMPILED: tl.constexpr):
     """16 times the signed high half of each byte."""
     if COMPILED:
         return tl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [both], tl.int8, True, 4)
@@ -225,17 +225,25 @@ class QuantizedProduct:
     Args:
         weight: copied to the device.
         bias: [out], on the device.
+
+    Attributes: for kernels that multiply with several such weights at once, with the same bits.
+        group: inputs that share a scale, as kernels read them; None: int8, which has a scale an output.
+        block_inputs: inputs of a block.
+        blocks: [blocks, padded outputs, bytes] int8, the codes: see the head of this file.
+        scales: [outputs] fp32 of int8; of int4 see `relay_scales`.
+        chunks: how the blocks' sums come together.
+        bias: [out] fp32; None: there is none.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device) -> None:
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self._group = None if weight.group is None else min(weight.group, LARGEST_GROUP)
-        self._block_inputs = INT8_BLOCK if self._group is None else 2 * self._group
-        self._blocks = relay(weight, self._block_inputs, device)
-        self._out_tiles = self._blocks.shape[1] // OUTPUTS
-        self._chunks = Chunks.of(self._out_tiles, len(self._blocks), LEAST_INPUTS // self._block_inputs)
-        self._scales = weight.scales.to(device) if self._group is None else relay_scales(weight, self._blocks)
-        self._bias = None if bias is None else bias.float()
+        self.group = None if weight.group is None else min(weight.group, LARGEST_GROUP)
+        self.block_inputs = INT8_BLOCK if self.group is None else 2 * self.group
+        self.blocks = relay(weight, self.block_inputs, device)
+        self._out_tiles = self.blocks.shape[1] // OUTPUTS
+        self.chunks = Chunks.of(self._out_tiles, len(self.blocks), LEAST_INPUTS // self.block_inputs)
+        self.scales = weight.scales.to(device) if self.group is None else relay_scales(weight, self.blocks)
+        self.bias = None if bias is None else bias.float()
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
@@ -244,22 +252,22 @@ class QuantizedProduct:
         out = x.new_empty(rows, self.out_features, dtype=out_dtype)
         if rows == 0:
             return out
-        codes, row_scales = quantize_rows(x, len(self._blocks) * self._block_inputs)
+        codes, row_scales = quantize_rows(x, len(self.blocks) * self.block_inputs)
         tile = self._tile(rows)
         tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
-        if self._group is None:
-            launch, sums_dtype, scales = self._launch_int8, torch.int32, self._scales
+        if self.group is None:
+            launch, sums_dtype, scales = self._launch_int8, torch.int32, self.scales
         else:
             launch, sums_dtype, scales = self._launch_int4, torch.float32, None
-        ending = Ending(row_scales, scales, self._bias)
-        sum_chunks(functools.partial(launch, codes, tile), tiles, self._chunks, sums_dtype, out, ending)
+        ending = Ending(row_scales, scales, self.bias)
+        sum_chunks(functools.partial(launch, codes, tile), tiles, self.chunks, sums_dtype, out, ending)
         return out
 
     def _tile(self, rows: int) -> Tile:
         """Any gives the same bits."""
         if rows <= FEW.rows:
             return FEW
-        if self._group is not None:
+        if self.group is not None:
             return SOME_INT4
         enough = triton.cdiv(rows, MANY.rows) * self._out_tiles >= PROGRAMS // 2  # one a multiprocessor
         return MANY if enough else SOME
@@ -267,10 +275,10 @@ class QuantizedProduct:
     def _launch_int8(
         self, codes: torch.Tensor, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
     ) -> None:
-        blocks, padded, _ = self._blocks.shape
+        blocks, padded, _ = self.blocks.shape
         _int8_kernel[grid](
             codes,
-            self._blocks,
+            self.blocks,
             *ending,
             out,
             len(codes),
@@ -289,11 +297,11 @@ class QuantizedProduct:
     def _launch_int4(
         self, codes: torch.Tensor, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
     ) -> None:
-        blocks, padded, group = self._blocks.shape
+        blocks, padded, group = self.blocks.shape
         _int4_kernel[grid](
             codes,
-            self._blocks,
-            self._scales,
+            self.blocks,
+            self.scales,
             ending.row_scales,
             ending.bias,
             out,
@@ -301,7 +309,7 @@ class QuantizedProduct:
             self.out_features,
             padded,
             blocks,
-            self._chunks.length,
+            self.chunks.length,
             span,
             ROWS=tile.rows,
             OUTPUTS=OUTPUTS,

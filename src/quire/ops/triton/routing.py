@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts tokens go to, in one launch. A program does it for one token."""
+"""Mixture of experts: which experts tokens go to, a program a token, and how many went to each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 
 from quire.ops.experts import TINY, Routing
+from quire.ops.ragged import RaggedBatch
 
+COUNTED = 1024
+"""Ids that a program counts: 8 a thread."""
 LAST_KEY = tl.constexpr(-(2**63))
 """Below the key of any score: see `_keys`."""
 
@@ -136,3 +139,36 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> 
         enable_fp_fusion=False,
     )
     return ids, weights
+
+
+@triton.jit(do_not_specialize=["pairs", "spans"])
+def _count_kernel(
+    ids, row_starts, load, pairs, spans, experts, TOP_K: tl.constexpr, BINS: tl.constexpr, PART: tl.constexpr
+):
+    """Counts a part of the ids, and adds that to the load at once: sums of integers have no order."""
+    at = tl.program_id(0) * PART + tl.arange(0, PART)
+    there = at < pairs
+    if row_starts is not None:
+        there &= at < tl.load(row_starts + spans) * TOP_K
+    counts = tl.histogram(tl.load(ids + at, mask=there, other=0).to(tl.int32), BINS, mask=there)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(load + bins, counts.to(tl.int64), mask=(bins < experts) & (counts > 0), sem="relaxed")
+
+
+def count_experts(ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
+    """See `Kernels.count_experts`. One launch, which reads on the device how many rows are real."""
+    ids, spans = ids.contiguous(), batch.spans
+    if ids.numel() == 0:
+        return
+    _count_kernel[(triton.cdiv(ids.numel(), COUNTED),)](
+        ids,
+        None if spans is None else spans.row_starts,
+        load,
+        ids.numel(),
+        0 if spans is None else len(spans.starts),
+        len(load),
+        TOP_K=ids.shape[1],
+        BINS=max(32, triton.next_power_of_2(len(load))),  # one a thread of a warp, at least
+        PART=COUNTED,
+        enable_fp_fusion=False,
+    )

@@ -146,7 +146,7 @@ struct Item {
         each_block(tile, [&](int64_t r, int64_t n, Groups g) {
             for (int64_t i = r; i < r + n; i++) softmax(tile, i, state + i, g);
         });
-        pack_values<L, S>(source, ahead, seen.first, seen.end, step.kv.head_dim, scratch.tile);
+        pack_values<L, S>(source, ahead, seen.first, seen.end, scratch.tile);
         multiply_values(tile, state);
     }
 

@@ -90,6 +90,10 @@ struct FloatLanes {
         to[0] = of_row((const S*)rows[0] + column, n);
     }
     INLINE void store_weights(lane* to, f32x16 weights) { store(to, weights); }
+    // The same columns of NUMBERS rows that hold lanes, from lane `at` on.
+    INLINE void side_by_side(const lane* const* rows, int64_t at, part* to) { std::memcpy(to, rows[0] + at, 64); }
+    // 16 lanes, each of a number out of every vector.
+    INLINE void store_side_by_side(lane* to, const f32x16* numbers) { store(to, numbers[0]); }
 };
 
 #if defined(__AVX512BF16__)
@@ -132,8 +136,10 @@ struct PairLanes {
     }
     template <class S>
     INLINE void of_columns(const char* const* rows, int64_t column, int n, vector* to) {
-        const u16x32 even = (u16x32)of_row((const S*)rows[0] + column, n);
-        const u16x32 odd = (u16x32)of_row((const S*)rows[1] + column, n);
+        interleave(of_row((const S*)rows[0] + column, n), of_row((const S*)rows[1] + column, n), to);
+    }
+    INLINE void interleave(vector first, vector second, vector* to) {
+        const u16x32 even = (u16x32)first, odd = (u16x32)second;
         constexpr u16x32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
         to[0] = (vector)__builtin_shuffle(even, odd, low);
@@ -142,6 +148,15 @@ struct PairLanes {
     INLINE void store_weights(lane* to, f32x16 weights) {
         __m256bh narrow = _mm512_cvtneps_pbh((__m512)weights);
         std::memcpy(to, &narrow, sizeof narrow);
+    }
+    INLINE void side_by_side(const lane* const* rows, int64_t at, vector* to) {
+        interleave(wide((const bf16*)(rows[0] + at)), wide((const bf16*)(rows[1] + at)), to);
+    }
+    INLINE void store_side_by_side(lane* to, const f32x16* numbers) {
+        constexpr u16x32 in_turns = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        const u16x32 pairs = __builtin_shuffle((u16x32)join(numbers[0], numbers[1]), in_turns);
+        std::memcpy(to, &pairs, sizeof pairs);
     }
 };
 #endif

@@ -128,8 +128,8 @@ INLINE void pack_query(const T* row, int64_t size, typename L::lane* to) {
 
 // Groups first .. end - 1 of 16 keys each, and the scales of keys and values: keys side by side, the head dimensions
 // below one another.
-template <class L, class S, class A>
-void pack_keys(const TileSource& source, A& ahead, int64_t first, int64_t end, const Packed<L>& to) {
+template <class L, class S>
+void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
     const int64_t size = source.kv.head_dim;
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
     for (int64_t group = first; group < end; group++) {
@@ -151,10 +151,10 @@ void pack_keys(const TileSource& source, A& ahead, int64_t first, int64_t end, c
     }
 }
 
-// Groups first .. end - 1 of 16 values each, the first `size` numbers of their rows: head dimensions side by side, the
-// values below one another.
-template <class L, class S, class A>
-void pack_values(const TileSource& source, A& ahead, int64_t first, int64_t end, int64_t size, const Packed<L>& to) {
+// Groups first .. end - 1 of 16 values each: head dimensions side by side, the values below one another.
+template <class L, class S>
+void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
+    const int64_t size = source.kv.head_dim;
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
     for (int64_t group = first; group < end; group++) {
         const char* rows[LANES];

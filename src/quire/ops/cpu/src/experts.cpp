@@ -9,6 +9,8 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
+#include <utility>
 #include <vector>
 
 #include "gate.h"
@@ -69,6 +71,27 @@ struct Plan {
 struct Piece {
     const Task* task;
     int64_t first, last;
+};
+
+// Threads take the pieces one by one, each the next one before it does the last: so it can ask for that one's panels.
+class Queue {
+  public:
+    explicit Queue(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {}
+
+    // Multiplies pieces until none is left; to be called by all threads.
+    void work() {
+        for (size_t i = take(), next; i < pieces_.size(); i = next) {
+            next = take();
+            const Piece &piece = pieces_[i], &after = pieces_[std::min(next, pieces_.size() - 1)];
+            multiply(*piece.task, piece.first, piece.last, panel_data(*after.task->weight, after.first));
+        }
+    }
+
+  private:
+    size_t take() { return taken_.fetch_add(1, std::memory_order_relaxed); }
+
+    const std::vector<Piece> pieces_;
+    std::atomic<size_t> taken_{0};
 };
 
 // All products' pieces. Those of an expert's groups with the same panels follow one another: the panels are still in a
@@ -145,8 +168,8 @@ void experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     char *gate_up = workspace + room.gate_up, *active = workspace + room.active;
     const auto up = tasks_of(plan, e, e.gate_up, rows, gate_up, e.dtype, scratch);
     const auto down = tasks_of(plan, e, e.down, active, rows, F32, scratch);
-    const auto up_pieces = cut(up), down_pieces = cut(down);
-    const int64_t groups = plan.groups.size(), up_count = up_pieces.size(), down_count = down_pieces.size();
+    Queue up_pieces(cut(up)), down_pieces(cut(down));
+    const int64_t groups = plan.groups.size();
     const int64_t columns = (e.hidden + SUM_COLUMNS - 1) / SUM_COLUMNS;
 #pragma omp parallel
     {
@@ -157,8 +180,8 @@ void experts(const Experts& e, const ExpertsStep& s, char* workspace) {
                 std::memcpy(rows + turn * bytes, (const char*)s.x + plan.token_of[turn] * bytes, bytes);
             prepare(up[g]);
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < up_count; i++) multiply(*up_pieces[i].task, up_pieces[i].first, up_pieces[i].last);
+        up_pieces.work();
+#pragma omp barrier
 #pragma omp for schedule(dynamic)
         for (int64_t g = 0; g < groups; g++) {
             const int64_t first = plan.groups[g].first;
@@ -168,9 +191,8 @@ void experts(const Experts& e, const ExpertsStep& s, char* workspace) {
             }
             prepare(down[g]);
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < down_count; i++)
-            multiply(*down_pieces[i].task, down_pieces[i].first, down_pieces[i].last);
+        down_pieces.work();
+#pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < s.tokens * columns; i++) {
             const int64_t token = i / columns, first = i % columns * SUM_COLUMNS;
@@ -216,7 +238,7 @@ void multiply_head(const Heads& h, int64_t head, int64_t first, int64_t last, ch
     const int64_t rows = last - first;
     const Task task{&w, workspace, y, rows, stride, h.dtype, h.dtype, workspace + round_up(rows * bytes, 64)};
     prepare(task);
-    multiply(task, 0, panels(w));
+    multiply(task, 0, panels(w), (const char*)w.data);
 }
 
 }  // namespace

@@ -2,17 +2,18 @@
 // a row of the cache, and the value is that row's beginning.
 //
 // The work is cut into items: a row tile, which is some heads of some consecutive tokens of one span, against some
-// splits of its context, `split` keys each. An item goes over the key tiles of its splits: it packs a tile from the
-// cache once for all its rows (while the next one is on its way), multiplies, and merges it into the rows' running
-// softmax. A row's splits are merged last, in ascending order: by the item, where it has all of them; else the items
-// leave them in memory, and they are merged when all items are done. So one token keeps all threads busy.
+// splits of its context, `split` keys each. An item goes over the key tiles of its splits: it multiplies a tile with
+// all its rows (while the next one is on its way), and merges it into the rows' running softmax. A row's splits are
+// merged last, in ascending order: by the item, where it has all of them; else the items leave them in memory, and they
+// are merged when all items are done. So one token keeps all threads busy.
 //
 // Why a row's bits depend on nothing else: splits and key tiles lie at constant absolute positions; within a split, a
-// score and an output number have one fp32 accumulator each, in ascending order; a tile that a row cannot see changes
-// none of its numbers, and merging a split that it cannot see adds zeros to what is multiplied by one.
+// score and an output number have one fp32 accumulator each, and a tile's weights one sum, in ascending order; a key or
+// a tile that a row cannot see adds zeros, and merging a split that it cannot see adds zeros to what is multiplied by
+// one.
 #include <omp.h>
 
-#include "attention_math.h"
+#include "latent_math.h"
 
 namespace quire {
 
@@ -42,41 +43,35 @@ struct LatentStep {
 
 namespace {
 
-// Running softmax of rows, each [dims + 2 * LANES]: sum of weighted values, lanes of the weights' total, the top score.
+// Rows' running softmax, each [dims + LANES]: sum of weighted values, total of the weights, top score.
 struct States {
     float* at;
     int64_t dims;
 
-    static int64_t size(int64_t dims) { return dims + 2 * LANES; }
+    static int64_t size(int64_t dims) { return dims + LANES; }
     int64_t stride() const { return size(dims); }
     float* out(int64_t r) const { return at + r * stride(); }
-    f32x16& total(int64_t r) const { return *(f32x16*)(out(r) + dims); }
-    float& top(int64_t r) const { return out(r)[dims + LANES]; }
-
-    void begin(int64_t rows) const {
-        std::memset(at, 0, rows * stride() * sizeof(float));
-        for (int64_t r = 0; r < rows; r++) top(r) = LOWEST;
-    }
+    float& total(int64_t r) const { return out(r)[dims]; }
+    float& top(int64_t r) const { return out(r)[dims + 1]; }
 
     // Row r takes in what row `other` of `later` has: of keys behind its own.
     void merge(int64_t r, const States& later, int64_t other) const {
         const float highest = std::max(top(r), later.top(other));
         const f32x16 mine = exp2_of_negative(splat(top(r) - highest));
         const f32x16 theirs = exp2_of_negative(splat(later.top(other) - highest));
-        for (int64_t i = 0; i < dims + LANES; i += LANES)  // the total lies behind the output
+        total(r) = total(r) * mine[0] + later.total(other) * theirs[0];
+        for (int64_t i = 0; i < dims; i += LANES)
             store(out(r) + i, load(out(r) + i) * mine + load(later.out(other) + i) * theirs);
         top(r) = highest;
     }
 
     template <class T>
     void finish(int64_t r, T* to, int64_t latent) const {
-        const float sum_of_weights = sum(total(r));
-        for (int64_t i = 0; i < latent; i += LANES) store_some(to + i, load(out(r) + i) / sum_of_weights, latent - i);
+        for (int64_t i = 0; i < latent; i += LANES) store_some(to + i, load(out(r) + i) / total(r), latent - i);
     }
 };
 
-// Numbers of a row's output, padded.
-int64_t padded(int64_t latent, int64_t multiple) { return (latent + multiple - 1) / multiple * multiple; }
+int64_t padded(int64_t numbers, int64_t multiple) { return (numbers + multiple - 1) / multiple * multiple; }
 
 // -- memory -------------------------------------------------------------------------------------------------------
 
@@ -84,11 +79,18 @@ int64_t padded(int64_t latent, int64_t multiple) { return (latent + multiple - 1
 template <class L>
 struct LatentScratch {
     using lane = typename L::lane;
-    Packed<L> tile;
-    lane* q;              // [m, depth]
-    float* scores;        // [m, KEY_TILE]
-    lane* weights;        // [m, KEY_TILE / NUMBERS]: of the values
-    float* shrink;        // [m]
+    int64_t depth;        // lanes of a key
+    int64_t width;        // lanes of a row that is written out
+    int64_t stride;       // rows, padded
+    lane* q;              // [stride / 16][depth][16]
+    lane* tile;           // [KEY_TILE][width]: rows that cannot be read in place
+    lane* zeros;          // such a row
+    const lane** row_of;  // [KEY_TILE + 1]: of the tile's keys, and zeros behind them
+    float* scales;        // [KEY_TILE]
+    float* scores;        // [KEY_TILE][stride]
+    lane* weights;        // [KEY_TILE / NUMBERS][stride]
+    float* shrink;        // [stride]
+    RowTotals* totals;    // [stride / 16]
     States first, later;  // of the first split, then of all so far; of another
 
     // Lays it out from `at` on; the bytes that it takes.
@@ -98,19 +100,19 @@ struct LatentScratch {
             pointer = (std::remove_reference_t<decltype(pointer)>)at;
             at += (count * sizeof(*pointer) + 63) / 64 * 64;
         };
-        first.dims = later.dims = padded(latent, LANES);
-        tile.depth = (kv.head_dim + L::NUMBERS - 1) / L::NUMBERS;
-        tile.dims = padded(latent, LANES * L::NUMBERS);
-        tile.panel = padded(tile.depth, LANES) * LANES + LANES;
-        take(tile.keys, GROUPS * tile.panel);
-        take(tile.values, tile.dims / LANES * Packed<L>::COLUMNS);
-        take(tile.key_scales, KEY_TILE);
-        take(tile.value_scales, KEY_TILE);
-        take(tile.zeros, kv.row_bytes());
-        take(q, m * tile.depth);
-        take(scores, m * KEY_TILE);
-        take(weights, m * KEY_TILE / L::NUMBERS);
-        take(shrink, m);
+        first.dims = later.dims = padded(latent, WIDE<L>);
+        depth = padded(kv.head_dim, L::NUMBERS) / L::NUMBERS;
+        width = padded(kv.head_dim, WIDE<L>) / L::NUMBERS;
+        stride = padded(m, LANES);
+        take(q, stride * depth);
+        take(tile, KEY_TILE * width);
+        take(zeros, width);
+        take(row_of, KEY_TILE + 1);
+        take(scales, KEY_TILE);
+        take(scores, KEY_TILE * stride);
+        take(weights, KEY_TILE / L::NUMBERS * stride);
+        take(shrink, stride);
+        take(totals, stride / LANES);
         take(first.at, m * first.stride());
         take(later.at, m * later.stride());
         return at - begin;
@@ -143,35 +145,25 @@ class RowsAhead {
     const char* at_ = nullptr;
 };
 
-// While a tile is packed, nothing is asked for: that would only delay its own rows.
-struct NothingAhead {
-    void step(int64_t) {}
-};
-
 // -- an item ------------------------------------------------------------------------------------------------------
 
 template <class T, class L, class S>
 struct LatentWork {
+    using lane = typename L::lane;
     const LatentStep& step;
     LatentScratch<L>& scratch;
     const LatentItem& item;
     int64_t layer;
     const int64_t rows = item.tokens * item.heads, end = item.position + item.tokens;  // keys that the last row sees
-    const int64_t panels = scratch.first.dims / LANES;
+    const int64_t panels = (rows + LANES - 1) / LANES;
+    const int64_t panel_groups = (panels + SCORE_VECTORS - 1) / SCORE_VECTORS;  // what the products take at once
+    const int64_t row_blocks = (rows + VALUE_ROWS - 1) / VALUE_ROWS, stripes = scratch.first.dims / WIDE<L>;
 
     int64_t position_of(int64_t r) const { return item.position + r / item.heads; }
-
-    // Groups of the tile that row r sees.
-    Groups groups(int64_t tile, int64_t r) const {
-        const int64_t keys = std::max<int64_t>(0, position_of(r) + 1 - tile * KEY_TILE);
-        return {0, std::min((keys + LANES - 1) / LANES, GROUPS)};
-    }
+    int64_t head(int64_t r) const { return item.head + r % item.heads; }
 
     void run(const T* q, int64_t q_stride, T* out) {
-        for (int64_t r = 0; r < rows; r++) {
-            const T* from = q + (item.row + r / item.heads) * q_stride + head(r) * step.kv.head_dim;
-            pack_query<L>(from, step.kv.head_dim, scratch.q + r * scratch.tile.depth);
-        }
+        pack_queries(q, q_stride);
         const States &first = scratch.first, &later = scratch.later;
         for (int64_t s = 0; s < item.splits; s++) {
             if (item.left >= 0) {
@@ -186,77 +178,110 @@ struct LatentWork {
             first.finish(r, out + ((item.row + r / item.heads) * step.heads + head(r)) * step.latent, step.latent);
     }
 
-    int64_t head(int64_t r) const { return item.head + r % item.heads; }
+    // Queries side by side, 16 a panel; the last panel is filled up with zeros.
+    void pack_queries(const T* q, int64_t q_stride) {
+        constexpr int64_t N = WIDE<L>;
+        for (int64_t panel = 0; panel < panels; panel++)
+            for (int64_t i = 0; i < step.kv.head_dim; i += N) {
+                typename L::vector square[LANES] = {};
+                const int64_t n = std::min(step.kv.head_dim - i, N), first = panel * LANES;
+                for (int64_t r = first; r < std::min(first + LANES, rows); r++) {
+                    const T* from = q + (item.row + r / item.heads) * q_stride + head(r) * step.kv.head_dim;
+                    square[r - first] = L::of_row(from + i, int(n));
+                }
+                transpose(square);
+                std::memcpy(scratch.q + (panel * scratch.depth + i / L::NUMBERS) * LANES, square,
+                            (n + L::NUMBERS - 1) / L::NUMBERS * sizeof square[0]);
+            }
+    }
 
     // One split.
     void attend(int64_t split, const States& states) {
-        states.begin(rows);
+        std::memset(states.at, 0, rows * states.stride() * sizeof(float));
+        for (int64_t panel = 0; panel < panels; panel++) scratch.totals[panel] = RowTotals{{}, splat(LOWEST)};
         const int64_t first = split * step.split / KEY_TILE;
         const int64_t last = (std::min((split + 1) * step.split, end) - 1) / KEY_TILE;
         for (int64_t tile = first; tile <= last; tile++) attend_tile(tile, states);
+        for (int64_t r = 0; r < rows; r++) {
+            const RowTotals& totals = scratch.totals[r / LANES];
+            states.total(r) = totals.sum[r % LANES], states.top(r) = totals.top[r % LANES];
+        }
     }
 
     void attend_tile(int64_t tile, const States& states) {
         const int64_t* table = step.tables + item.span * step.table_width;
         const TileSource source{step.kv, table, layer, 0, tile * KEY_TILE, 0, end};
         const int64_t item_end = std::min(end, (item.split + item.splits) * step.split), next = source.start + KEY_TILE;
-        const int64_t vectors = GROUPS / VECTORS + (panels + VECTORS - 1) / VECTORS, blocks = (rows + ROWS - 1) / ROWS;
-        RowsAhead ahead(source, next, std::max(next, std::min(item_end, next + KEY_TILE)), vectors * blocks);
-        NothingAhead nothing_ahead;
-        for (int64_t group = 0; group < groups(tile, rows - 1).end; group++) {  // keys and values in one go
-            pack_keys<L, S>(source, nothing_ahead, group, group + 1, scratch.tile);
-            pack_values<L, S>(source, nothing_ahead, group, group + 1, step.latent, scratch.tile);
+        const int64_t keys = std::min(end - source.start, KEY_TILE);
+        const int64_t steps = (keys + SCORE_KEYS - 1) / SCORE_KEYS * panel_groups + stripes * row_blocks;
+        RowsAhead ahead(source, next, std::max(next, std::min(item_end, next + KEY_TILE)), steps);
+        find_rows(source, keys);
+        for (int64_t panel = 0; panel < panels; panel += SCORE_VECTORS) {
+            multiply_keys<SCORE_VECTORS>(keys, panel, ahead);
+            for (int64_t p = panel; p < std::min(panel + SCORE_VECTORS, panels); p++) softmax(tile, keys, p);
         }
-        multiply_keys(tile, ahead);
-        each_block(tile, [&](int64_t r, int64_t n, Groups seen) {
-            for (int64_t i = r; i < r + n; i++) softmax(tile, i, seen, states);
-        });
-        multiply_values(tile, states, ahead);
+        multiply_values(keys, states, ahead);
     }
 
-    void multiply_keys(int64_t tile, RowsAhead& ahead) {
-        const Packed<L>& p = scratch.tile;
-        for (int64_t first = 0; first < GROUPS; first += VECTORS)
-            each_block(tile, [&](int64_t r, int64_t n, Groups seen) {
-                if (first >= seen.end) return;
-                multiply<L, false>(n, std::min<int64_t>(VECTORS, seen.end - first),
-                                   {scratch.q + r * p.depth, p.depth, p.keys + first * p.panel, p.panel, p.depth,
-                                    scratch.scores + r * KEY_TILE + first * LANES, KEY_TILE, nullptr});
-                ahead.step();
-            });
+    // Where the products read the tile's rows.
+    void find_rows(const TileSource& source, int64_t keys) {
+        const bool direct = in_place<L, S>(step.kv, step.latent);
+        for (int64_t k = 0; k < keys; k += LANES) {
+            const int64_t position = source.start + k;
+            const char* at = source.plane(position, KEYS) + position % step.kv.block_size * step.kv.row_bytes();
+            if constexpr (is_code<S>) source.scales(position, KEYS, scratch.scales + k);
+            for (int64_t i = k; i < std::min(k + LANES, keys); i++, at += step.kv.row_bytes()) {
+                scratch.row_of[i] = direct ? (const lane*)at : scratch.tile + i * scratch.width;
+                if (!direct) write_out((const S*)at, scratch.tile + i * scratch.width);
+            }
+        }
+        scratch.row_of[keys] = scratch.zeros;
     }
 
-    void multiply_values(int64_t tile, const States& states, RowsAhead& ahead) {
-        constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, STEP = LANES / L::NUMBERS;  // lanes of a tile and of a group
-        for (int64_t first = 0; first < panels; first += VECTORS)
-            each_block(tile, [&](int64_t r, int64_t n, Groups seen) {
-                if (!seen.end) return;
-                multiply<L, true>(n, std::min<int64_t>(VECTORS, panels - first),
-                                  {scratch.weights + r * LENGTH, LENGTH,
-                                   scratch.tile.values + first * Packed<L>::COLUMNS, Packed<L>::COLUMNS,
-                                   seen.end * STEP, states.out(r) + first * LANES, states.stride(),
-                                   scratch.shrink + r});
-                ahead.step();
-            });
-    }
-
-    // Calls work(first row, rows, groups that they see) for the rows in blocks of the products' size.
-    template <class F>
-    void each_block(int64_t tile, F work) const {
-        for (int64_t r = 0; r < rows; r += ROWS) {
-            const int64_t n = std::min<int64_t>(ROWS, rows - r);
-            work(r, n, groups(tile, r + n - 1));
+    void write_out(const S* row, lane* to) const {
+        for (int64_t i = 0; i < step.kv.head_dim; i += WIDE<L>) {
+            const auto v = L::of_row(row + i, int(std::min(step.kv.head_dim - i, WIDE<L>)));
+            std::memcpy(to + i / L::NUMBERS, &v, sizeof v);
         }
     }
 
-    void softmax(int64_t tile, int64_t r, Groups seen, const States& states) {
-        const int64_t keys = std::min(position_of(r) + 1 - tile * KEY_TILE, KEY_TILE);  // none: not above 0
+    // For V panels of rows, or the fewer that there are.
+    template <int V>
+    void multiply_keys(int64_t keys, int64_t panel, RowsAhead& ahead) {
+        if constexpr (V > 1)
+            if (panels - panel < V) return multiply_keys<V - 1>(keys, panel, ahead);
+        for (int64_t k = 0; k < keys; k += SCORE_KEYS) {
+            multiply<L, V>(std::min<int64_t>(SCORE_KEYS, keys - k),
+                           {scratch.row_of + k, scratch.q + panel * scratch.depth * LANES, scratch.depth,
+                            scratch.scores + k * scratch.stride + panel * LANES, scratch.stride});
+            ahead.step();
+        }
+    }
+
+    void softmax(int64_t tile, int64_t keys, int64_t panel) {
+        i32x16 seen;
+        for (int64_t i = 0; i < LANES; i++) {
+            const int64_t r = std::min(panel * LANES + i, rows - 1);
+            seen[i] = int32_t(std::max<int64_t>(0, position_of(r) + 1 - tile * KEY_TILE));  // or more than there are
+        }
         auto one = [&](auto whole) {
-            return softmax_row<L, S, decltype(whole)::value>(
-                scratch.scores + r * KEY_TILE, step.scale, scratch.tile, seen, 0, int32_t(std::max<int64_t>(keys, 0)),
-                scratch.weights + r * KEY_TILE / L::NUMBERS, states.top(r), states.total(r));
+            return softmax_rows<L, S, decltype(whole)::value>(
+                scratch.scores + panel * LANES, scratch.stride, keys, step.scale, scratch.scales, seen,
+                scratch.weights + panel * LANES, scratch.totals[panel]);
         };
-        scratch.shrink[r] = keys == KEY_TILE ? one(std::true_type{}) : one(std::false_type{});
+        const f32x16 shrink = seen[0] >= keys ? one(std::true_type{}) : one(std::false_type{});
+        store(scratch.shrink + panel * LANES, shrink);
+    }
+
+    void multiply_values(int64_t keys, const States& states, RowsAhead& ahead) {
+        for (int64_t stripe = 0; stripe < stripes; stripe++)
+            for (int64_t block = 0; block < row_blocks; block++) {
+                const int64_t r = block * rows / row_blocks;  // blocks of nearly equal size
+                multiply<L>((block + 1) * rows / row_blocks - r,
+                            {scratch.row_of, stripe * LANES, scratch.weights + r, (keys + L::NUMBERS - 1) / L::NUMBERS,
+                             scratch.stride, scratch.shrink + r, states.out(r) + stripe * WIDE<L>, states.stride()});
+                ahead.step();
+            }
     }
 };
 
@@ -266,7 +291,7 @@ struct LatentWork {
 template <class T>
 void merge_row(const LatentStep& step, const LatentMerge& tile, int64_t r, T* out) {
     const int64_t rows = tile.tokens * tile.heads;
-    const States states{step.left, padded(step.latent, LANES)};
+    const States states{step.left, padded(step.latent, WIDE<typename LanesOf<T>::type>)};
     for (int64_t s = 1; s < tile.splits; s++) states.merge(tile.left + r, states, tile.left + s * rows + r);
     const int64_t token = tile.row + r / tile.heads, head = tile.head + r % tile.heads;
     states.finish(tile.left + r, out + (token * step.heads + head) * step.latent, step.latent);
@@ -279,7 +304,7 @@ void attend(const LatentStep& step, int64_t layer, const T* q, int64_t q_stride,
         LatentScratch<L> scratch;
         char* const mine = step.scratch + omp_get_thread_num() * step.scratch_bytes;
         scratch.lay_out(mine, step.most_rows, step.kv, step.latent);
-        std::memset(scratch.tile.zeros, 0, step.kv.row_bytes());
+        std::memset(scratch.zeros, 0, scratch.width * sizeof(*scratch.zeros));
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < step.items; i++)
             LatentWork<T, L, S>{step, scratch, step.item[i], layer}.run(q, q_stride, out);

@@ -66,10 +66,22 @@ INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
 template <int ROWS>
 using Sums = f32x16[ROWS][2];
 
+// What is read after a panel, asked for while that one is multiplied: where several blocks of rows take turns at a
+// panel, only the first one waits for memory, and memory would wait for the others.
+struct Later {
+    const char* at;
+    int64_t step;  // bytes for each 128 of the panel
+
+    void fetch() {
+        __builtin_prefetch(at, 0, 2);
+        at += step;
+    }
+};
+
 template <int ROWS>
-INLINE void times_pairs(const char* w, const uint32_t* x, int64_t in, Sums<ROWS>& sums) {
+INLINE void times_pairs(const char* w, const uint32_t* x, int64_t in, Later later, Sums<ROWS>& sums) {
     for (int64_t j = 0; j < in; j += 2, w += 128, x += ROWS) {
-        fetch(w);
+        fetch(w), later.fetch();
         const u32x16 w0 = load_as<u32x16>(w), w1 = load_as<u32x16>(w + 64);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
@@ -82,9 +94,9 @@ INLINE void times_pairs(const char* w, const uint32_t* x, int64_t in, Sums<ROWS>
 
 // As `times_pairs`, for activations in fp32: the same products in the same order.
 template <int ROWS>
-INLINE void times_widened_pairs(const char* w, const uint32_t* x, int64_t in, Sums<ROWS>& sums) {
+INLINE void times_widened_pairs(const char* w, const uint32_t* x, int64_t in, Later later, Sums<ROWS>& sums) {
     for (int64_t j = 0; j < in; j += 2, w += 128) {
-        fetch(w);
+        fetch(w), later.fetch();
         const u32x16 w0 = load_as<u32x16>(w), w1 = load_as<u32x16>(w + 64);
         for (int odd = 0; odd < 2; odd++, x += ROWS) {
             const f32x16 v0 = bits_of<f32x16>(odd ? w0 & 0xffff0000u : w0 << 16);
@@ -115,13 +127,13 @@ INLINE void times_single(const T* w, const uint32_t* x, int64_t in, Sums<ROWS>& 
 // int8: activations are unsigned (128 added), so 128 times the codes' sum is taken off.
 template <int ROWS>
 INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* s,
-                       Sums<ROWS>& sums) {
+                       Later later, Sums<ROWS>& sums) {
     i32x16 acc[ROWS][2];
     const i32x16 c0 = load_as<i32x16>(w.sums + panel * PANEL), c1 = load_as<i32x16>(w.sums + panel * PANEL + LANES);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) acc[r][0] = -c0, acc[r][1] = -c1;
     for (int64_t j = 0; j < w.in; j += 4, data += 128, x += ROWS) {
-        fetch(data);
+        fetch(data), later.fetch();
         const u32x16 w0 = load_as<u32x16>(data), w1 = load_as<u32x16>(data + 64);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
@@ -143,7 +155,7 @@ INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const u
 // `group_sums` [row][group] holds, is taken off.
 template <int ROWS>
 INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* s,
-                       const int32_t* group_sums, Sums<ROWS>& sums) {
+                       const int32_t* group_sums, Later later, Sums<ROWS>& sums) {
     const int64_t groups = w.in / w.group;
     const f16* scales = (const f16*)w.scales + panel * groups * PANEL;
     for (int64_t g = 0; g < groups; g++, scales += PANEL) {
@@ -151,7 +163,7 @@ INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const u
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(-8 * group_sums[r * groups + g]);
         for (int64_t j = 0; j < w.group; j += 8, data += 128, x += 2 * ROWS) {
-            fetch(data);
+            fetch(data), later.fetch();
             const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
             const u32x16 low0 = b0 & 0x0f0f0f0fu, low1 = b1 & 0x0f0f0f0fu;
             const u32x16 high0 = (b0 >> 4) & 0x0f0f0f0fu, high1 = (b1 >> 4) & 0x0f0f0f0fu;
@@ -227,30 +239,31 @@ INLINE void store_rows(const Weight& w, int64_t panel, f32x16 (*sums)[2], int ro
 
 // The rows from `row` on times a panel.
 template <int ROWS>
-void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row, f32x16 (*out)[2]) {
-    const char* data = (const char*)w.data + panel * panel_bytes(w);
+void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row, Later later, f32x16 (*out)[2]) {
+    const char* data = panel_data(w, panel);
     const uint32_t* words = x.words + row * words_a_row(w);
     Sums<ROWS> sums = {};
     switch (w.format) {
         case DENSE_BF16:
             if (PAIRS)
-                times_pairs<ROWS>(data, words, w.in, sums);
+                times_pairs<ROWS>(data, words, w.in, later, sums);
             else
-                times_widened_pairs<ROWS>(data, words, w.in, sums);
+                times_widened_pairs<ROWS>(data, words, w.in, later, sums);
             break;
         case DENSE_F32: times_single<float, ROWS>((const float*)data, words, w.in, sums); break;
         case DENSE_F16: times_single<f16, ROWS>((const f16*)data, words, w.in, sums); break;
-        case INT8: times_int8<ROWS>(w, panel, data, words, x.scales + row, sums); break;
+        case INT8: times_int8<ROWS>(w, panel, data, words, x.scales + row, later, sums); break;
         case INT4:
-            times_int4<ROWS>(w, panel, data, words, x.scales + row, x.group_sums + row * (w.in / w.group), sums);
+            times_int4<ROWS>(w, panel, data, words, x.scales + row, x.group_sums + row * (w.in / w.group), later, sums);
     }
     std::memcpy(out, sums, sizeof sums);
 }
 
 template <int ROWS = MAX_ROWS>
-void multiply(int64_t rows, const Weight& w, int64_t panel, const Activations& x, int64_t row, f32x16 (*out)[2]) {
-    if (rows == ROWS) return multiply<ROWS>(w, panel, x, row, out);
-    if constexpr (ROWS > 1) multiply<ROWS - 1>(rows, w, panel, x, row, out);
+void multiply(int64_t rows, const Weight& w, int64_t panel, const Activations& x, int64_t row, Later later,
+              f32x16 (*out)[2]) {
+    if (rows == ROWS) return multiply<ROWS>(w, panel, x, row, later, out);
+    if constexpr (ROWS > 1) multiply<ROWS - 1>(rows, w, panel, x, row, later, out);
 }
 
 // -- activations ----------------------------------------------------------------------------------------------------
@@ -350,14 +363,17 @@ int64_t parts_of_panel(const Weight& w, int64_t blocks) {
     return std::min(blocks, wanted);
 }
 
-// A panel times the blocks of rows first .. last - 1.
+// A panel times the blocks of rows first .. last - 1. `next`: what is read after it.
 template <class Out>
 INLINE void times_blocks(const Weight& w, int64_t panel, const Activations& x, const Blocks& blocks, int64_t first,
-                         int64_t last, Results<Out> to) {
+                         int64_t last, const char* next, Results<Out> to) {
+    const bool once = last - first == 1;  // then the panel itself is what memory sends all the time
+    Later later{once ? panel_data(w, panel) : next, 128 / (last - first)};
     for (int64_t b = first; b < last; b++) {
         const int64_t row = blocks.begin(b), count = blocks.begin(b + 1) - row;
         f32x16 sums[MAX_ROWS][2];
-        multiply(count, w, panel, x, row, sums);
+        multiply(count, w, panel, x, row, later, sums);
+        later.at += panel_bytes(w) / 128 * later.step;
         store_rows(w, panel, sums, count, row, to);
     }
 }
@@ -380,7 +396,8 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
         for (int64_t item = 0; item < panels(w) * parts; item++) {
             const int64_t panel = item / parts, part = item % parts;
             const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
-            times_blocks(w, panel, input, blocks, first, last, Results<Out>{y, w.out});
+            const char* next = panel_data(w, std::min(panel + 1, panels(w) - 1));
+            times_blocks(w, panel, input, blocks, first, last, next, Results<Out>{y, w.out});
         }
     }
 }
@@ -415,7 +432,7 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const Activatio
 template <int COUNT, class Out>
 void tiled_block(const Weight& w, int64_t panel, const Activations& input, const RowTiles& tiles, int64_t first,
                  Results<Out> to) {
-    const char* data = (const char*)w.data + panel * panel_bytes(w);
+    const char* data = panel_data(w, panel);
     TileBlock<COUNT> x{{}, {}, tiled_row_words(w) * 4, (int)tiles.height};
     for (int t = 0; t < COUNT; t++) {
         x.rows[t] = (const char*)input.words + tiles.begin(first + t) * x.stride;
@@ -502,7 +519,7 @@ void prepare_all(const Task& t, const T* x) {
 }
 
 template <class T, class Out>
-void multiply_panels(const Task& t, int64_t first, int64_t last, const T* x, Out* y) {
+void multiply_panels(const Task& t, int64_t first, int64_t last, const char* next, const T* x, Out* y) {
     const Weight& w = *t.weight;
     Activations input = lay_out(w, t.rows, t.scratch);
     const Results<Out> to{y, t.stride};
@@ -517,15 +534,18 @@ void multiply_panels(const Task& t, int64_t first, int64_t last, const T* x, Out
         }
     const Blocks blocks(t.rows);
     if (ready(w, t.dtype, t.rows)) input.words = (uint32_t*)x;
-    for (int64_t panel = first; panel < last; panel++) times_blocks(w, panel, input, blocks, 0, blocks.count, to);
+    for (int64_t panel = first; panel < last; panel++) {
+        const char* after = panel + 1 < last ? panel_data(w, panel + 1) : next;
+        times_blocks(w, panel, input, blocks, 0, blocks.count, after, to);
+    }
 }
 
 template <class T>
-void multiply_panels(const Task& t, int64_t first, int64_t last, const T* x) {
+void multiply_panels(const Task& t, int64_t first, int64_t last, const char* next, const T* x) {
     if (t.y_dtype == F32)
-        multiply_panels(t, first, last, x, (float*)t.y);
+        multiply_panels(t, first, last, next, x, (float*)t.y);
     else
-        multiply_panels(t, first, last, x, (T*)t.y);
+        multiply_panels(t, first, last, next, x, (T*)t.y);
 }
 
 }  // namespace
@@ -536,10 +556,10 @@ void prepare(const Task& t) {
     if (t.dtype == F16) prepare_all(t, (const f16*)t.x);
 }
 
-void multiply(const Task& t, int64_t first, int64_t last) {
-    if (t.dtype == F32) multiply_panels(t, first, last, (const float*)t.x);
-    if (t.dtype == BF16) multiply_panels(t, first, last, (const bf16*)t.x);
-    if (t.dtype == F16) multiply_panels(t, first, last, (const f16*)t.x);
+void multiply(const Task& t, int64_t first, int64_t last, const char* next) {
+    if (t.dtype == F32) multiply_panels(t, first, last, next, (const float*)t.x);
+    if (t.dtype == BF16) multiply_panels(t, first, last, next, (const bf16*)t.x);
+    if (t.dtype == F16) multiply_panels(t, first, last, next, (const f16*)t.x);
 }
 
 }  // namespace quire

@@ -19,7 +19,7 @@ struct Task {
 // Brings x into the layout in which it is multiplied; to be done before any `multiply`, by one thread.
 void prepare(const Task&);
 
-// The outputs of the panels first .. last - 1.
-void multiply(const Task&, int64_t first, int64_t last);
+// The outputs of the panels first .. last - 1. `next`: the panel that this thread reads after them.
+void multiply(const Task&, int64_t first, int64_t last, const char* next);
 
 }  // namespace quire

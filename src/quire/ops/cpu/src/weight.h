@@ -34,6 +34,8 @@ inline int64_t panel_bytes(const Weight& w) {
     }
 }
 
+inline const char* panel_data(const Weight& w, int64_t panel) { return (const char*)w.data + panel * panel_bytes(w); }
+
 template <class V>
 INLINE V load_as(const void* p) {
     V v;
