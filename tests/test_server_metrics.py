@@ -137,6 +137,13 @@ def test_the_balance_of_the_experts_load_is_told_by_layer_where_there_are_expert
         assert value(text, "quire:expert_load_balance", layer=layer) == balance
 
 
+def test_the_tokens_of_each_expert_are_counted() -> None:
+    text = text_of(Metrics(), engine=ENGINE | {"expert_tokens": {"1": [3, 0], "2": [1, 2]}})
+    assert types_in(text)["quire:expert_tokens_total"] == "counter"
+    assert value(text, "quire:expert_tokens_total", layer="1", expert="0") == 3
+    assert value(text, "quire:expert_tokens_total", layer="2", expert="1") == 2
+
+
 def test_engine_metrics_are_absent_while_there_is_no_engine() -> None:
     text = text_of(Metrics(), state="loading")
     assert not VLLM_ENGINE.keys() & types_in(text).keys()

@@ -140,7 +140,8 @@ class Recorder:
         """One of the documents "live", "requests", "steps" and "stats"."""
         now = time.monotonic()
         if what == "stats":
-            return msgspec.json.encode(self.stats(engine))
+            tokens = {str(layer): load.tolist() for layer, load in engine.model.expert_loads.items()}
+            return msgspec.json.encode(self.stats(engine) | ({"expert_tokens": tokens} if tokens else {}))
         if what == "requests":
             return msgspec.json.encode({"now": now, "requests": self._requests(engine.scheduler, now)})
         if what == "steps":

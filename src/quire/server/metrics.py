@@ -227,7 +227,7 @@ class Metrics:
 
         Args:
             engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, and of a model with
-                experts the balance of their load; None while there is no engine to ask. What is missing is left out.
+                experts their load and its balance; None while there is no engine to ask. What is missing is left out.
             state: the engine's, one of `STATES`. restarts: how often it was started again.
         """
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
@@ -284,6 +284,17 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
         yield _block_family(stats)
     if "expert_load_balance" in stats and "expert_load_balance_by_layer" in stats:
         yield _expert_family({"all": stats["expert_load_balance"]} | stats["expert_load_balance_by_layer"])
+    if "expert_tokens" in stats:
+        yield _expert_tokens(stats["expert_tokens"])
+
+
+def _expert_tokens(loads: Mapping[str, Sequence[int]]) -> Metric:
+    help = "Tokens that were sent to each expert of each layer."
+    family = CounterMetricFamily("quire:expert_tokens", help, labels=["layer", "expert"])
+    for layer, load in loads.items():
+        for expert, tokens in enumerate(load):
+            family.add_metric([layer, str(expert)], tokens)
+    return family
 
 
 def _expert_family(balances: Mapping[str, float]) -> Metric:
