@@ -311,7 +311,14 @@ async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> No
 # -- leaving --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that is not ignored, as SIGHUP is under nohup, for the tests and then for the server too."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 async def test_a_signal_drains_and_leaves_nothing_behind(folder: Path, number: signal.Signals) -> None:
     async with running(folder, api_workers=2, drain_timeout=12.5) as server:
         await server.until_ready(worker=0)
