@@ -147,6 +147,7 @@ def test_the_balance_of_the_experts_load_is_told(tmp_path: Path) -> None:
     assert list(loads) == ["0", "2"]
     assert [sum(load) for load in loads.values()] == [3 * (90 + 10)] * 2
     stats = json.loads(recorder.document(engine, "stats"))
+    assert stats["expert_tokens"] == loads
     assert stats["expert_load_balance_by_layer"] == {name: max(load) / (300 / 8) for name, load in loads.items()}
     assert stats["expert_load_balance"] == max(stats["expert_load_balance_by_layer"].values()) > 1
 

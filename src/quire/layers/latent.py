@@ -131,10 +131,12 @@ class LatentAttention:
         values = [kernels.pack([weight.contiguous()]) for weight in to_values]
         self.out_of_latent = kernels.heads(values)
         self.output = weights.linear("self_attn.o_proj", bias=config.bias)
-        # Values are restored with what also maps results out of the latent space.
-        self._may_expand = may_expand(kernels)
-        restoring = [kernels.pack([weight.contiguous()]) for weight in to_keys] if self._may_expand else []
-        self._restoring = list(zip(restoring, values, strict=False))  # products of each head
+        # Products of each head, for keys and for values; these also map results out of the latent space.
+        self._restoring = (
+            [(kernels.pack([weight.contiguous()]), value) for weight, value in zip(to_keys, values, strict=True)]
+            if may_expand(kernels)
+            else []
+        )
 
     def __call__(
         self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
@@ -143,7 +145,7 @@ class LatentAttention:
         config, kernels = self.config, self._kernels
         still, turned = self._project(x, tables, kv, batch)
         restored = None
-        if self._may_expand:
+        if self._restoring:
             key = ("expanded", config, self.heads, id(kv))
             restored = batch.once(key, lambda: restored_of(config, self.heads, kv, batch))
         if restored is None:
