@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -16,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quire.devices import find_device
 from quire.errors import ConfigError
+from quire.speculation import SpeculativeConfig
 
 PRESETS: dict[str, dict[str, Any]] = {
     "chat": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "target_itl_ms": 100.0},
@@ -125,6 +127,12 @@ class EngineConfig:
     generation_config: Literal["auto", "off"] = option(
         "auto", "sampling defaults: the checkpoint's generation_config.json, or neutral ones"
     )
+    speculative_config: dict[str, Any] | None = option(
+        None, "draft tokens and verify several a step, as JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ..."
+    )
+    speculative_acceptance: Literal["exact", "rejection"] = option(
+        "exact", "accept drafts that are the very tokens, or by the classic rule, which keeps the distribution alone"
+    )
     profile: str | None = option(None, "folder for a timeline of the steps, to be opened in Perfetto")
     check_invariants: bool = option(False, "check the scheduler's book-keeping after every step (slow; debugging)")
 
@@ -145,7 +153,21 @@ class EngineConfig:
             raise ConfigError(
                 "enforce_eager=True records no CUDA graphs, but cuda_graphs=eager records all at start; leave one out"
             )
+        self._check_speculation()
         self._check_budgets()
+
+    def _check_speculation(self) -> None:
+        spec = self.speculation
+        if spec is None and self.speculative_acceptance != "exact":
+            raise ConfigError(
+                f"speculative_acceptance={self.speculative_acceptance} is for drafts, and nothing drafts: set "
+                "speculative_config, or leave it out"
+            )
+        if spec is not None and spec.tree_width > 1 and self.speculative_acceptance == "rejection":
+            raise ConfigError(
+                "speculative_acceptance=rejection verifies drafts that follow one another; leave tree_width out, or "
+                "accept exactly"
+            )
 
     def _check_budgets(self) -> None:
         """Refuse budgets under which decodes could starve a prompt, or a prompt could never be admitted."""
@@ -170,6 +192,12 @@ class EngineConfig:
                 f"target_itl_ms={self.target_itl_ms} works by shrinking prompt chunks; leave "
                 "enable_chunked_prefill on, or drop the target"
             )
+
+    @functools.cached_property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, read; None: nothing is drafted."""
+        given = self.speculative_config
+        return None if given is None else SpeculativeConfig.read(given, self.model)
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -221,6 +249,10 @@ def check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
         if not any(value == choice and type(value) is type(choice) for choice in get_args(hint)):
             allowed = ", ".join(str(choice) for choice in get_args(hint))
             raise ConfigError(f"{field.name}={value!r} is not supported; allowed: {allowed}")
+        return
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{field.name}={value!r} is of type {type(value).__name__}; it must be a mapping of names")
         return
     accepted = (int, float) if hint is float else hint
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):

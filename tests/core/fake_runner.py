@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
 
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
@@ -14,7 +15,7 @@ from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.core.step import FROM_PREVIOUS, SpanResult, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 50
 POISON = -7
@@ -34,13 +35,31 @@ def expected_output(prompt: list[int], count: int, window: int | None = None) ->
     return tokens[len(prompt) :]
 
 
+def often_right(context: list[int], count: int, window: int | None = None) -> list[int]:
+    """Drafts as a proposer might give them: fewer than asked at times, and wrong from some place on."""
+    luck = zlib.crc32(array("q", [len(context), *context[-3:]]).tobytes())
+    drafts = expected_output(context, min(count, luck % 8), window)
+    wrong = luck // 8 % (count + 2)
+    return [token if i < wrong else token + 1 for i, token in enumerate(drafts)]
+
+
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+    """With a `drafter`, drafts are verified as a real runner does: given tokens so far and how many are wanted."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        window: int | None = None,
+        drafter: Callable[[list[int], int, int | None], list[int]] | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.texts: dict[int, list[int]] = {}  # all tokens of each request
+        self.num_drafted = self.num_accepted = 0
         self.block_size = block_size
         self.window = window
         self.memory = [[POISON] * block_size for _ in range(num_blocks)]
         self.tables: dict[int, list[int]] = {}
-        self.last: dict[int, int] = {}
         self.next_number = 0
         self.broken: set[int] = set()  # requests whose logits are not finite
 
@@ -50,9 +69,10 @@ class FakeRunner:
         self.next_number += 1
         for request in plan.ended:
             del self.tables[request]
-            self.last.pop(request, None)
+            del self.texts[request]
         for info in plan.started:
             self.tables[info.request] = []
+            self.texts[info.request] = [*info.prompt_token_ids, *info.output_token_ids]
         for span in plan.spans:
             for source, target, tokens in span.copies:
                 self.memory[target][:tokens] = self.memory[source][:tokens]
@@ -67,25 +87,40 @@ class FakeRunner:
             table[span.table_start :] = span.blocks
         if len(span.tokens) == 0:
             raise RuntimeError("an empty span")
-        for offset, token in enumerate(span.tokens):
-            if token == FROM_PREVIOUS:
-                token = self.last.get(span.request, 0)  # 0: the previous step failed
-            position = span.start + offset
+        if span.request in self.broken:
+            return SpanResult([], error="logits are not finite")
+        text = self.texts[span.request]
+        follows = FROM_PREVIOUS in span.tokens
+        assert follows or not span.start_follows
+        start = len(text) - 1 if span.start_follows else span.start
+        assert start <= span.start
+        if follows:
+            assert start + span.tokens.index(FROM_PREVIOUS) == len(text) - 1
+        tokens = [text[-1] if token == FROM_PREVIOUS else token for token in span.tokens if token != DRAFT]
+        wanted = len(span.tokens) - len(tokens)
+        drafts = self.drafter(text, wanted, self.window) if wanted and self.drafter else []
+        for offset, token in enumerate([*tokens, *drafts]):
+            position = start + offset
             block = table[position // self.block_size]
             if block == 0:
                 raise RuntimeError("a span writes the null block")
             self.memory[block][position % self.block_size] = token
-        if span.request in self.broken:
-            return SpanResult([], error="logits are not finite")
-        tokens = []
-        end = span.start + len(span.tokens)
+        sampled = []
         if span.num_sampled:
-            tokens = [next_token(self._read(table, end), self.window)]
-            self.last[span.request] = tokens[0]
+            end = start + len(tokens)
+            sampled = [next_token(self._read(table, end), self.window)]
+            for draft in drafts:
+                if draft != sampled[-1]:
+                    break
+                end += 1
+                sampled.append(next_token(self._read(table, end), self.window))
+            text += sampled
+            self.num_drafted += len(drafts)
+            self.num_accepted += len(sampled) - 1
         scored = None
         if span.targets:
             scored = [TokenLogprobs([target], [float(span.start + i)], [1]) for i, target in enumerate(span.targets)]
-        return SpanResult(tokens, prompt_logprobs=scored)
+        return SpanResult(sampled, prompt_logprobs=scored, num_drafted=len(drafts))
 
     def _read(self, table: list[int], end: int) -> list[int]:
         first = 0 if self.window is None else max(0, end - self.window)
@@ -94,13 +129,22 @@ class FakeRunner:
 
 
 def make_scheduler(
-    num_blocks: int = 64, block_size: int = 4, window: int | None = None, max_model_len: int = 10_000, **options
+    num_blocks: int = 64,
+    block_size: int = 4,
+    window: int | None = None,
+    max_model_len: int = 10_000,
+    drafts: int = 0,
+    drafter: Callable[[list[int], int, int | None], list[int]] = often_right,
+    looks_ahead: bool = False,
+    **options,
 ) -> tuple[Scheduler, FakeRunner]:
-    """A scheduler and the runner that goes with it; options are `EngineConfig`'s."""
+    """A scheduler and the runner that goes with it; options are `EngineConfig`'s. `drafts` are always verified."""
+    if drafts:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": False}
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "min_chunk": 4}
     config = EngineConfig(model="fake", **(defaults | options))
-    kv = KVManager(num_blocks, block_size, config.prefix_cache, BlockHasher(bytes(32), "fake"), window)
-    return Scheduler(config, kv, max_model_len), FakeRunner(num_blocks, block_size, window)
+    kv = KVManager(num_blocks, block_size, config.prefix_cache, BlockHasher(bytes(32), "fake"), window, looks_ahead)
+    return Scheduler(config, kv, max_model_len), FakeRunner(num_blocks, block_size, window, drafts and drafter or None)
 
 
 def make_request(id: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:

@@ -34,6 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=draw(st.sampled_from([0, 5])),
             scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
             target_itl_ms=draw(st.sampled_from([None, 1.0])),
+            drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
+            looks_ahead=draw(st.booleans()),
         )
         self.prompts: dict[int, list[int]] = {}
         self.max_tokens: dict[int, int] = {}
@@ -170,6 +172,8 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         max_num_batched_tokens=rnd.choice([12, 20, 64]),
         max_num_partial_prefills=rnd.choice([1, 2]),
         scheduling_policy=rnd.choice(["fcfs", "priority"]),
+        drafts=rnd.choice([0, 2, 8]),
+        looks_ahead=rnd.choice([False, True]),
     )
     prompts: list[list[int]] = []
     for id in range(25):

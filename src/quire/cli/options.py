@@ -168,6 +168,13 @@ def _bias(text: str) -> dict[int, float]:
     return {int(token): float(bias) for token, _, bias in pairs}
 
 
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
 _BOOLEANS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 _CONVERTERS: dict[str, tuple[Any, str]] = {
     "int": (int, "a whole number"),
@@ -175,8 +182,9 @@ _CONVERTERS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
     "list": (lambda text: [int(part) for part in text.split(",")], "a list of whole numbers, as in 1,2,3"),
     "dict": (_bias, "a bias a token, as in 17:-100,42:2.5"),
+    "mapping": (_mapping, """a JSON object, as in '{"method": "ngram"}'"""),
 }
-_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "list": "ID,ID,...", "dict": "ID:BIAS,..."}
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "list": "ID,ID,...", "dict": "ID:BIAS,...", "mapping": "JSON"}
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:
@@ -191,6 +199,8 @@ def _kind_name(kind: Any) -> str:
     """`kind` as a key of `_CONVERTERS`. A Literal is of its choices' type."""
     if get_origin(kind) is Literal:
         return type(get_args(kind)[0]).__name__
+    if get_origin(kind) is dict and get_args(kind)[0] is str:
+        return "mapping"
     return {Sequence: "list", dict: "dict"}.get(get_origin(kind), getattr(kind, "__name__", ""))
 
 

@@ -92,10 +92,16 @@ def _check_tables(kv: KVManager, running: list[Request]) -> None:
     """Invariants 5 and 7: tables cover what was scheduled, and what may be written has one holder."""
     for request in running:
         blocks = kv.blocks_for(request.num_computed)
-        _must(len(request.table) >= blocks, f"request {request.id}: {len(request.table)} blocks, {blocks} needed")
+        _must(len(request.table) == blocks, f"request {request.id}: {len(request.table)} blocks, {blocks} needed")
+        _must(
+            request.num_committed <= request.num_computed - request.num_uncertain,
+            f"request {request.id}: {request.num_committed} positions have committed, {request.num_computed} are "
+            f"computed at most, and {request.num_uncertain} of them may not be",
+        )
         _must(
             all(0 <= b < kv.pool.num_blocks for b in request.table), f"request {request.id}: a block is not in the pool"
         )
-        for block in request.table[request.num_computed // kv.block_size :]:
+        certain = request.num_computed - request.num_uncertain
+        for block in request.table[certain // kv.block_size :]:
             count = kv.pool.ref_counts[block]
             _must(count == 1, f"request {request.id} may write block {block}, which has {count} holders")

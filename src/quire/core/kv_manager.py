@@ -19,6 +19,8 @@ class KVManager:
         prefix_cache: "radix", "hash" or "off".
         window: how many of the latest tokens each token attends to; None for all of them.
         hasher: gives blocks their identity.
+        looks_ahead: what is stored of a token depends on the next one too (a drafting head's KV), so the last token of
+            a cached head is computed again.
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class KVManager:
         prefix_cache: str,
         hasher: BlockHasher,
         window: int | None = None,
+        looks_ahead: bool = False,
     ) -> None:
+        self.looks_ahead = looks_ahead
         self.block_size = block_size
         self.window = window
         self.hasher = hasher
@@ -74,7 +78,17 @@ class KVManager:
         if request.params.prompt_logprobs is not None:
             return Match()
         keys = request.keys.tobytes()
-        return self.cache.match(request.scope, keys, request.hashes, len(request.tokens) - 1)
+        match = self.cache.match(request.scope, keys, request.hashes, len(request.tokens) - 1)
+        if self.looks_ahead:
+            self._drop_last_token(match)
+        return match
+
+    def _drop_last_token(self, match: Match) -> None:
+        if match.partial is None and match.nodes:
+            match.partial, match.partial_tokens = match.nodes.pop(), self.block_size
+        match.partial_tokens -= 1
+        if match.partial_tokens <= 0:
+            match.partial, match.partial_tokens = None, 0
 
     def admit(self, request: Request, match: Match) -> None:
         """Start a request's table with a match that was locked for it."""
@@ -140,6 +154,15 @@ class KVManager:
             request.table.append(self._take())
         return True
 
+    def trim(self, request: Request) -> None:
+        """Give back the blocks behind the last computed token: drafts were rejected that would have filled them."""
+        keep = self.blocks_for(request.num_computed)
+        surplus = request.table[keep:]
+        if surplus:
+            del request.table[keep:]
+            request.num_sent = min(request.num_sent, keep)
+            self._give_back(request, surplus[::-1])
+
     def free(self, request: Request, *, keep_partial: bool = False) -> None:
         """Give back a request's blocks, the last one first, so that heads outlive tails in the cache.
 
@@ -190,7 +213,8 @@ class KVManager:
         """Give up the blocks that no later token of the request attends to."""
         if self.window is None:
             return
-        passed = max(0, request.num_computed - self.window + 1) // self.block_size
+        certain = request.num_computed - request.num_uncertain
+        passed = max(0, certain - self.window + 1) // self.block_size
         gone: list[int] = []
         for index in range(min(passed, len(request.table)) - 1, -1, -1):
             if request.table[index] == NULL_BLOCK:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.core.draft_length import DraftState
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, TokenLogprobs
@@ -30,6 +31,7 @@ class RequestStats:
         prefill_seconds, decode_seconds: time inside steps that computed its prompt, and its output.
         steps: steps that it took part in.
         preemptions: how often it lost its blocks.
+        drafted, accepted: draft tokens that were verified for it, and those of them that it sampled too.
     """
 
     arrived: float
@@ -40,6 +42,8 @@ class RequestStats:
     decode_seconds: float = 0.0
     steps: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -70,7 +74,8 @@ class Request:
 
     Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
     steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
-    in flight have run.
+    in flight have run. Where those verify drafts, the last two are upper bounds, which `num_uncertain` rejected
+    drafts may lower.
 
     Attributes:
         id: the engine's own number; also the order of arrival.
@@ -83,6 +88,7 @@ class Request:
         num_published: full blocks offered to the prefix cache since the last admission.
         tip: node of the last published block.
         high_water: most positions ever computed at a preemption; below it, the request is recomputing.
+        draft_state: how well drafts of it have done.
         num_in_flight: steps in flight that hold a span of this request; `last_step` is the newest one's number.
         num_scored: rows whose prompt log-probability was asked for already.
     """
@@ -91,6 +97,7 @@ class Request:
         "bad_words",
         "choice",
         "copies",
+        "draft_state",
         "hashes",
         "high_water",
         "id",
@@ -107,6 +114,7 @@ class Request:
         "num_published",
         "num_scored",
         "num_sent",
+        "num_uncertain",
         "order",
         "params",
         "scope",
@@ -150,10 +158,12 @@ class Request:
         self.hashes: list[bytes] = []
         self.num_computed = 0
         self.num_pending = 0
+        self.num_uncertain = 0
         self.num_cached = 0
         self.high_water = 0
         self.num_scored = num_scored
         self.known_to_runner = False
+        self.draft_state = DraftState()
 
         self.table: list[int] = []
         self.num_sent = 0
@@ -171,6 +181,13 @@ class Request:
         if total - self.num_prompt >= self.max_tokens:
             return 0  # the last token is sampled; nothing needs its KV
         return total - self.num_computed
+
+    @property
+    def num_draftable(self) -> int:
+        """Drafts that a step could verify beside its next token: the last token of all is never a draft."""
+        if not self.params.speculate:
+            return 0
+        return self.max_tokens - 1 - (len(self.tokens) + self.num_pending - self.num_prompt)
 
     @property
     def must_wait(self) -> bool:

@@ -80,6 +80,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         skip_special_tokens: leave special tokens out of the text.
         priority: lower runs first, under the `priority` scheduling policy.
         cache_salt: requests share cached prefixes only with requests of the same salt.
+        speculate: tokens may be drafted and verified several at a time, where the engine does so. It changes speed,
+            not tokens.
 
     Raises:
         SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts
@@ -109,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -306,6 +309,7 @@ _CHECKS: dict[str, _Check] = {
     "skip_special_tokens": _boolean,
     "priority": _integer(-MAX_INT32 - 1, MAX_INT32),
     "cache_salt": _salt,
+    "speculate": _boolean,
 }
 
 _OPTIONAL = frozenset(

@@ -1,8 +1,8 @@
 """Which tokens of which requests the next step computes.
 
 One order rules everything: (priority, arrival), kept through preemption. A step holds first one token for every
-decoding request, then chunks of the prompts that are part-way, then waiting requests. Its doors are `add`,
-`abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order.
+decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its doors are
+`add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from bisect import insort
 from collections import deque
 
 from quire.config import EngineConfig
+from quire.core.draft_length import DraftLengths
 from quire.core.kv_manager import KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.request import Request, RequestUpdate, Status
-from quire.core.step import FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
+from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
 from quire.errors import RequestError, RequestTooLargeError
 
 
@@ -48,6 +49,10 @@ class Scheduler:
         self._max_chunk = min(limit, config.max_num_batched_tokens)
         target = config.target_itl_ms
         self._latency = LatencyTarget(target / 1000, config.min_chunk) if target else None
+        self._speculation = spec = config.speculation
+        self._lengths: DraftLengths | None = None
+        if spec is not None and spec.adaptive:
+            self._lengths = DraftLengths(spec.num_speculative_tokens, whole=spec.tree_width > 1)
 
     # -- doors ---------------------------------------------------------------------------------------------
 
@@ -98,6 +103,8 @@ class Scheduler:
         self._choose_waiting(step, now)
         if head is not None:
             self._choose_prefills(step, None)  # some may have given way: what is left over is theirs
+        if self._speculation:
+            self._choose_drafts(step)
         return self._plan(step) if step.chosen else None
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
@@ -118,6 +125,8 @@ class Scheduler:
                     updates.append(update)
         if self._latency and flight.num_decodes:
             self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
+        if self._lengths and flight.num_decodes == plan.num_tokens:
+            self._observe_drafts(plan, result)
         return updates
 
     def take_updates(self) -> list[RequestUpdate]:
@@ -193,6 +202,35 @@ class Scheduler:
                 break
         for request in aside:
             self._enqueue(request)
+
+    def _choose_drafts(self, step: _Step) -> None:
+        """Drafts for requests that decode, with what the step has left of tokens and the pool of blocks."""
+        spec = self._speculation
+        assert spec is not None
+        decodes = [request for request, count in step.chosen.items() if count == request.num_remaining == 1]
+        room = [min(spec.num_speculative_tokens, request.num_draftable) for request in decodes]
+        if self._lengths:
+            states = [request.draft_state for request in decodes]
+            room = self._lengths.choose(states, room, step.budget, self.config.max_num_batched_tokens - step.budget)
+        for request, count in zip(decodes, room, strict=True):
+            count = min(count, step.budget)
+            if count > 0:
+                count = self._reserve_drafts(request, count)
+                step.choose(request, count)
+
+    def _reserve_drafts(self, request: Request, count: int) -> int:
+        """How many of `count` drafts have blocks; nobody is preempted for them."""
+        known = request.num_computed + 1
+        if self.kv.reserve(request, known + count):
+            return count
+        return min(count, len(request.table) * self.kv.block_size - known)
+
+    def _observe_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn what a step of decodes took."""
+        assert self._lengths
+        drafted = [span.num_drafted for span in result.spans]
+        rows = len(plan.spans) + sum(drafted)
+        self._lengths.observe(rows, result.seconds, result.drafting, max(drafted), sum(map(bool, drafted)))
 
     def _chunk(self, remaining: int, step: _Step, chosen: int = 0) -> int:
         """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
@@ -360,7 +398,7 @@ class Scheduler:
 
     def _plan(self, step: _Step) -> StepPlan:
         plan = StepPlan(self._next_number, [], ended=self._ended)
-        decodes = sum(request.num_computed >= request.num_prompt for request in step.chosen)
+        decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
         flight = _Flight(plan.number, [], decodes)
         self._next_number += 1
         self._ended = []
@@ -379,10 +417,12 @@ class Scheduler:
         start = request.num_computed
         end = start + count
         tokens = request.tokens[start:end]
-        if len(tokens) < count:
+        num_known = len(request.tokens) + request.num_pending
+        if start < num_known <= end and request.num_pending:
             tokens.append(FROM_PREVIOUS)
-        num_sampled = int(end == len(request.tokens) + request.num_pending)
-        span = Span(request.id, start, tokens, num_sampled)
+        tokens += [DRAFT] * (count - len(tokens))
+        num_sampled = max(0, end + 1 - num_known)
+        span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_uncertain > 0)
         if request.params.prompt_logprobs is not None:
             span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
         if len(request.table) > request.num_sent:
@@ -394,6 +434,7 @@ class Scheduler:
             self.kv.copied(request, number)
         request.num_computed = end
         request.num_pending += num_sampled
+        request.num_uncertain += max(0, num_sampled - 1)
         request.num_in_flight += 1
         request.last_step = number
         return span
@@ -414,39 +455,59 @@ class Scheduler:
         else:
             stats.decode_seconds += seconds
         request.num_pending -= span.num_sampled
+        request.num_uncertain -= max(0, span.num_sampled - 1)
         if outcome.error is not None:
             self._end(request, now)
             return self._terminal(request, "error", error=outcome.error)
-        if current:
-            request.num_committed = span.start + len(span.tokens)
-            if request.num_committed // self.kv.block_size > request.num_published:
-                self._computed(self.kv.publish(request), request)
-        if not outcome.tokens and not outcome.prompt_logprobs:
-            return None
-        if outcome.tokens and stats.first_token is None:
-            stats.first_token = now
+        if outcome.num_drafted:
+            self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
+        self._cut_at_end(request, update)
+        request.append(update.tokens)
+        if current:
+            self._commit_rows(request, len(span.tokens), span.num_sampled - len(outcome.tokens))
+        if not update.tokens and not outcome.prompt_logprobs:
+            return None
+        if update.tokens and stats.first_token is None:
+            stats.first_token = now
         if outcome.prompt_logprobs:
             update.prompt_logprobs = outcome.prompt_logprobs[max(0, request.num_scored - span.start) :]
             request.num_scored += len(update.prompt_logprobs)
-        request.append(outcome.tokens)
-        self._finish_if_done(request, update, now)
+        if update.finish_reason is not None:
+            update.stats = stats
+            self._end(request, now, keep_partial=True)
         return update
 
-    def _finish_if_done(self, request: Request, update: RequestUpdate, now: float) -> None:
-        """End a request at a stop token or at its length."""
-        if not update.tokens:
+    def _commit_rows(self, request: Request, rows: int, surplus: int) -> None:
+        """Count a span's rows as computed but for the `surplus` of rejected drafts, and publish what blocks they fill."""
+        request.num_computed -= surplus
+        request.num_committed = min(request.num_committed + rows - surplus, len(request.tokens))
+        if surplus:
+            self.kv.trim(request)
+        if request.num_committed // self.kv.block_size > request.num_published:
+            self._computed(self.kv.publish(request), request)
+
+    def _count_drafts(self, request: Request, outcome: SpanResult) -> None:
+        accepted = len(outcome.tokens) - 1
+        request.stats.drafted += outcome.num_drafted
+        request.stats.accepted += accepted
+        if self._lengths:
+            self._lengths.accepted(request.draft_state, outcome.num_drafted, accepted)
+
+    def _cut_at_end(self, request: Request, update: RequestUpdate) -> None:
+        """Find the stop token, or the length, that ends the request; tokens behind it are dropped."""
+        before = len(request.tokens) - request.num_prompt
+        for count, token in enumerate(update.tokens, start=1):
+            if token in request.stop_token_ids and before + count >= request.params.min_tokens:
+                update.finish_reason = "stop"
+                update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
+            elif before + count >= request.max_tokens:
+                update.finish_reason = "length"
+            else:
+                continue
+            update.tokens = update.tokens[:count]
+            update.logprobs = update.logprobs and update.logprobs[:count]
             return
-        last, num_output = update.tokens[-1], len(request.tokens) - request.num_prompt
-        if last in request.stop_token_ids and num_output >= request.params.min_tokens:
-            update.finish_reason = "stop"
-            update.stop_reason = last if last in (request.params.stop_token_ids or ()) else None
-        elif num_output >= request.max_tokens:
-            update.finish_reason = "length"
-        else:
-            return
-        update.stats = request.stats
-        self._end(request, now, keep_partial=True)
 
     def _end(self, request: Request, now: float, keep_partial: bool = False) -> None:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
@@ -496,7 +557,10 @@ class _Step:
 
 
 class _Flight:
-    """A step in flight: its requests, each with its count of preemptions when the step was planned."""
+    """A step in flight: its requests, each with its count of preemptions when the step was planned.
+
+    `num_decodes` counts the tokens of those that decode, drafts included.
+    """
 
     __slots__ = ("num_decodes", "number", "requests")
 

@@ -17,6 +17,9 @@ from quire.core.sampling_params import SamplingParams
 FROM_PREVIOUS = -1
 """Stands for a token id in a span: the token that this request's previous step sampled."""
 
+DRAFT = -2
+"""Stands for a token id in a span: one that the runner's proposer may guess, to be verified by this step."""
+
 
 @dataclass(slots=True)
 class Span:
@@ -25,7 +28,7 @@ class Span:
     Attributes:
         request: the engine's own number of the request.
         start: position of the first token. With `start_follows` it is an upper bound.
-        tokens: ids; `FROM_PREVIOUS` where the previous step's sample goes.
+        tokens: ids; `FROM_PREVIOUS` where the previous step's sample goes, `DRAFT` where drafts may.
         num_sampled: how many of the last rows are sampled: 0 for part of a prompt, 1 as a rule,
             1 + drafts when drafts are verified.
         targets: the prompt tokens that rows 0, 1, ... should have predicted; empty unless the request asks
@@ -33,8 +36,7 @@ class Span:
         table_start: `blocks`, if there are any, replace the request's block table from this index on.
         blocks: block ids that are new in the table since the request's last span.
         copies: (source, destination, tokens): block heads to copy before anything of this step is computed.
-        parents: for drafts, the row that each row continues; None where each continues the one before.
-        start_follows: the true start is the previous step's start plus what it accepted.
+        start_follows: a step in flight verifies drafts of the request: the true start is behind what it accepts.
     """
 
     request: int
@@ -45,7 +47,6 @@ class Span:
     table_start: int = 0
     blocks: Sequence[int] = ()
     copies: Sequence[tuple[int, int, int]] = ()
-    parents: Sequence[int] | None = None
     start_follows: bool = False
 
 
@@ -108,23 +109,33 @@ class SpanResult:
     """What one span yielded.
 
     Attributes:
-        tokens: the sampled ids, at most the span's `num_sampled`.
+        tokens: the sampled ids: the drafts that were accepted, and one more.
         logprobs: one entry a sampled token, when asked for.
         prompt_logprobs: one entry a target, when asked for.
         error: why this request must end (its logits were not finite); None when all is well.
+        num_drafted: drafts that were verified; fewer than the span has room for where the proposer had fewer.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    num_drafted: int = 0
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step yielded: one result a span, in the plan's order; when it began (monotonic), and how long it ran."""
+    """What a step yielded.
+
+    Attributes:
+        spans: one result a span, in the plan's order.
+        seconds: how long it ran.
+        began: when, on the monotonic clock.
+        drafting: seconds of it that went into proposing drafts.
+    """
 
     number: int
     spans: list[SpanResult]
     seconds: float = 0.0
     began: float = 0.0
+    drafting: float = 0.0

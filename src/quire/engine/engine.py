@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from quire.core.step import StepPlan, StepResult
 from quire.devices import find_device
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.timeline import KernelProfile, Timeline, TraceFile
-from quire.errors import EngineClosedError
+from quire.errors import ConfigError, EngineClosedError
 from quire.layers.latent import LatentLayerConfig
 from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.fields import Fields
@@ -32,8 +32,10 @@ from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import choice_note, choose_kernels
 from quire.runner.device import open_device
-from quire.runner.memory_plan import MemoryPlan
+from quire.runner.memory_plan import MemoryPlan, retention
+from quire.runner.proposer import Proposer, Speculation
 from quire.runner.start import OnLoad, start_runner
+from quire.speculate.methods import make_speculation
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,12 @@ OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
 TWO_FORMS = (
     "deterministic=False: each step computes latent attention in the form that is cheaper for it, "
     "so that a request's tokens may depend on the others"
+)
+
+
+CLASSIC_RULE = (
+    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the very tokens, which "
+    "depend on how many are drafted"
 )
 
 
@@ -74,7 +82,10 @@ class EngineStats:
         prompt_tokens, cached_tokens, output_tokens: of all requests: prompts, what was found in the prefix
             cache of them, and what was sampled.
         prefill_tokens, prefill_seconds: tokens computed in prefill steps, and their time.
-        decode_tokens, decode_seconds: the same of pure decode steps.
+        decode_tokens, decode_seconds: tokens sampled in pure decode steps, and their time.
+        verifications: spans that verified drafts.
+        drafted, accepted: drafts that were verified, and those of them that were sampled too.
+        accepted_by_position: how often at least so many drafts of a span were accepted, from 1 on.
         peak_blocks: most blocks held at once. num_blocks: usable blocks of the pool.
     """
 
@@ -86,6 +97,10 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    verifications: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
     preemptions: int = 0
     peak_blocks: int = 0
     num_blocks: int = 0
@@ -95,13 +110,26 @@ class EngineStats:
     def count(self, plan: StepPlan, result: StepResult) -> None:
         """Take in a step."""
         self.steps += 1
-        self.output_tokens += sum(len(span.tokens) for span in result.spans)
-        if plan.num_tokens > len(plan.spans):
+        sampled = sum(len(span.tokens) for span in result.spans)
+        self.output_tokens += sampled
+        if plan.num_tokens > sum(span.num_sampled for span in plan.spans):
             self.prefill_tokens += plan.num_tokens
             self.prefill_seconds += result.seconds
         else:
-            self.decode_tokens += plan.num_tokens
+            self.decode_tokens += sampled
             self.decode_seconds += result.seconds
+        for span in result.spans:
+            if span.num_drafted:
+                self.count_drafts(span.num_drafted, len(span.tokens) - 1)
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Take in a verification of drafts."""
+        self.verifications += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
 
 
 class Engine:
@@ -112,6 +140,7 @@ class Engine:
         on_load: told how far starting is.
         observer: told of every step.
         open_checkpoint: opens the folder that `config.model` names; another one may make its tensors up.
+        proposer: drafts in place of what `config.speculative_config` names.
 
     Attributes:
         path: folder of the checkpoint.
@@ -130,6 +159,7 @@ class Engine:
         on_load: OnLoad | None = None,
         observer: StepObserver | None = None,
         open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
+        proposer: Proposer | None = None,
     ) -> None:
         report = on_load or (lambda phase, share: None)
         if config.device == "auto":
@@ -141,13 +171,24 @@ class Engine:
         self.device = open_device(config.device)
         self.model = self._load_model(report, open_checkpoint)
         self.threads = config.threads or self._enough_threads()
-        started = start_runner(config, self.model, self.device, self.threads, report)
+        spec = config.speculation
+        self.speculation: Speculation | None = None
+        if proposer is not None:
+            self.speculation = Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
+        elif spec is not None:
+            self.speculation = make_speculation(spec, self.model, self.path, config)
+        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
         for load in self.model.expert_loads.values():
             load.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
         self.kv_cache = started.kv
         self.sampling_defaults = self._read_sampling_defaults()
         self.max_model_len = self.memory_plan.max_model_len
+        if spec is not None and spec.num_speculative_tokens >= self.max_model_len:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} leaves no room in a context "
+                f"of {self.max_model_len} tokens; lower it"
+            )
         self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
         self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
         in_thread = config.async_scheduling and not self.device.asynchronous
@@ -173,6 +214,7 @@ class Engine:
             config.quantization,
             config.quantization_group_size,
             open_checkpoint,
+            mtp=config.speculation is not None and config.speculation.method == "mtp",
         )
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
@@ -191,10 +233,15 @@ class Engine:
 
     def _own_notes(self) -> list[str]:
         """What a user should know of options that act otherwise than their names say."""
-        notes = self._notes_of_cpu() if self.config.device == "cpu" else []
+        config = self.config
+        notes = self._notes_of_cpu() if config.device == "cpu" else []
         changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
         if changed:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
+        if config.speculation is not None:
+            notes.append(config.speculation.describe())
+            if config.speculative_acceptance == "rejection":
+                notes.append(CLASSIC_RULE)
         if self._timeline is not None:
             notes.append(f"a timeline of the steps is written to {self._timeline.path}")
         return notes
@@ -208,10 +255,10 @@ class Engine:
         if not config.deterministic:
             latent = isinstance(self.model.config.layer, LatentLayerConfig)
             notes.append(TWO_FORMS if latent else "deterministic=False changes nothing on a CPU for this model")
-        for field in fields(config):
-            value = getattr(config, field.name)
-            if field.name in OF_GPUS and value != field.default:
-                notes.append(f"{field.name}={value} changes nothing on a CPU")
+        for each in fields(config):
+            value = getattr(config, each.name)
+            if each.name in OF_GPUS and value != each.default:
+                notes.append(f"{each.name}={value} changes nothing on a CPU")
         return notes
 
     def _kv_manager(self) -> KVManager:
@@ -219,9 +266,9 @@ class Engine:
         precision = f"{self.model.precision}|kv={config.kv_cache_dtype}"
         root = f"{content_hash(self.path)}|{precision}|block={config.block_size}|layout=1"
         hasher = BlockHasher(secrets.token_bytes(32), root)
-        return KVManager(
-            self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, self.model.retention
-        )
+        ahead = self.speculation is not None and self.speculation.looks_ahead
+        window = retention(self.model, self.speculation)
+        return KVManager(self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, window, ahead)
 
     @property
     def stats(self) -> EngineStats:

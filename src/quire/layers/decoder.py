@@ -13,6 +13,7 @@ import torch
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.mlp import GatedMLP, mlp_shapes
+from quire.layers.norm import RMSNorm
 from quire.layers.weights import LayerWeights
 from quire.ops import HeadNorm, KVCache, LayerParts, RaggedBatch
 from quire.ops.kernels import WholeLayer
@@ -30,6 +31,7 @@ class LayerConfig:
         rms_norm_eps: added to the mean square.
         qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
         qk_norm: whether each head's query and key are normalized before they are turned.
+        input_norm: whether a norm stands before the attention; EAGLE's heads have none.
         experts: in place of the MLP; None: there are none.
     """
 
@@ -43,13 +45,14 @@ class LayerConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    input_norm: bool = True
     experts: ExpertsConfig | None = None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """A layer's tensors by their names in a checkpoint, with their shapes."""
         hidden = self.hidden_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)} if self.input_norm else {}
         for name, rows, columns, bias in (
             ("self_attn.q_proj", q, hidden, self.qkv_bias),
             ("self_attn.k_proj", kv, hidden, self.qkv_bias),
@@ -81,7 +84,7 @@ class DecoderLayer:
 
     def __init__(self, config: LayerConfig, weights: LayerWeights, layer: int, window: int | None) -> None:
         eps = config.rms_norm_eps
-        self.input_norm = weights.norm("input_layernorm", eps)
+        self.input_norm = weights.norm("input_layernorm", eps) if config.input_norm else None
         self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
         head_norm = _head_norm(weights, config) if config.qk_norm else None
         self.attention = Attention(config.head_dim**-0.5, window, layer, head_norm, weights.kernels)
@@ -91,16 +94,17 @@ class DecoderLayer:
         self._whole: WholeLayer | None = None
         if config.experts is None:
             self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
-            self._whole = weights.kernels.whole_layer(self._parts(self.mlp, config.num_heads))
+            if self.input_norm is not None:
+                self._whole = weights.kernels.whole_layer(self._parts(self.input_norm, self.mlp, config.num_heads))
         else:
             self.mlp = ExpertsLayer(config.experts, weights)
 
-    def _parts(self, mlp: GatedMLP, heads: int) -> LayerParts:
+    def _parts(self, input_norm: RMSNorm, mlp: GatedMLP, heads: int) -> LayerParts:
         attention = self.attention
         return LayerParts(
-            input_norm=self.input_norm.weight,
+            input_norm=input_norm.weight,
             post_attention_norm=self.post_attention_norm.weight,
-            eps=self.input_norm.eps,
+            eps=input_norm.eps,
             qkv=self.qkv.product,
             output=self.output.product,
             gate_up=mlp.gate_up.product,
@@ -133,7 +137,9 @@ class DecoderLayer:
         if self._whole is not None:
             kv.pulse[0] += 1
             return self._whole(x, residual, tables, kv, batch)
-        if x is None:
+        if self.input_norm is None:
+            x = residual = residual if x is None else x + residual
+        elif x is None:
             x = self.input_norm(residual)
         else:
             x, residual = self.input_norm.with_residual(x, residual)

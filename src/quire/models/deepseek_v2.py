@@ -19,7 +19,7 @@ from quire.layers.latent import LatentConfig, LatentDecoderLayer, LatentLayerCon
 from quire.layers.rotary import RopeConfig, RotaryEmbedding, yarn_mscale
 from quire.models.config import MAX_LAYERS, DecoderConfig, read_decoder_config, read_num_layers, read_routing
 from quire.models.fields import Fields
-from quire.models.model import Model
+from quire.models.model import Model, Taps
 from quire.models.weights import Weights
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.experts import Routing
@@ -89,11 +89,13 @@ class DeepseekV2(Model):
         )
         return read_deepseek_config(fields, generation, routing, default_first_dense=0)
 
-    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:
         """See Model."""
         tables = self.rotary.tables(batch.positions)
         x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if taps is not None:
+                taps.take(index, x, residual)
             x, residual = layer(x, residual, tables, kv, batch)
         return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from quire.errors import CheckpointNotFoundError, ConfigError
 
-EMBEDDED_MODELS = ("demo",)
+EMBEDDED_MODELS = ("demo", "demo-draft", "demo-eagle")
+"""The last two draft for the first."""
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
@@ -22,8 +23,9 @@ def resolve(
     """The folder of a checkpoint.
 
     Args:
-        model: "demo" is the model that ships with Quire; else a folder; else `org/name` on the Hugging Face
-            hub, which is downloaded (with a progress bar) unless it lies in the hub's cache already.
+        model: "demo" is the model that ships with Quire, "demo-draft" and "demo-eagle" are what drafts for it; else
+            a folder; else `org/name` on the Hugging Face hub, which is downloaded (with a progress bar) unless it
+            lies in the hub's cache already.
         revision: branch, tag or commit of a download.
         endpoint: another hub than huggingface.co.
         cache_dir: where downloads lie; None is the hub library's own choice.

@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
 from quire.errors import ConfigError
+from quire.layers.embedding import Embedding
 from quire.layers.experts import ExpertsLayer
 from quire.models.config import DecoderConfig
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype, kv_bytes_per_token
+
+
+class Taps:
+    """What enters some layers in one step: the residual stream, as EAGLE-3 reads it.
+
+    Args:
+        layers: numbers of the layers, each below `Model.num_layers`.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._taken: dict[int, torch.Tensor] = {}
+
+    def take(self, layer: int, x: torch.Tensor | None, residual: torch.Tensor) -> None:
+        """Told before each layer what it gets (see `DecoderLayer`), which the layer may overwrite: a copy is kept."""
+        if layer in self.layers:
+            self._taken[layer] = residual.clone() if x is None else x + residual
+
+    def features(self) -> torch.Tensor:
+        """Side by side in the order of `layers`: [tokens, len(layers) * hidden]."""
+        return torch.cat([self._taken[layer] for layer in self.layers], dim=1)
 
 
 class Model(ABC):
@@ -23,6 +46,7 @@ class Model(ABC):
         dtype: of activations and KV, and of weights that are not quantized.
         quantization: how the linear layers are quantized; None: they are not.
         kernels: the implementation that computes it.
+        embedding: its table of tokens.
         vocab_size: ids run from 0 to vocab_size - 1.
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
         kv_sides: 2: keys and values are stored; 1: rows that are both, of latent attention.
@@ -42,6 +66,7 @@ class Model(ABC):
         notes: what a user should know at start-up.
     """
 
+    embedding: Embedding
     notes: tuple[str, ...] = ()
     kv_sides = 2
     kv_saving: float | None = None
@@ -104,10 +129,13 @@ class Model(ABC):
         return kv_bytes_per_token(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     @abstractmethod
-    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: stores its keys and values, returns the hidden states after the last norm.
 
         Shape: [tokens, hidden], in the model's data type.
+
+        Args:
+            taps: filled with what enters some of the layers; None: nobody wants it.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ from quire.layers.decoder import DecoderLayer
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig, read_decoder_config, read_num_layers, read_windows
 from quire.models.fields import Fields
-from quire.models.model import Model
+from quire.models.model import Model, Taps
 from quire.models.weights import Weights
 from quire.ops import KVCache, RaggedBatch
 
@@ -47,11 +47,13 @@ class Qwen3(Model):
             qk_norm=True,
         )
 
-    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:
         """See Model."""
         tables = self.rotary.tables(batch.positions)
         x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if taps is not None:
+                taps.take(index, x, residual)
             x, residual = layer(x, residual, tables, kv, batch)
         return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
 

@@ -23,7 +23,7 @@ from quire.models.config import (
     read_routing,
 )
 from quire.models.fields import Fields
-from quire.models.model import Model
+from quire.models.model import Model, Taps
 from quire.models.weights import Weights
 from quire.ops import KVCache, RaggedBatch
 
@@ -67,11 +67,13 @@ class Qwen3Moe(Model):
             dense_layers=_dense_layers(fields, num_layers),
         )
 
-    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:
         """See Model."""
         tables = self.rotary.tables(batch.positions)
         x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if taps is not None:
+                taps.take(index, x, residual)
             x, residual = layer(x, residual, tables, kv, batch)
         return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
 

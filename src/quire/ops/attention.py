@@ -7,6 +7,7 @@ throughout; `attention_plan` says which tiles, and why the result of a row never
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -55,6 +56,8 @@ def paged_attention(
     """
     if kv.scales is not None:
         kv, batch, layer = *_dequantized(kv, kv.scales, batch, layer), 0
+    if batch.trees is not None:
+        kv, batch, layer = *_straightened(kv, batch, layer), 0
     layout = Layout(kv.layers, kv.kv_heads, q.shape[1] // kv.kv_heads, kv.block_size, window)
     step = batch.once((layout, q.dtype), lambda: _Step(batch, layout, kv, q.dtype))
     cache = kv.data.view(-1, step.plan.run * kv.head_dim)[layer * step.plan.layer_stride :]
@@ -83,6 +86,78 @@ def _dequantized(kv: KVCache, scales: torch.Tensor, batch: RaggedBatch, layer: i
     wide, renamed, blocks = batch.once(("dequantized", id(kv)), make)
     wide.data[:-1, 0] = kv.numbers[blocks, layer].float() * scales[blocks, layer].unsqueeze(-1)
     return wide, renamed
+
+
+def _straightened(kv: KVCache, batch: RaggedBatch, layer: int) -> tuple[KVCache, RaggedBatch]:
+    """One layer of a plain cache in which each row of a tree is a span of its own, and the batch that names it so.
+
+    Such a row shares its request's blocks up to its tree's base; the tokens of its path, and those before them in the
+    base's block, are copied to blocks of its own.
+    """
+
+    def make() -> tuple[KVCache, RaggedBatch, _Straight]:
+        straight = _straight(batch)
+        blocks = len(straight.blocks) + straight.added
+        wide = KVCache(blocks + 1, 1, kv.kv_heads, kv.head_dim, kv.block_size, kv.dtype)
+        return wide, straight.batch, straight
+
+    wide, straightened, straight = batch.once(("straightened", id(kv)), make)
+    wide.data[: len(straight.blocks), 0] = kv.data[straight.blocks, layer]
+    (block, offset), (into, at) = (_parts(slots, kv.block_size) for slots in (straight.sources, straight.places))
+    wide.data[into, 0, :, :, at] = kv.data[block, layer, :, :, offset]
+    return wide, straightened
+
+
+def _parts(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return slots // block_size, slots % block_size
+
+
+class _Straight(NamedTuple):
+    """A batch without trees: `blocks` are copied to the first of a new cache, and `added` lie behind them.
+
+    In these, tokens from the slots `sources` are copied to the slots `places`.
+    """
+
+    batch: RaggedBatch
+    blocks: torch.Tensor
+    added: int
+    sources: torch.Tensor
+    places: torch.Tensor
+
+
+def _straight(batch: RaggedBatch) -> _Straight:
+    trees, size = batch.trees, batch.block_size
+    assert trees is not None
+    blocks, names = torch.unique(batch.block_tables, return_inverse=True)
+    row_starts, context_lens, tables, sources, places = [0], [], [], [], []
+    added = 0
+    none = torch.empty(0, dtype=torch.int64)
+    for span, (branches, last) in enumerate(zip(batch.in_trees(), batch.row_starts[1:], strict=True)):
+        if not branches:
+            row_starts.append(last)
+            context_lens.append(batch.context_lens[span])
+            tables.append(names[span])
+            continue
+        base, table = int(trees.bases[span]), batch.block_tables[span]
+        shared = base // size  # blocks
+        for row in range(row_starts[-1], last):
+            context = int(batch.positions[row]) + 1
+            at = torch.cat([torch.arange(shared * size, base), base + trees.paths[row, : context - base]])
+            own = len(blocks) + added + torch.arange(-(-len(at) // size))
+            added += len(own)
+            sources.append(table[at // size] * size + at % size)
+            places.append(own[0] * size + torch.arange(len(at)))
+            tables.append(torch.cat([names[span, :shared], own]))
+            row_starts.append(row + 1)
+            context_lens.append(context)
+    straight = replace(
+        batch,
+        row_starts=row_starts,
+        context_lens=context_lens,
+        block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+        trees=None,
+    )
+    return _Straight(straight, blocks, added, torch.cat([none, *sources]), torch.cat([none, *places]))
 
 
 @dataclass(slots=True)

@@ -140,15 +140,28 @@ class Kernels:
             span_of_row: [rows] int32; 0 in rows of padding.
             last_tokens: [requests] int64, the last sampled token of each row of the block tables; a negative one
                 (that step failed, and nobody will see this one's result) counts as 0.
-            spans: `context_lens` is written here: start + rows.
+            spans: `context_lens` is written here: start + rows. A row's slot is start + its number in the span; so is
+                its position, unless it has a depth in `spans.trees`.
 
         Rows of padding (those from `row_starts[-1]` on) get token 0, position 0 and slot 0.
         """
         return step_inputs.place(tokens, span_of_row, last_tokens, spans, block_size)
 
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy block heads: (source, destination, tokens) each; no destination is another's source or destination."""
+        """Copy block heads: (source, destination, tokens) each; no destination is another's source or destination.
+
+        In the caches beside this one too.
+        """
         kv.copy(copies)
+
+    def move_rows(
+        self,
+        kv: KVCache,
+        sources: torch.Tensor | Sequence[int],
+        destinations: torch.Tensor | Sequence[int],
+    ) -> None:
+        """Copy tokens from slots to slots: see `KVCache.move`."""
+        kv.move(sources, destinations)
 
     # -- row by row ----------------------------------------------------------------------------------------
 

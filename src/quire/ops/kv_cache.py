@@ -71,6 +71,7 @@ class KVCache:
         self.head_dim, self.block_size, self.dtype, self.sides = head_dim, block_size, dtype, sides
         self.stored_dtype = CODE_DTYPES.get(kv_cache_dtype, dtype)
         self.pulse: array[int] | memoryview[int] = array("q", [0])
+        self.others: list[KVCache] = []
         # Not zeroed: what no one has written is never read, and pages are only taken once they are used.
         planes, shape = (num_blocks, layers, kv_heads, sides), (block_size, head_dim)
         self.scales: torch.Tensor | None = None
@@ -89,6 +90,17 @@ class KVCache:
         """Size of one block, all layers."""
         return self.data[0].numel() * self.data.element_size()
 
+    def beside(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, sides: int = 2) -> KVCache:
+        """A plain cache over the same block ids, for what another model keeps of the same tokens.
+
+        Block heads are copied in it whenever they are copied here; all else that happens to either does not touch the
+        other.
+        """
+        shape = self.num_blocks, layers, kv_heads, head_dim, self.block_size
+        other = KVCache(*shape, dtype, device=self.data.device, sides=sides)
+        self.others.append(other)
+        return other
+
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy block heads: the first `tokens` tokens of block `source`, all layers, for each
         (source, destination, tokens). The rest of the destination is left as it is. In the list's order.
@@ -97,6 +109,30 @@ class KVCache:
             self.numbers[destination, :, :, :, :tokens].copy_(self.numbers[source, :, :, :, :tokens])
             if self.scales is not None:
                 self.scales[destination, :, :, :, :tokens].copy_(self.scales[source, :, :, :, :tokens])
+        for other in self.others:
+            other.copy(copies)
+
+    def move(self, sources: torch.Tensor | Sequence[int], destinations: torch.Tensor | Sequence[int]) -> None:
+        """Copy tokens, all layers, from slots (`block * block_size + offset`) to as many others, each named once.
+
+        All are read before any is written, so a slot may be both. Caches beside this one are left as they are.
+        Raises ValueError where the numbers of slots differ.
+        """
+        if len(sources) != len(destinations):
+            raise ValueError(f"{len(sources)} tokens cannot move to {len(destinations)} slots: give one to each")
+        read, write = (_at(slots, self.block_size, self.data.device) for slots in (sources, destinations))
+        numbers = self.numbers if self.scales is None else self.numbers.view(torch.uint8)
+        numbers[write[0], :, :, :, write[1]] = numbers[read[0], :, :, :, read[1]]
+        if self.scales is not None:
+            self.scales[write[0], :, :, :, write[1]] = self.scales[read[0], :, :, :, read[1]]
+
+
+def _at(
+    slots: torch.Tensor | Sequence[int], block_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and offsets of slots."""
+    on_device = torch.as_tensor(slots, dtype=torch.int64).to(device, non_blocking=True)  # the host waits for no step
+    return on_device // block_size, on_device % block_size
 
 
 def _memory(size: int, device: torch.device | str) -> torch.Tensor:

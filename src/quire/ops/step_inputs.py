@@ -21,7 +21,11 @@ def place(
     real = rows < row_starts[-1]
     table_rows = spans.table_rows[span].long()
     ids = torch.where(tokens < 0, last_tokens[table_rows].clamp(min=0), tokens)
-    positions = torch.where(real, spans.starts[span] + rows - row_starts[span], 0)
-    blocks = spans.block_tables[table_rows, positions // block_size].long()
-    slots = blocks * block_size + positions % block_size
+    places = torch.where(real, spans.starts[span] + rows - row_starts[span], 0)
+    blocks = spans.block_tables[table_rows, places // block_size].long()
+    slots = blocks * block_size + places % block_size
+    positions = places
+    if spans.trees is not None:
+        depths = spans.trees.depths
+        positions = torch.where(depths < 0, places, spans.trees.bases[span] + depths)
     return torch.where(real, ids, 0), positions, torch.where(real, slots, 0)

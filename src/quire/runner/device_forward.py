@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import Span
-from quire.models.model import Model
+from quire.models.model import Model, Taps
 from quire.ops import KVCache, RaggedBatch
-from quire.ops.ragged import DeviceSpans
+from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
+from quire.runner.host_forward import NO_BRANCHES, Forwarded
+from quire.runner.proposer import Branch
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class _Graph:
 
     inputs: Tensor
     replay: Callable[[], None]
-    made: tuple[Tensor, Tensor]
+    made: Forwarded
 
 
 class DeviceForward:
@@ -60,6 +62,7 @@ class DeviceForward:
         width: blocks of the longest context.
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
         spare: bytes of the device that must be free for another graph: its own, and those of steps without one.
+        taps: see `HostForward`.
 
     Attributes:
         graphs: the same.
@@ -75,8 +78,9 @@ class DeviceForward:
         width: int,
         graphs: str = "off",
         spare: int = 0,
+        taps: Sequence[int] = (),
     ) -> None:
-        self._model, self._kv, self._device = model, kv, device
+        self._model, self._kv, self._device, self._taps = model, kv, device, taps
         self._most_spans, self.graphs, self._spare = most_spans, graphs, spare
         self._recorded: dict[Size, _Graph] = {}
         self._full = False  # no memory for more graphs
@@ -105,17 +109,57 @@ class DeviceForward:
         self._recorded.clear()
         self._full = False
 
-    def __call__(
-        self, spans: list[Span], rows: NDArray[np.int64], row_starts: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor]:
-        """Hidden states [tokens, hidden] after the last norm, and whether each is finite [tokens].
+    def slots(self, row: int, positions: Sequence[int]) -> Tensor:
+        """See `HostForward.slots`."""
+        blocks, offsets = self._device.upload(*np.divmod(positions, self._kv.block_size))
+        return self._tables[row].index_select(0, blocks) * self._kv.block_size + offsets
 
-        Both have rows of padding behind those of the spans, and are overwritten by the next step.
+    def batch(
+        self,
+        spans: list[Span],
+        rows: NDArray[np.int64],
+        row_starts: NDArray[np.int64],
+        branches: Mapping[int, Branch] = NO_BRANCHES,
+    ) -> RaggedBatch:
+        """All spans one after the other, without padding; see `__call__`."""
+        size = Size(int(row_starts[-1]), len(spans))
+        if branches:  # their first row's slot, in place of its position
+            spans = [replace(span, start=_first_slot(span, branches)) for span in spans]
+        inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
+        return self._batch(inputs, size, self._trees(spans, row_starts, branches) if branches else None)
+
+    def _trees(
+        self, spans: list[Span], row_starts: NDArray[np.int64], branches: Mapping[int, Branch]
+    ) -> DeviceTrees:
+        width = max(len(path) for branch in branches.values() for path in branch.paths)
+        bases, depths = np.zeros(len(spans), np.int32), np.full(row_starts[-1], -1, np.int32)
+        paths = np.zeros((row_starts[-1], width), np.int32)
+        for index, span in enumerate(spans):
+            branch = branches.get(span.request)
+            if branch is not None:
+                bases[index] = branch.base
+                for row, path in enumerate(branch.paths, start=row_starts[index]):
+                    depths[row], paths[row, : len(path)] = len(path) - 1, path
+        return DeviceTrees(*self._device.upload(bases, depths, paths))
+
+    def __call__(
+        self,
+        spans: list[Span],
+        rows: NDArray[np.int64],
+        row_starts: NDArray[np.int64],
+        branches: Mapping[int, Branch] = NO_BRANCHES,
+    ) -> Forwarded:
+        """Computes the spans: see `HostForward`.
+
+        What it returns has rows of padding behind those of the spans, and is overwritten by the next step.
 
         Args:
             rows: which row of the tables belongs to each span's request.
             row_starts: first row of each span, and one entry more.
+            branches: by request, where a span's rows do not continue one another; such a step is not recorded.
         """
+        if branches:
+            return self._forward(self.batch(spans, rows, row_starts, branches))
         size = padded(int(row_starts[-1]), len(spans), self._most_spans)
         graph = self._recorded.get(size)
         if graph is not None:
@@ -187,16 +231,27 @@ class DeviceForward:
         self._device.write(inputs, sent)
         return inputs
 
-    def _run(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: Tensor, size: Size) -> Forwarded:
         """The forward pass, from what `_write` has sent. Its launches depend on `size` alone."""
+        return self._forward(self._batch(inputs, size))
+
+    def _batch(self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None) -> RaggedBatch:
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
-        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables)
+        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables, trees)
         kernels, block_size = self._model.kernels, self._kv.block_size
         ids, positions, slots = kernels.place(tokens, span_of_row, self.last_tokens, spans, block_size)
         none = self._tables[:0]
-        batch = RaggedBatch(ids, positions, slots, [], [], none, block_size, spans)
-        hidden = self._model.forward(batch, self._kv)
-        return hidden, kernels.finite_rows(hidden)
+        return RaggedBatch(ids, positions, slots, [], [], none, block_size, spans)
+
+    def _forward(self, batch: RaggedBatch) -> Forwarded:
+        taps = Taps(self._taps) if self._taps else None
+        hidden = self._model.forward(batch, self._kv, taps)
+        return Forwarded(hidden, self._model.kernels.finite_rows(hidden), taps.features() if taps else hidden)
+
+
+def _first_slot(span: Span, branches: Mapping[int, Branch]) -> int:
+    branch = branches.get(span.request)
+    return span.start if branch is None else branch.base + branch.slots[0]
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,19 +12,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import FROM_PREVIOUS, Span
-from quire.models.model import Model
+from quire.models.model import Model, Taps
 from quire.ops import KVCache, RaggedBatch
+from quire.ops.ragged import Trees
+from quire.runner.proposer import Branch
+
+NO_BRANCHES: Mapping[int, Branch] = {}
+
+
+class Forwarded(NamedTuple):
+    """What a forward pass makes of a step's rows.
+
+    Attributes:
+        hidden: [tokens, hidden] after the last norm.
+        finite: [tokens] whether each is.
+        features: [tokens, width] what a drafting head is fed: what enters some layers, or `hidden` itself.
+    """
+
+    hidden: Tensor
+    finite: Tensor
+    features: Tensor
 
 
 class HostForward:
     """Runs spans through the model; keeps the block tables of all requests.
 
+    Args:
+        taps: layers of which `Forwarded.features` are made.
+
     Attributes:
         last_tokens: [requests] int64, the last sampled token of each row of the tables.
     """
 
-    def __init__(self, model: Model, kv: KVCache) -> None:
-        self._model, self._kv = model, kv
+    def __init__(self, model: Model, kv: KVCache, taps: Sequence[int] = ()) -> None:
+        self._model, self._kv, self._taps = model, kv, taps
         self._tables = np.zeros((16, 64), np.int64)  # [requests, blocks]; grows, so that a step gathers them at once
         self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64)
 
@@ -43,19 +65,36 @@ class HostForward:
             self._tables = np.pad(self._tables, ((0, rows), (0, columns)))
             self.last_tokens = torch.nn.functional.pad(self.last_tokens, (0, rows))
 
+    def slots(self, row: int, positions: Sequence[int]) -> Tensor:
+        """Where tokens of a row's request are stored: see `RaggedBatch.slots`."""
+        blocks, offsets = np.divmod(positions, self._kv.block_size)
+        return torch.from_numpy(self._tables[row, blocks] * self._kv.block_size + offsets)
+
     def __call__(
-        self, spans: list[Span], rows: NDArray[np.int64], row_starts: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor]:
-        """Hidden states [tokens, hidden] after the last norm, and whether each is finite [tokens].
+        self,
+        spans: list[Span],
+        rows: NDArray[np.int64],
+        row_starts: NDArray[np.int64],
+        branches: Mapping[int, Branch] = NO_BRANCHES,
+    ) -> Forwarded:
+        """Computes the spans.
 
         Args:
             rows: which row of the tables belongs to each span's request.
             row_starts: first row of each span, and one entry more.
+            branches: by request, where a span's rows do not continue one another.
         """
-        hidden = self._model.forward(self.batch(spans, rows, row_starts), self._kv)
-        return hidden, self._model.kernels.finite_rows(hidden)
+        taps = Taps(self._taps) if self._taps else None
+        hidden = self._model.forward(self.batch(spans, rows, row_starts, branches), self._kv, taps)
+        return Forwarded(hidden, self._model.kernels.finite_rows(hidden), taps.features() if taps else hidden)
 
-    def batch(self, spans: list[Span], rows: NDArray[np.int64], row_starts: NDArray[np.int64]) -> RaggedBatch:
+    def batch(
+        self,
+        spans: list[Span],
+        rows: NDArray[np.int64],
+        row_starts: NDArray[np.int64],
+        branches: Mapping[int, Branch] = NO_BRANCHES,
+    ) -> RaggedBatch:
         """All spans one after the other; see `__call__`."""
         size = self._kv.block_size
         starts = np.array([span.start for span in spans])
@@ -65,16 +104,23 @@ class HostForward:
         previous = (tokens == FROM_PREVIOUS).nonzero()[0]
         if len(previous):  # a step that failed left -1: nobody will see what this one makes of it
             tokens[previous] = self.last_tokens.numpy()[rows[span_of_row[previous]]].clip(min=0)
-        positions = np.arange(len(tokens)) + (starts - row_starts[:-1])[span_of_row]
-        blocks, offsets = np.divmod(positions, size)
+        positions = places = np.arange(len(tokens)) + (starts - row_starts[:-1])[span_of_row]
+        contexts = starts + lengths
+        trees = None
+        if branches:
+            by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
+            positions, places = positions.copy(), positions.copy()
+            trees = _trees(by_span, row_starts, positions, places, contexts)
+        blocks, offsets = np.divmod(places, size)
         return RaggedBatch(
             token_ids=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(self._tables[rows[span_of_row], blocks] * size + offsets),
             row_starts=row_starts.tolist(),
-            context_lens=(starts + lengths).tolist(),
-            block_tables=torch.from_numpy(self._heads(rows, -(-(starts + lengths) // size))),
+            context_lens=contexts.tolist(),
+            block_tables=torch.from_numpy(self._heads(rows, -(-contexts // size))),
             block_size=size,
+            trees=trees,
         )
 
     def _heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -83,3 +129,25 @@ class HostForward:
         heads: NDArray[np.int64] = self._tables[:, :width][rows]
         heads *= np.arange(width) < lengths[:, None]
         return heads
+
+
+def _trees(
+    branches: Mapping[int, Branch],
+    row_starts: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    places: NDArray[np.int64],
+    contexts: NDArray[np.int64],
+) -> Trees:
+    """The trees of a batch, by index of the span; what the other arguments say of their rows and spans is set right."""
+    width = max(len(path) for branch in branches.values() for path in branch.paths)
+    paths = np.zeros((len(positions), width), np.int64)
+    for index, branch in branches.items():
+        first = row_starts[index]
+        contexts[index] = branch.base + 1 + max(max(branch.slots), *map(max, branch.paths))
+        places[first : first + len(branch.slots)] = branch.base + np.array(branch.slots)
+        for row, path in enumerate(branch.paths, start=first):
+            paths[row, : len(path)] = path
+            positions[row] = branch.base + len(path) - 1
+    bases = contexts.copy()
+    bases[list(branches)] = [branch.base for branch in branches.values()]
+    return Trees(torch.from_numpy(bases), torch.from_numpy(paths))

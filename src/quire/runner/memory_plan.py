@@ -10,6 +10,7 @@ from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
 from quire.layers.latent import RESTORED_BYTES, LatentLayerConfig, may_expand
 from quire.models.model import Model
 from quire.ops.memory import Scratch
+from quire.runner.proposer import Speculation
 
 LOGIT_SLICE_BYTES = 64 * 2**20
 """Logits of prompts are made in slices of about this size."""
@@ -23,7 +24,7 @@ class MemoryPlan:
     """What the memory is used for. Sizes are bytes.
 
     Attributes:
-        weights: packed weights. quantization: how they are quantized, for people; None: they are not.
+        weights: packed weights, of what drafts too. quantization: how they are quantized, for people; None: they are not.
         activations: the largest step's intermediate results.
         kv_bytes_per_token: all layers.
         kv_saving: see `Model`.
@@ -76,6 +77,7 @@ def plan_memory(
     free_bytes: int,
     activations: int | None = None,
     share: float = FREE_SHARE,
+    speculation: Speculation | None = None,
 ) -> MemoryPlan:
     """Divide the memory.
 
@@ -85,6 +87,7 @@ def plan_memory(
         free_bytes: memory that could be taken now.
         activations: the largest step's intermediate results, where they were measured; otherwise they are counted.
         share: of what is free beside them, for KV.
+        speculation: what drafts, with weights and KV of its own.
 
     Raises:
         PoolTooSmallError: the pool does not hold one request of the `max_model_len` that was asked for.
@@ -94,7 +97,8 @@ def plan_memory(
     """
     notes: list[str] = []
     block_size = config.block_size
-    token_bytes = model.kv_bytes_per_token(config.kv_cache_dtype)
+    own_weights, own_kv = (speculation.weight_bytes, speculation.kv_bytes_per_token) if speculation else (0, 0)
+    token_bytes = model.kv_bytes_per_token(config.kv_cache_dtype) + own_kv
     longest = longest_context(config, model)
     rows = logit_rows(model)
     if activations is None:
@@ -107,7 +111,7 @@ def plan_memory(
     else:
         num_blocks = min(int(max(0, free_bytes - activations) * share) // (block_size * token_bytes), most_useful)
     _check_free(num_blocks * block_size * token_bytes, activations, block_size * token_bytes, free_bytes)
-    fits = _longest_fit(config, model, num_blocks)
+    fits = _longest_fit(config, model, num_blocks, retention(model, speculation))
     if fits < block_size:
         source = (
             f"kv_cache_memory={config.kv_cache_memory}" if config.kv_cache_memory else f"{format_size(free_bytes)} free"
@@ -131,7 +135,7 @@ def plan_memory(
         longest = fits
     _check_whole_prompts(config, longest)
     return MemoryPlan(
-        weights=model.weight_bytes,
+        weights=model.weight_bytes + own_weights,
         activations=activations,
         kv_bytes_per_token=token_bytes,
         num_blocks=num_blocks,
@@ -163,7 +167,8 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     per_token = (4 * layer.hidden_size + 2 * heads * layer.head_dim) * itemsize
     per_token += 3 * 4 * layer.num_heads * layer.head_dim
     restored = RESTORED_BYTES if isinstance(layer, LatentLayerConfig) and may_expand(model.kernels) else 0
-    rows = max(config.max_num_seqs, logit_rows)
+    drafts = config.speculation.num_speculative_tokens if config.speculation else 0
+    rows = max(min(config.max_num_seqs * (1 + drafts), tokens), logit_rows)
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
     return body + restored + rows * model.vocab_size * (itemsize + 12)
 
@@ -233,10 +238,14 @@ def longest_context(config: EngineConfig, model: Model) -> int:
     return asked or trained
 
 
-def _longest_fit(config: EngineConfig, model: Model, num_blocks: int) -> int:
+def retention(model: Model, speculation: Speculation | None) -> int | None:
+    """How many of the last positions the blocks must keep; None: all, as for a drafting model that may see them."""
+    return None if speculation is not None and speculation.kv_bytes_per_token else model.retention
+
+
+def _longest_fit(config: EngineConfig, model: Model, num_blocks: int, window: int | None) -> int:
     """The longest context that one request alone can have; a sliding window needs no more than itself."""
     tokens = max(0, num_blocks - 1) * config.block_size
-    window = model.retention
     if window is not None and tokens >= window + config.max_num_batched_tokens + 2 * config.block_size:
         return max(tokens, model.max_position_embeddings)
     return tokens

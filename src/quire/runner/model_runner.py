@@ -2,16 +2,18 @@
 
 A step has two halves. `launch` tells the device all that there is to do, and does not wait: the sampled tokens stay
 there, where the next step finds them. `LaunchedStep.wait` waits, and makes the result of what came back. On a CPU
-everything is done when `launch` returns.
+everything is done when `launch` returns. Where tokens are drafted (see `drafter`), a step is launched once the host
+knows what the one before it has sampled.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -22,11 +24,14 @@ from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device, Mark
 from quire.runner.device_forward import DeviceForward
+from quire.runner.drafter import Drafter, Outcome, RunnerContext, accepted_path, branch_of, drafts_before, make_move
 from quire.runner.host_forward import HostForward
-from quire.runner.sampler import Sampled, Sampler, Scored
+from quire.runner.proposer import Drafts, Row, Speculation
+from quire.runner.sampler import Sampled, SampledRow, Sampler, Scored, Verified
 
 logger = logging.getLogger(__name__)
 
+NO_DRAFTS = Drafts([])
 NOT_FINITE = "the model's logits or hidden states are not finite (NaN or infinity)"
 FAILED_BEFORE = "an earlier step of this request failed"
 OUT_OF_MEMORY = (
@@ -46,6 +51,7 @@ class ModelRunner:
             step and put back after it: engines side by side, and the program around them, keep their own.
         device: where the model lies.
         forward: how spans get through the model; what suits the kernels, unless said.
+        speculation: drafts tokens; None: nobody does.
 
     Attributes:
         num_halved: how often memory did not suffice for all spans at once.
@@ -59,19 +65,31 @@ class ModelRunner:
         threads: int,
         device: Device | None = None,
         forward: HostForward | DeviceForward | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.num_halved = 0
         self.device = device or Device()
         self.sampler = Sampler(model.vocab_size, model.kernels, self.device)
-        self._forward = forward or HostForward(model, kv)
+        self._forward = forward or HostForward(model, kv, speculation.taps if speculation else ())
         self._logit_rows = logit_rows
         self._threads = threads
         self._requests: dict[int, _Request] = {}
         self._free_rows: list[int] = []  # of the block tables
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
         self._next_number = 0
+        self._rejection = speculation is not None and speculation.rejection
+        self._drafter: Drafter | None = None
+        self._unsettled: LaunchedStep | None = None  # its tokens have not been taken in
+        if speculation is not None:
+            speculation.proposer.beside(kv)
+            context = RunnerContext(model, self.sampler, self._forward, self._row_of)
+            move = make_move(model, kv, self._forward, self._row_of)
+            self._drafter = Drafter(speculation.proposer, context, move)
+
+    def _row_of(self, request: int) -> int:
+        return self._requests[request].row
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step, and wait for it: see `launch`."""
@@ -90,14 +108,35 @@ class ModelRunner:
             begin = self.device.mark()
             self.kv.pulse[0] += 1  # a replay passes no layer
             try:
+                self._settle()
                 self._take_in(plan)
                 failed = self._failed
                 spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
-                parts = self._compute(spans) if spans else []
+                drafts: Mapping[int, Drafts] = {}
+                if self._drafter is not None:
+                    spans, drafts = self._drafter.resolve(spans)
+                parts = self._compute(spans, drafts) if spans else []
             except Exception:
                 self._failed.update(span.request for span in plan.spans)
                 raise
-            return LaunchedStep(plan, parts, begin, self.device.mark())
+            step = LaunchedStep(plan, parts, begin, self.device.mark())
+            if self._drafter is not None:
+                self._unsettled = step
+                if not self.device.asynchronous:
+                    self._settle()
+                    step.end = self.device.mark()
+                step.drafting = self._drafter.take_seconds()
+            return step
+
+    def _settle(self) -> None:
+        """What came of the last step, before anything that depends on it."""
+        step, self._unsettled = self._unsettled, None
+        if step is None or self._drafter is None:
+            return
+        for part, results in zip(step.parts, step.results(), strict=True):
+            outcomes = part.outcomes(results)
+            self._failed.update(outcome.span.request for outcome in outcomes if outcome.result.error is not None)
+            self._drafter.settle(outcomes, part.features)
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
@@ -107,11 +146,15 @@ class ModelRunner:
             if request is not None:
                 self._free_rows.append(request.row)
             self.sampler.end(number)
+            if self._drafter is not None:
+                self._drafter.end(number)
         for info in plan.started:
             row = self._free_rows.pop() if self._free_rows else len(self._requests)
             self._requests[info.request] = _Request(row, info.params.prompt_logprobs or 0)
         for info in plan.started:
             self.sampler.start(info)
+            if self._drafter is not None:
+                self._drafter.start(info)
         grown = [span for span in plan.spans if span.blocks]
         if grown:
             rows = [self._requests[span.request].row for span in grown]
@@ -120,10 +163,10 @@ class ModelRunner:
         if copies:
             self.model.kernels.copy_blocks(self.kv, copies)
 
-    def _compute(self, spans: list[Span]) -> list[_Part]:
+    def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> list[_Part]:
         """All spans at once; where the device's memory does not suffice, one half after the other."""
         try:
-            return [self._compute_at_once(spans)]
+            return [self._compute_at_once(spans, drafts)]
         except torch.OutOfMemoryError:
             self.device.release()
             self.num_halved += 1
@@ -133,18 +176,24 @@ class ModelRunner:
                 return [_Part(spans, error=OUT_OF_MEMORY)]
             logger.warning("out of memory in a step of %d spans: it is computed in two halves", len(spans))
         half = len(spans) // 2
-        return self._compute(spans[:half]) + self._compute(spans[half:])
+        return self._compute(spans[:half], drafts) + self._compute(spans[half:], drafts)
 
-    def _compute_at_once(self, spans: list[Span]) -> _Part:
+    def _compute_at_once(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> _Part:
         """Launch the forward pass, the scores of prompts, and sampling; what comes back, in an order that is kept."""
         rows = np.array([self._requests[span.request].row for span in spans])
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
-        hidden, finite = self._forward(spans, rows, row_starts)
+        trees = {span.request: branch_of(span, drafts[span.request]) for span in spans if span.request in drafts}
+        branches = {request: branch for request, branch in trees.items() if branch is not None}
+        hidden, finite, features = self._forward(spans, rows, row_starts, branches)
         part = _Part(spans, row_starts=row_starts.tolist())
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
-        if part.chosen:
+        if self._drafter is not None:
+            part.drafts, part.features = drafts, features
+            if part.chosen:
+                part.sampled = self._sample_behind(part, hidden)
+        elif part.chosen:
             part.sampled = self._sample(part, hidden, rows)
         [part.finite] = self.device.download(finite)
         return part
@@ -171,25 +220,62 @@ class ModelRunner:
         self._forward.last_tokens.index_copy_(0, table_rows, sampled.tokens)
         return sampled
 
+    def _sample_behind(self, part: _Part, hidden: Tensor) -> Sampled:
+        """A token for each row that is sampled: those of drafts, too."""
+        rows: list[int] = []
+        places: list[Row] = []
+        verified: list[Verified] = []
+        for index in part.chosen:
+            span = part.spans[index]
+            drafts = part.drafts.get(span.request, NO_DRAFTS)
+            first, known = part.row_starts[index + 1] - span.num_sampled, len(span.tokens) - len(drafts.tokens)
+            if self._rejection and drafts.tokens:
+                verified.append(Verified(len(rows), drafts.tokens, drafts.distributions))
+            for row, ahead in enumerate(drafts_before(drafts)):
+                rows.append(first + row)
+                places.append(Row(span.request, span.start + known + len(ahead), ahead))
+        if len(rows) < part.row_starts[-1]:
+            [picked] = self.device.upload(np.array(rows))
+            hidden = hidden.index_select(0, picked)
+        return self.sampler.launch_behind(self.model.logits(hidden[: len(rows)]), places, verified)
+
 
 class LaunchedStep:
-    """A step that the device was told to compute."""
+    """A step that the device was told to compute.
+
+    Attributes:
+        parts: what it was computed in.
+        end: when all of it was done.
+        drafting: see `StepResult`.
+    """
 
     def __init__(self, plan: StepPlan, parts: list[_Part], begin: Mark, end: Mark) -> None:
-        self._plan, self._parts, self._begin, self._end = plan, parts, begin, end
+        self._plan, self.parts, self._begin, self.end = plan, parts, begin, end
+        self.drafting = 0.0
+        self._results: list[list[SpanResult]] | None = None
+
+    def results(self) -> list[list[SpanResult]]:
+        """One a span of each part, once the device has computed them."""
+        if self._results is None:
+            self.end.wait()
+            self._results = [part.results() for part in self.parts]
+        return self._results
 
     def wait(self) -> StepResult:
         """Its result, once the device has computed it."""
-        self._end.wait()
-        began, ended = self._begin.time(), self._end.time()
-        if len(self._parts) == 1 and self._parts[0].spans is self._plan.spans:
-            results = self._parts[0].results()
-        else:  # computed in parts, or without those that failed before
+        self.end.wait()
+        results = self.results()
+        began, ended = self._begin.time(), self.end.time()
+        if len(self.parts) == 1 and self.parts[0].spans is self._plan.spans:
+            [spans] = results
+        else:  # computed in parts, resolved, or without those that failed before
             found = {
-                span.request: r for part in self._parts for span, r in zip(part.spans, part.results(), strict=True)
+                span.request: r
+                for part, own in zip(self.parts, results, strict=True)
+                for span, r in zip(part.spans, own, strict=True)
             }
-            results = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
-        return StepResult(self._plan.number, results, ended - began, began)
+            spans = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
+        return StepResult(self._plan.number, spans, ended - began, began, self.drafting)
 
 
 class _Part:
@@ -200,6 +286,7 @@ class _Part:
         finite: [tokens] whether each row's hidden state is.
         scored: by index of the span, the slices of its prompt's scores.
         chosen: indices of the spans that sample, in the order of `sampled`.
+        drafts: by request, those that its span verifies. features: see `Forwarded`. Both where tokens are drafted.
         error: why none of them has a result.
     """
 
@@ -209,6 +296,9 @@ class _Part:
         self.scored: dict[int, list[Scored]] = {}
         self.chosen: list[int] = []
         self.sampled: Sampled | None = None
+        self.drafts: Mapping[int, Drafts] = {}
+        self.features = torch.empty(0)
+        self._paths: dict[int, list[int]] = {}  # by index of the span, rows that count
 
     def results(self) -> list[SpanResult]:
         """One a span."""
@@ -218,13 +308,41 @@ class _Part:
         for index, slices in self.scored.items():
             entries = [entry for scored in slices for entry in scored.finish()]
             _take_scores(results[index], entries)
-        for index, row in zip(self.chosen, self.sampled.finish() if self.sampled else (), strict=True):
-            result = results[index]
-            result.error = result.error or row.error
-            if result.error is None:
-                result.tokens = [row.token]
-                result.logprobs = None if row.logprobs is None else [row.logprobs]
+        rows = iter(self.sampled.finish() if self.sampled else ())
+        for index in self.chosen:
+            sampled = list(islice(rows, self.spans[index].num_sampled))
+            self._take_sampled(index, results[index], sampled)
         return results
+
+    def _take_sampled(self, index: int, result: SpanResult, rows: list[SampledRow]) -> None:
+        """What a span has sampled: a token, or the drafts that were accepted and one more.
+
+        Rows that failed behind drafts count for nothing: the next step computes them again, as it would without drafts.
+        """
+        drafts = self.drafts.get(self.spans[index].request)
+        if drafts is None:
+            path, good = [0], [result.error or rows[0].error]
+        else:
+            result.num_drafted = len(drafts.tokens)
+            path = accepted_path([row.token for row in rows], drafts)
+            first = self.row_starts[index + 1] - len(rows)
+            hidden = self.finite[first : first + len(rows)].tolist()
+            good = [rows[row].error or (None if hidden[row] else NOT_FINITE) for row in path]
+        path = path[: next((i for i, error in enumerate(good) if error is not None), len(path))]
+        result.error = None if path else good[0]
+        result.tokens = [rows[row].token for row in path]
+        entries = [entry for row in path if (entry := rows[row].logprobs) is not None]
+        result.logprobs = entries or None
+        known = len(self.spans[index].tokens) - len(rows)
+        self._paths[index] = [*range(known), *(known + row for row in path)]
+
+    def outcomes(self, results: list[SpanResult]) -> list[Outcome]:
+        """The spans with what came of them, which are this part's `results`."""
+        rows = [list(range(len(span.tokens))) for span in self.spans]
+        return [
+            Outcome(span, result, self._paths.get(index, rows[index]), self.row_starts[index])
+            for index, (span, result) in enumerate(zip(self.spans, results, strict=True))
+        ]
 
     def _finite_results(self) -> list[SpanResult]:
         """An empty result a span, or an error for each span with a row that is not finite.

@@ -4,14 +4,17 @@ For a request the order is: penalties, bias and masks, temperature, min-p, top-k
 keyed by (seed, choice, purpose, position, token id); the largest score wins. So no state of a generator
 exists that the order of requests could disturb, and a request gets the same tokens in any company.
 Reported log-probabilities are those of the raw logits.
+
+To verify drafts, a request has several rows: each is sampled as if the drafts before it were its tokens, and how far
+it has gone is told afterwards (`take`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo, TokenLogprobs
-from quire.ops import Kernels, choose_kernels
+from quire.ops import Kernels, choose_kernels, rejection
 from quire.ops import sampling as ops
 from quire.ops.logit_edits import Edits, History, Lists, count_tokens, list_arrays
 from quire.runner.device import Device
+from quire.runner.proposer import Row
 from quire.runner.token_counts import DeviceCounts, TokenCounts
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -35,6 +39,8 @@ _STATE = np.dtype(
     [
         ("next", np.int64),  # the position that the next token takes
         ("stream", np.uint64),  # `noise_stream`
+        ("accept", np.uint64),  # those of the classic rule
+        ("resample", np.uint64),
         ("temperature", np.float32),  # 0: greedy
         ("log_min_p", np.float32),
         ("top_k", np.int64),
@@ -49,8 +55,13 @@ _STATE = np.dtype(
 )
 """What a request's row of the sampler's table says, so that a step is prepared for all requests at once."""
 
+_STREAMS = {"stream": ops.Purpose.SAMPLE, "accept": ops.Purpose.ACCEPT, "resample": ops.Purpose.RESAMPLE}
+
 _FILTERS = 5
 """Arrays that `_filter_arrays` makes."""
+
+CANDIDATES = 64
+"""Tokens among which a tree's branches are chosen."""
 
 
 @dataclass(slots=True)
@@ -101,13 +112,17 @@ class _Edited:
         if self.counts is not None:
             self.counts.add(token)
 
-    def banned(self, position: int) -> NDArray[np.int64]:
+    def seen(self, ahead: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The tokens so far and how often each stands in the output, drafts included; none without penalties."""
+        return (_NO_IDS, _NO_VALUES) if self.counts is None else self.counts.behind(ahead)
+
+    def banned(self, position: int, ahead: Sequence[int]) -> NDArray[np.int64]:
         """Ids that must not come next: stop ids before `min_tokens`, ends of bad words.
 
         Raises:
             RuntimeError: this request's edits depend on a token before `position` that is not known yet.
         """
-        if self.needs_tokens and self.known != position:
+        if self.needs_tokens and self.known + len(ahead) != position:
             raise RuntimeError(
                 f"position {position} of a request with bad_words or penalties is sampled while only {self.known} "
                 "tokens before it are known: its last launch must be finished first"
@@ -118,9 +133,23 @@ class _Edited:
         found = set(ids)
         for word in self.bad_words:
             before = len(word) - 1
-            if before <= len(self.output) and self.output[len(self.output) - before :] == word[:-1]:
+            last = [*self.output[-before:], *ahead][-before:] if before else []
+            if last == word[:-1]:
                 found.add(word[-1])
         return np.array(sorted(found), np.int64)
+
+
+class Verified(NamedTuple):
+    """Rows of one request that verify drafts by the classic rule: see `rejection.verify`.
+
+    Attributes:
+        first: its first row; each of the drafts has one, and there is one more.
+        distributions: [drafts, vocabulary], what they were drawn from; None: each was certain.
+    """
+
+    first: int
+    drafts: list[int]
+    distributions: Tensor | None
 
 
 @dataclass(slots=True)
@@ -212,7 +241,7 @@ class Sampler:
         vocab = self._vocab_size
         state = {
             "next": len(info.prompt_token_ids) + len(info.output_token_ids),
-            "stream": ops.noise_stream(params.seed or 0, info.choice, ops.Purpose.SAMPLE),
+            **{name: ops.noise_stream(params.seed or 0, info.choice, purpose) for name, purpose in _STREAMS.items()},
             "temperature": 0.0 if params.greedy else params.temperature,
             "log_min_p": math.log(params.min_p) if params.min_p else -math.inf,
             "top_k": min(params.top_k or vocab, vocab),
@@ -278,7 +307,7 @@ class Sampler:
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def launch(self, logits: Tensor, rows: list[tuple[int, int]]) -> Sampled:
+    def launch(self, logits: Tensor, rows: Sequence[tuple[int, int]]) -> Sampled:
         """Queues the sampling of one token a row, and remembers that each row's request has gone on.
 
         The next launch need not wait until this one is finished, but where a request has `bad_words`: what they
@@ -300,29 +329,72 @@ class Sampler:
         slots = np.array([self._slots[request] for request, _ in rows], np.int64)
         state = self._table[slots]
         self._check_positions(state["next"], rows)
-        asked, edited = (state["logprobs"] >= 0).nonzero()[0], state["edited"].nonzero()[0]
-        held = [self._edited[rows[i][0]] for i in edited.tolist()]
-        arrays = self._edit_arrays(state[edited], edited, held) if held else []
-        asked_rows, *sent = self._device.upload(asked, *_filter_arrays(state), *arrays)
-        filters = self._filters(state, sent[:_FILTERS])
-        edits = self._edits(sent[_FILTERS:]) if held else None
-        raw, raw_rows = logits, asked_rows
-        if state["edited"][asked].any():  # then keep copies, since what follows changes them
-            raw, raw_rows = logits[asked_rows], torch.arange(len(asked), device=logits.device)
-        tokens, finite = self._draw(logits, filters, edits)
-        scored = None
-        if len(asked):
-            scored = self._launch_scores(raw, raw_rows, tokens[asked_rows].clamp_(min=0), state["logprobs"][asked])
-        told = [(i, request) for i, request in zip(edited.tolist(), held, strict=True) if request.needs_tokens]
-        on_host, finite = self._device.download(tokens, finite)
+        sampled, edits = self._launch(logits, rows, state, None, ())
         # Requests go on only now, so that a step for which the memory did not suffice can be tried again.
         self._table["next"][slots] += 1
         if edits is not None and isinstance(edits.seen, History):
-            count_tokens(edits.seen, tokens[edits.rows])
-        sampled = Sampled(tokens, on_host, finite, edited, told, asked, scored)
+            count_tokens(edits.seen, sampled.tokens[edits.rows])
         if not self._device.asynchronous:
             sampled.tell()
         return sampled
+
+    def launch_behind(self, logits: Tensor, places: Sequence[Row], verified: Sequence[Verified] = ()) -> Sampled:
+        """Queues the sampling of one token a place, any number of which may be a request's.
+
+        The requests go on when `take` says which tokens are theirs; everything before must have been told.
+
+        Args:
+            logits: [places, vocab] fp32, contiguous. They may be overwritten.
+            verified: rows whose drafts are accepted by the classic rule: they get the draft where it is accepted, else
+                what was drawn in its place.
+
+        Returns, raises: as `launch`.
+        """
+        rows = [(place.request, place.position) for place in places]
+        state, ahead = self._state_behind(places)
+        return self._launch(logits, rows, state, ahead, verified)[0]
+
+    def draw(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
+        """The tokens [places] that would be sampled there: see `launch_behind`. Nobody goes on by it."""
+        filters, edits, _ = self._prepare(*self._state_behind(places), [place.request for place in places])
+        return self._draw(logits, filters, edits)[0]
+
+    def distributions(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
+        """What `draw` draws from: probabilities [places, vocab]. The logits may be overwritten."""
+        filters, edits, _ = self._prepare(*self._state_behind(places), [place.request for place in places])
+        if edits is not None:
+            self._kernels.edit_logits(logits, edits)
+        probabilities: Tensor = rejection.probabilities(logits, filters)
+        return probabilities
+
+    def candidates(self, logits: Tensor, places: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
+        """The tokens that are likeliest to be sampled: ids and log-confidences [places, width].
+
+        The confidence is the softmax of logits over temperature plus the noise with which they will be sampled, among
+        the best `CANDIDATES`; greedy requests have neither. Filters are left out: their survivors come first anyway.
+        """
+        filters, edits, _ = self._prepare(*self._state_behind(places), [place.request for place in places])
+        if edits is not None:
+            self._kernels.edit_logits(logits, edits)
+        values, ids = logits.topk(min(CANDIDATES, logits.shape[1]), -1)
+        noisy = filters.temperature > 0
+        scores = values.double() / torch.where(noisy, filters.temperature, 1.0)[:, None]
+        noise = ops.gumbel(ops.noise_bits(filters.keys[:, None], ids))
+        scores = (scores + torch.where(noisy[:, None], noise, 0.0)).log_softmax(-1)
+        best = scores.topk(min(width, scores.shape[1]), -1)
+        return ids.gather(1, best.indices), best.values
+
+    def take(self, request: int, tokens: Sequence[int]) -> None:
+        """These are the request's next tokens."""
+        slot = self._slots[request]
+        self._table["next"][slot] += len(tokens)
+        history = int(self._table["history"][slot])
+        if history > 0 and self._history is not None:
+            self._history.add(history, tokens)
+        edited = self._edited.get(request)
+        if edited is not None:
+            for token in tokens:
+                edited.append(token)
 
     def sample(self, logits: Tensor, rows: list[tuple[int, int]]) -> list[SampledRow]:
         """`launch`, and wait for what comes of it."""
@@ -354,15 +426,92 @@ class Sampler:
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def _check_positions(self, expected: NDArray[np.int64], rows: list[tuple[int, int]]) -> None:
+    def _launch(
+        self,
+        logits: Tensor,
+        rows: Sequence[tuple[int, int]],
+        state: NDArray[Any],
+        ahead: Sequence[Sequence[int]] | None,
+        verified: Sequence[Verified],
+    ) -> tuple[Sampled, Edits | None]:
+        """What `launch` and `launch_behind` share; `ahead` is None where no request has more than one row."""
+        requests = [request for request, _ in rows]
+        asked, edited = (state["logprobs"] >= 0).nonzero()[0], state["edited"].nonzero()[0]
+        filters, edits, [asked_rows] = self._prepare(state, ahead, requests, asked)
+        raw, raw_rows = logits, asked_rows
+        if state["edited"][asked].any():  # then keep copies, since what follows changes them
+            raw, raw_rows = logits[asked_rows], torch.arange(len(asked), device=logits.device)
+        tokens, finite = self._draw(logits, filters, edits)
+        if verified:
+            self._verify(logits, filters, state, tokens, verified)
+        scored = None
+        if len(asked):
+            scored = self._launch_scores(raw, raw_rows, tokens[asked_rows].clamp_(min=0), state["logprobs"][asked])
+        told = []
+        if ahead is None:
+            held = [(i, self._edited[requests[i]]) for i in edited.tolist()]
+            told = [(i, request) for i, request in held if request.needs_tokens]
+        on_host, finite = self._device.download(tokens, finite)
+        return Sampled(tokens, on_host, finite, edited, told, asked, scored), edits
+
+    def _state_behind(self, places: Sequence[Row]) -> tuple[NDArray[Any], list[Sequence[int]]]:
+        """Rows of the table for these places, with their positions in `next`; and their drafts."""
+        state = self._table[[self._slots[place.request] for place in places]]
+        ahead = [place.ahead for place in places]
+        rows = [(place.request, place.position - len(place.ahead)) for place in places]
+        self._check_positions(state["next"], rows)
+        state["next"] = [place.position for place in places]
+        return state, ahead
+
+    def _prepare(
+        self,
+        state: NDArray[Any],
+        ahead: Sequence[Sequence[int]] | None,
+        requests: Sequence[int],
+        *arrays: NDArray[Any],
+    ) -> tuple[ops.Filters, Edits | None, list[Tensor]]:
+        """Filters and edits of some rows, and whatever else is to be sent to the device with them."""
+        edited = state["edited"].nonzero()[0]
+        held = [self._edited[requests[i]] for i in edited.tolist()]
+        behind: list[Sequence[int]] = [ahead[i] if ahead else () for i in edited.tolist()]
+        edit_arrays = self._edit_arrays(state[edited], edited, held, behind) if held else []
+        sent = self._device.upload(*arrays, *_filter_arrays(state), *edit_arrays)
+        others, sent = sent[: len(arrays)], sent[len(arrays) :]
+        filters = self._filters(state, sent[:_FILTERS])
+        edits = self._edits(sent[_FILTERS:]) if held else None
+        if edits is not None and isinstance(edits.seen, History) and any(behind) and self._history is not None:
+            edits.seen = self._history.behind(edits.seen, behind)
+        return filters, edits, others
+
+    def _verify(
+        self, logits: Tensor, filters: ops.Filters, state: NDArray[Any], tokens: Tensor, verified: Sequence[Verified]
+    ) -> None:
+        """Put into `tokens` what the classic rule makes of drafts."""
+        accept = ops.noise_keys(state["accept"], state["next"]).tolist()
+        resample = ops.noise_keys(state["resample"], state["next"]).tolist()
+        for first, drafts, distributions in verified:
+            rows = torch.arange(first, first + len(drafts), device=logits.device)
+            if bool((tokens[rows] < 0).any()):
+                continue  # not finite: the drafts that are sampled by chance count, and the request ends there
+            place = slice(first, first + len(drafts))
+            target = rejection.probabilities(logits[rows], filters.of(rows))
+            accepted, drawn = rejection.verify(target, drafts, distributions, accept[place], resample[place])
+            tokens[rows[:accepted]] = torch.tensor(drafts[:accepted], device=tokens.device)
+            if drawn is not None:
+                tokens[first + accepted] = drawn
+
+    def _check_positions(self, expected: NDArray[np.int64], rows: Sequence[tuple[int, int]]) -> None:
         wrong = (expected != [position for _, position in rows]).nonzero()[0]
         if len(wrong):
             request, position = rows[wrong[0]]
             raise ValueError(f"request {request} samples position {position}, but its next is {expected[wrong[0]]}")
 
-    def _edit_arrays(self, state: NDArray[Any], rows: NDArray[np.int64], requests: list[_Edited]) -> list[NDArray[Any]]:
-        """What `_edits` takes, for some of a step's rows and the requests that they belong to."""
-        banned = [r.banned(position) for r, position in zip(requests, state["next"].tolist(), strict=True)]
+    def _edit_arrays(
+        self, state: NDArray[Any], rows: NDArray[np.int64], requests: list[_Edited], ahead: list[Sequence[int]]
+    ) -> list[NDArray[Any]]:
+        """What `_edits` takes, for some of a step's rows, the requests that they belong to, and drafts before them."""
+        positions = state["next"].tolist()
+        banned = [r.banned(position, drafts) for r, position, drafts in zip(requests, positions, ahead, strict=True)]
         arrays = [
             *(rows, state["repetition"], state["frequency"], state["presence"]),
             *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),
@@ -371,7 +520,7 @@ class Sampler:
         ]
         if self._history is not None:
             return [*arrays, state["history"]]
-        seen = [(r.counts.ids, r.counts.counts) if r.counts else (_NO_IDS, _NO_VALUES) for r in requests]
+        seen = [request.seen(drafts) for request, drafts in zip(requests, ahead, strict=True)]
         return [*arrays, *list_arrays([ids for ids, _ in seen], [counts for _, counts in seen])]
 
     def _edits(self, sent: list[Tensor]) -> Edits:

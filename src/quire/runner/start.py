@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from quire.runner.device import Device
 from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes
 from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
 from quire.runner.model_runner import ModelRunner
+from quire.runner.proposer import Speculation
 
 OnLoad = Callable[[str, float], None]
 """Told (phase, share done from 0 to 1) while an engine starts."""
@@ -36,24 +37,33 @@ class Started:
     notes: tuple[str, ...]
 
 
-def start_runner(config: EngineConfig, model: Model, device: Device, threads: int, report: OnLoad) -> Started:
-    """Plan the memory and make the runner.
+def start_runner(
+    config: EngineConfig,
+    model: Model,
+    device: Device,
+    threads: int,
+    report: OnLoad,
+    speculation: Speculation | None = None,
+) -> Started:
+    """Plan the memory and make the runner; `speculation` drafts for it.
 
     Raises:
         ConfigError: what was asked for does not fit; see `plan_memory`.
     """
     report("planning memory", 1.0)
     if not device.asynchronous:
-        plan = plan_memory(config, model, free_memory())
+        plan = plan_memory(config, model, free_memory(), speculation=speculation)
     else:
         activations = _measured_activations(config, model, device)
-        plan = plan_memory(config, model, _granted(config, device), activations, share=1.0)
+        granted = _granted(config, device)
+        plan = plan_memory(config, model, granted, activations, share=1.0, speculation=speculation)
     kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype)
     if not model.kernels.reads_spans:
-        return Started(ModelRunner(model, kv, plan.logit_rows, threads, device), kv, plan, ())
+        return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation), kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
-    forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare)
+    taps = speculation.taps if speculation else ()
+    forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, taps)
     notes = [f"device: {device.describe()}"]
     if forward.graphs == "lazy":
         notes.append(f"up to {len(all_sizes(config.max_num_seqs))} CUDA graphs are recorded, each at its first use")
@@ -62,13 +72,22 @@ def start_runner(config: EngineConfig, model: Model, device: Device, threads: in
         with torch.inference_mode(), device.active():
             forward.record_all(lambda share: report("recording CUDA graphs", share))
         notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
-    return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, forward), kv, plan, tuple(notes))
+    runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation)
+    return Started(runner, kv, plan, tuple(notes))
 
 
 def _device_forward(
-    config: EngineConfig, model: Model, kv: KVCache, device: Device, longest: int, graphs: str = "off", spare: int = 0
+    config: EngineConfig,
+    model: Model,
+    kv: KVCache,
+    device: Device,
+    longest: int,
+    graphs: str = "off",
+    spare: int = 0,
+    taps: Sequence[int] = (),
 ) -> DeviceForward:
-    return DeviceForward(model, kv, device, config.max_num_seqs, -(-longest // config.block_size), graphs, spare)
+    width = -(-longest // config.block_size)
+    return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, taps)
 
 
 def _granted(config: EngineConfig, device: Device) -> int:

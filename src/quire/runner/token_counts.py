@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.ops.logit_edits import IN_OUTPUT, IN_PROMPT
+from quire.ops.logit_edits import IN_OUTPUT, IN_PROMPT, History
 from quire.runner.device import Device
 
 
@@ -45,6 +46,20 @@ class TokenCounts:
         """How often each of `ids` stands in the output."""
         return self._counts[: len(self._place)]
 
+    def behind(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """`ids` and `counts` as they would be if the drafts were tokens of the output."""
+        if not drafts:
+            return self.ids, self.counts
+        new: dict[int, int] = {}
+        places = []
+        for token in drafts:
+            place = self._place.get(token)
+            places.append(new.setdefault(token, len(self._place) + len(new)) if place is None else place)
+        ids = np.concatenate([self.ids, np.array(list(new), np.int64)])
+        counts = np.concatenate([self.counts, np.zeros(len(new), np.float32)])
+        np.add.at(counts, places, 1)
+        return ids, counts
+
 
 class DeviceCounts:
     """The tokens of all requests that have penalties, on the device, where a step can count what it has sampled.
@@ -79,6 +94,21 @@ class DeviceCounts:
         ids, numbers = self._device.upload(np.array(list(values), np.int64), np.array(list(values.values()), np.int32))
         self.counts[row].index_copy_(0, ids, numbers)
         return row
+
+    def behind(self, seen: History, drafts: Sequence[Sequence[int]]) -> History:
+        """The history of rows that have drafts before them, as if these were tokens of the output; a copy."""
+        rows = np.repeat(np.arange(len(drafts)), [len(part) for part in drafts])
+        tokens = np.fromiter(chain.from_iterable(drafts), np.int64, len(rows))
+        of_rows, places = self._device.upload(rows, rows * self.counts.shape[1] + tokens)
+        counts = self.counts[seen.requests]
+        amounts = (seen.requests > 0).to(torch.int32)[of_rows] * IN_OUTPUT
+        counts.view(-1).index_add_(0, places, amounts)
+        return History(counts, torch.arange(len(counts), device=counts.device))
+
+    def add(self, row: int, tokens: Sequence[int]) -> None:
+        """Count tokens as the next of a row's output."""
+        [ids] = self._device.upload(np.array(tokens, np.int64))
+        self.counts[row].index_add_(0, ids, torch.full_like(ids, IN_OUTPUT, dtype=torch.int32))
 
     def give_back(self, row: int) -> None:
         self._free.append(row)

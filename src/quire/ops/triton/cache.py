@@ -54,11 +54,15 @@ def copy_blocks(kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
     """See `Kernels.copy_blocks`. The list goes to the device: not for a captured graph."""
     if not copies:
         return
+    _copy_on_device(kv, torch.tensor(copies).to(kv.data.device, non_blocking=True))  # the host waits for no step before
+
+
+def _copy_on_device(kv: KVCache, copies: torch.Tensor) -> None:
+    """Copies [copies, 3] int64, in this cache and those beside it."""
     planes, size = kv.layers * kv.kv_heads * kv.sides, kv.block_size * kv.head_dim
     grid = len(copies), planes, -(-size // COPIED)
-    on_device = torch.tensor(copies).to(kv.data.device, non_blocking=True)  # the host waits for no step before
     _copy_blocks[grid](
-        *(kv.data, kv.scales, on_device),
+        *(kv.data, kv.scales, copies),
         PLANES=planes,
         PLANE=kv.data.stride(3),
         DIM=kv.head_dim,
@@ -67,6 +71,8 @@ def copy_blocks(kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         num_warps=4,
         enable_fp_fusion=False,
     )
+    for other in kv.others:
+        _copy_on_device(other, copies)
 
 
 def rotate_and_store(

@@ -1,0 +1,383 @@
+"""How many tokens to draft for each decoding request: as many as make the most tokens a second.
+
+A draft costs its row of the step that verifies it, and its own making. What both cost is measured as steps go by; how
+often a request's drafts are accepted, too. What is not known, or has not been seen for long, is taken to be cheap, so
+that it is tried and then known. Nothing here changes a token, only the time it takes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FORGET = 0.95
+"""Weight that a draft's verdict keeps with each newer one of its request, or with each idle step: some 20 count."""
+
+_FORGET_TIME = 0.95
+"""Weight that a step's time keeps with each newer step: the context grows, and others load the machine."""
+
+_OUTLIER = 2.0
+"""A time counts as at most this many times what was expected, so that one hiccup does not count for long."""
+
+_CREDIBLE = 1.2
+"""A mean is at most this many times the newest time: steps may be slowed down, but none is too fast."""
+
+_FREE_ROWS = 1.5
+"""So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
+
+_MARGIN = 1.02
+"""Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
+
+_SMALLEST_CHANCE = 0.05
+"""A draft that is less likely to be accepted is not worth looking at."""
+
+_LEVELS = 20
+"""Chances are rounded to one of so many, and requests of equal chance are decided together."""
+
+_LIFE, _LONGEST_LIFE = 40, 400
+"""Steps for which a time is believed that was seen once, and most often."""
+
+_FIRST_LOOK = 8
+"""Steps after which the time without drafts is measured again at first: all is compared with it, and the first steps
+of a process are slow ones. Then after twice as many, and so on."""
+
+_PROBE, _LONGEST_PROBE = 32, 256
+"""Steps after which a request that gets no drafts is given one, to see whether they are accepted by now."""
+
+_SURE = 3.0
+"""A probe that was accepted is followed by another one until so many trials back the estimate."""
+
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Depths that are looked at, beside the deepest."""
+
+_PROBED_SHARE = 4
+"""One in so many requests is probed in a step at most."""
+
+
+@dataclass(slots=True)
+class DraftState:
+    """What is known of a request's drafts. At first a few trials that never were, three in four accepted.
+
+    Attributes:
+        tried: forgotten count of drafts that were decided on: those accepted, and the first one that was not. For
+            trees: of verifications.
+        accepted: forgotten count of those accepted.
+        level: their quotient, the chance to be accepted (for trees: what is accepted of one), in parts of `_LEVELS`.
+        idle: steps since it was given drafts.
+        wait: idle steps until it is probed.
+        again: probe it at once.
+    """
+
+    tried: float = 4.0
+    accepted: float = 3.0
+    level: int = 15
+    idle: int = 0
+    wait: int = _PROBE
+    again: bool = False
+
+    def resume(self) -> None:
+        """It gets drafts after idle steps: what was known counts less, but never less than one trial."""
+        keep = max(_FORGET**self.idle, min(1.0, 1.0 / self.tried))
+        self.tried *= keep
+        self.accepted *= keep
+        self.idle = 0
+
+    def learn(self, trials: int, accepted: int) -> None:
+        """Of so many trials, some were accepted."""
+        keep = _FORGET**trials
+        self.tried = keep * self.tried + trials
+        self.accepted = keep * self.accepted + accepted
+        self.level = int(_LEVELS * self.accepted / self.tried + 0.5)
+        self.again = accepted > 0 and self.tried < _SURE
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Steps of about as many rows: forgotten means, and when they were seen. `size` is in rows or drafts."""
+
+    size: float = 0.0
+    seconds: float = 0.0
+    weight: float = 0.0
+    count: int = 0
+    last: int = 0
+
+
+class _Times:
+    """Seconds by size, measured in cells (1, 2, ... 8, 10, 12, 14, 16, 20, ...) and interpolated between them.
+
+    A cell is believed for a while after it was last seen, longer the more often it was. Larger steps take no less time.
+
+    Args:
+        free: sizes beyond the largest known one cost what the curve's last piece says (of one known size: no more), and
+            at least their proportion of this many times the largest.
+        once: or of so much more than it.
+        origin: size 0 takes no time.
+    """
+
+    def __init__(self, free: float, once: int = 0, origin: bool = False) -> None:
+        self._free = free
+        self._once = once
+        self._origin = origin
+        self._cells: dict[int, _Cell] = {}
+        self._fresh: set[int] = set()
+        self.sizes: list[float] = []
+        self._seconds: list[float] = []
+
+    def observe(self, now: int, size: int, seconds: float) -> None:
+        """A step, the `now`th, of this size took so long."""
+        usual = self.at(size) if self.sizes else seconds
+        seconds = min(seconds, _OUTLIER * usual or seconds)
+        cell = self._cells.setdefault(_cell_of(size), _Cell())
+        kept = cell.weight * _FORGET_TIME ** (now - cell.last)
+        cell.weight = kept + 1.0
+        cell.seconds = min(cell.seconds, _CREDIBLE * seconds)
+        cell.seconds += (seconds - cell.seconds) / cell.weight
+        cell.size += (size - cell.size) / cell.weight
+        cell.count += 1
+        cell.last = now
+
+    def refresh(self, now: int) -> None:
+        """Makes the curve of the cells that are still believed."""
+        live = {k: c for k, c in self._cells.items() if now - c.last < min(_LONGEST_LIFE, _LIFE * c.count)}
+        self._fresh = {k for k, c in live.items() if now - c.last < _FIRST_LOOK * 2 ** min(c.count - 1, 5)}
+        cells = sorted(live.values(), key=lambda cell: cell.size)
+        self.sizes = [cell.size for cell in cells]
+        self._seconds = [cell.seconds for cell in cells]
+        for i in range(len(cells) - 2, -1, -1):
+            self._seconds[i] = min(self._seconds[i], self._seconds[i + 1])
+        if self._origin and cells:
+            self.sizes.insert(0, 0.0)
+            self._seconds.insert(0, 0.0)
+
+    def sure_of(self, size: int) -> bool:
+        """Whether steps of about this size were seen lately, and more than once if not just now."""
+        return _cell_of(size) in self._fresh
+
+    def at(self, size: float) -> float:
+        """Seconds at this size; 0 where nothing is known."""
+        sizes, seconds = self.sizes, self._seconds
+        if not sizes:
+            return 0.0
+        free = max(self._free * sizes[-1], sizes[-1] + self._once)
+        least = seconds[-1] * size / free if size > sizes[-1] else 0.0
+        if len(sizes) == 1:
+            return max(seconds[0], least)
+        i = min(max(1, bisect_left(sizes, size)), len(sizes) - 1)  # beyond either end the last piece goes on
+        slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1])
+        return max(seconds[i] + slope * (size - sizes[i]), least)
+
+
+def _cell_of(size: int) -> int:
+    """The number of the cell: up to 8 a size has its own, then there are four to every doubling."""
+    if size < 8:
+        return size
+    power = size.bit_length() - 1
+    return 4 * power + (size >> (power - 2) & 3)
+
+
+_Item = tuple[float, int, int, int]
+"""Equal drafts: (-(chance to be accepted), which one of its request, level of its request, rows)."""
+
+
+class DraftLengths:
+    """Decides how many tokens to draft for each decoding request.
+
+    A request of which a draft is accepted with chance a makes (1 - a^(k+1)) / (1 - a) tokens of k drafts (Leviathan et
+    al. 2023): its j-th draft is worth a^j. The best n drafts of all requests are those worth the most; n, and the
+    depth that drafting goes to, are chosen for the most tokens a second.
+
+    Args:
+        most: drafts of one request.
+        whole: a request gets `most` drafts (a tree) or none; the mean number accepted is what they are worth.
+
+    Raises:
+        ValueError: `most` is less than 1.
+    """
+
+    def __init__(self, most: int, *, whole: bool = False) -> None:
+        if most < 1:
+            raise ValueError(f"most is {most}; it must be at least 1 (without drafts there is nothing to decide)")
+        self._most = most
+        self._whole = whole
+        self._verifying = _Times(_FREE_ROWS, once=most if whole else 1)
+        self._drafting = _Times(1.0, origin=True)
+        self._now = 0
+        self._since_probe = 0
+
+    def observe(self, rows: int, seconds: float, drafting: float, depth: int, drafted_requests: int) -> None:
+        """Learn from a step of decodes and their drafts, without prompts.
+
+        Args:
+            rows: computed, drafts included.
+            seconds: of the step.
+            drafting: how many of those went by in drafting.
+            depth: the most drafts of one request.
+            drafted_requests: how many had any.
+        """
+        self._now += 1
+        self._verifying.observe(self._now, rows, max(0.0, seconds - drafting))
+        self._verifying.refresh(self._now)
+        if drafted_requests and depth:
+            self._drafting.observe(self._now, self._most if self._whole else depth, drafting)
+        self._drafting.refresh(self._now)
+
+    def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
+        """Of `proposed` drafts that were verified, so many were accepted."""
+        if not proposed:  # the proposer had none: that says nothing of those that it will have
+            state.again = True
+            return
+        state.learn(1 if self._whole else accepted + (accepted < proposed), accepted)
+
+    def choose(self, states: Sequence[DraftState], room: Sequence[int], budget: int, base_rows: int) -> list[int]:
+        """How many drafts each request gets in a step.
+
+        Args:
+            states: of the step's decoding requests.
+            room: drafts that each may have at most.
+            budget: drafts that all may have together.
+            base_rows: rows that the step computes without drafts.
+        """
+        lengths = [0] * len(states)
+        if states and budget > 0 and self._verifying.sure_of(base_rows):
+            levels = [state.level for state in states]
+            items = self._items(levels, room)
+            if items:
+                rows, depth = self._best(items, len(states), budget, base_rows)
+                if rows:
+                    self._grant(lengths, levels, room, [item for item in items if item[1] <= depth], rows)
+        self._probe(lengths, states, room, budget - sum(lengths))
+        return lengths
+
+    def _items(self, levels: list[int], room: Sequence[int]) -> list[_Item]:
+        """All drafts that may be made, those worth most first."""
+        most = self._most
+        groups: dict[int, list[int]] = {}  # level: how many of its requests have room for 0, 1, ... drafts
+        if max(room) > most:
+            room = [min(drafts, most) for drafts in room]
+        for (level, drafts), count in Counter(zip(levels, room, strict=True)).items():
+            groups.setdefault(level, [0] * (most + 1))[drafts] += count
+        if self._whole:
+            return sorted(
+                (-level / _LEVELS / most, most, level, most * fits[most])
+                for level, fits in groups.items()
+                if level and fits[most]
+            )
+        items = []
+        for level, fits in groups.items():
+            left, chance = sum(fits), 1.0
+            for depth in range(1, most + 1):
+                left -= fits[depth - 1]
+                chance *= level / _LEVELS
+                if not left or chance < _SMALLEST_CHANCE:
+                    break
+                items.append((-chance, depth, level, left))
+        items.sort()
+        return items
+
+    def _best(self, items: list[_Item], requests: int, budget: int, base: int) -> tuple[int, int]:
+        """How many drafts of the best depth make the most tokens a second, and that depth; (0, 0): none do."""
+        points = self._points(base, min(budget, sum(item[3] for item in items)))
+        base_seconds = points[0][1]
+        best, rows, best_depth = _MARGIN * requests / base_seconds if base_seconds else 0.0, 0, 0
+        last = 0.0
+        for depth in self._depths(items, base_seconds):
+            drafting = self._drafting.at(depth)
+            rate, end = _walk([item for item in items if item[1] <= depth], points, requests, drafting)
+            if rate < last:
+                break  # each further draft is worth less, and its making costs no less
+            last = rate
+            if rate > best:
+                best, rows, best_depth = rate, end - base, depth
+        return rows, best_depth
+
+    def _points(self, base: int, most: int) -> list[tuple[int, float]]:
+        """The corners of the curve of step times from `base` rows to `most` more."""
+        at, sizes = self._verifying.at, self._verifying.sizes
+        corners = {base, base + most}
+        for size in (*sizes, sizes[-1] * _FREE_ROWS, sizes[-1] + self._most):
+            if base < size < base + most:
+                corners.add(int(size))
+        return [(corner, at(corner)) for corner in sorted(corners)]
+
+    def _depths(self, items: list[_Item], base_seconds: float) -> Sequence[int]:
+        """The depths to look at: those that differ in what drafting takes.
+
+        That is one draft while nobody knows it, and the deepest where it takes nothing.
+        """
+        deepest = max(item[1] for item in items)
+        if self._whole:
+            return (deepest,)
+        if not self._drafting.sizes:
+            return (1,)
+        if self._drafting.at(deepest) < 0.005 * base_seconds:
+            return (deepest,)
+        return (*(depth for depth in _DEPTHS if depth < deepest), deepest)
+
+    def _grant(self, lengths: list[int], levels: list[int], room: Sequence[int], items: list[_Item], rows: int) -> None:
+        """Gives out the first `rows` drafts of `items`."""
+        full: dict[int, int] = {}
+        part, part_depth, part_left = -1, 0, 0  # the level of which only some requests get one more
+        for _, depth, level, count in items:
+            if rows < count:
+                part, part_depth, part_left = level, depth, rows // (self._most if self._whole else 1)
+                break
+            full[level] = depth
+            rows -= count
+        for i, level in enumerate(levels):
+            length = full.get(level, 0)
+            if level == part and part_left and room[i] >= part_depth:
+                length = part_depth
+                part_left -= 1
+            if length > room[i]:
+                length = 0 if self._whole else room[i]
+            lengths[i] = length
+
+    def _probe(self, lengths: list[int], states: Sequence[DraftState], room: Sequence[int], budget: int) -> None:
+        """Counts the idle steps of those that get nothing, and now and then gives some of them a draft."""
+        length = self._most if self._whole else 1
+        self._since_probe += 1
+        turn = self._since_probe >= _PROBE  # all probe in the same steps: a draft model's steps are dear for one alone
+        left = min(budget // length, max(1, len(states) // _PROBED_SHARE))
+        if turn:
+            self._since_probe = 0
+        for i, state in enumerate(states):
+            if lengths[i]:
+                if state.idle:
+                    state.resume()
+                state.wait = _PROBE
+            else:
+                state.idle += 1
+                if (state.again or (turn and state.idle >= state.wait)) and left > 0 and room[i] >= length:
+                    lengths[i] = length
+                    left -= 1
+                    state.wait = min(_LONGEST_PROBE, state.wait if state.again else 2 * state.wait)
+                    state.resume()
+            state.again = False
+
+
+def _walk(items: list[_Item], points: list[tuple[int, float]], tokens: float, drafting: float) -> tuple[float, int]:
+    """The most tokens a second with the first so many drafts, and the rows of that step.
+
+    Between the corners of the curve and the ends of the items both tokens and time are linear, so that their quotient
+    is greatest at one of them.
+    """
+    best, best_rows = 0.0, 0
+    (rows, seconds), place = points[0], 1
+    for gain, _, _, count in items:
+        end = rows + count
+        while rows < end:
+            if place == len(points):
+                return best, best_rows
+            corner, corner_seconds = points[place]
+            stop = corner if corner < end else end
+            seconds += (corner_seconds - seconds) * (stop - rows) / (corner - rows)
+            tokens -= gain * (stop - rows)
+            rows = stop
+            if stop == corner:
+                place += 1
+            rate = tokens / (seconds + drafting)
+            if rate > best:
+                best, best_rows = rate, rows
+    return best, best_rows

@@ -1,0 +1,200 @@
+"""EAGLE-3 heads, as in the authors' `cnets.py` (https://arxiv.org/abs/2503.01840).
+
+What enters a low, a middle and a high layer of the target is fused into one hidden state. One decoder layer, whose
+attention reads the token's embedding and the hidden state side by side, makes the next one of it. The head has a
+vocabulary of its own, the target's likelier tokens: `d2t` says how far each id is moved, `t2d` which ids there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from quire.errors import ConfigError, TensorShapeError
+from quire.layers.attention import Attention
+from quire.layers.decoder import LayerConfig
+from quire.layers.mlp import GatedMLP
+from quire.layers.weights import LayerWeights
+from quire.models.checkpoint import Checkpoint
+from quire.models.eagle import TABLE, Head, HeadConfig, read_layer
+from quire.models.fields import Fields
+from quire.models.model import Model
+from quire.models.weights import Weights
+from quire.ops import KVCache, RaggedBatch
+
+MOVES, CHOSEN = "d2t", "t2d"
+TAPS_FIELD = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config(HeadConfig):
+    """An EAGLE-3 head.
+
+    Attributes:
+        taps: layers of the target whose inputs it reads.
+        draft_vocab_size: how many tokens it can draft.
+    """
+
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+
+
+class Eagle3Layer:
+    """The head's decoder layer.
+
+    Args:
+        config: sizes; q, k and v read twice the hidden size.
+        weights: gives the layer's parts by name.
+    """
+
+    def __init__(self, config: LayerConfig, weights: LayerWeights) -> None:
+        eps = config.rms_norm_eps
+        self.input_norm, self.hidden_norm = weights.norm("input_layernorm", eps), weights.norm("hidden_norm", eps)
+        self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
+        self.attention = Attention(config.head_dim**-0.5, None, 0, None, weights.kernels)
+        self.output = weights.linear("self_attn.o_proj", bias=config.output_bias)
+        self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
+        self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
+
+    def __call__(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> torch.Tensor:
+        """All [tokens, hidden]; tables: cos and sin of the step's positions."""
+        x = torch.cat([self.input_norm(embedded), self.hidden_norm(hidden)], dim=1)
+        x = self.output(self.attention(self.qkv(x), tables, kv, batch))
+        # The sum may be written where the residual lies, and `hidden` is the caller's.
+        x, residual = self.post_attention_norm.with_residual(x, hidden.clone())
+        return self.mlp(x) + residual
+
+
+class Eagle3(Head):
+    """See the head of this file.
+
+    Args:
+        config: of the head.
+        weights: its checkpoint's.
+        target: whose embedding is shared, unless the head brings its own.
+        ids: [draft vocabulary] int64, the target's id of each of its tokens; None: the vocabularies are the same.
+    """
+
+    def __init__(self, config: Eagle3Config, weights: Weights, target: Model, ids: torch.Tensor | None) -> None:
+        super().__init__(config, weights, target)
+        self.taps = config.taps
+        self.ids = None if ids is None else ids.to(weights.kernels.device)
+        self.head = weights.linear("lm_head")
+        self.fc = weights.linear("fc", bias="fc.bias" in config.shapes)
+        self.layer = Eagle3Layer(config.layer, weights.under("layers.0."))
+        self.norm = weights.norm("norm", config.layer.rms_norm_eps)
+
+    @staticmethod
+    def read_config(fields: Fields, names: Collection[str], target_layers: int) -> Eagle3Config:
+        """Reads config.json, and from the names of the tensors what is optional.
+
+        Raises ModelConfigError, and ConfigError where the target has not the layers that the head reads.
+        """
+        fields.refuse("norm_before_residual", (False,), "a residual that is normalized")
+        layer, rope, vocab_size = read_layer(fields, names)
+        taps = read_taps(fields, target_layers)
+        hidden = layer.hidden_size
+        width = fields.integer("target_hidden_size", default=hidden)
+        draft_vocab_size = fields.integer("draft_vocab_size", default=vocab_size, max=vocab_size)
+        shapes = {
+            "fc.weight": (hidden, len(taps) * width),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (draft_vocab_size, hidden),
+        }
+        if "fc.bias" in names:
+            shapes["fc.bias"] = (hidden,)
+        if TABLE in names:
+            shapes[TABLE] = (vocab_size, hidden)
+        shapes |= {f"layers.0.{name}": shape for name, shape in _layer_shapes(layer).items()}
+        return Eagle3Config(layer, rope, vocab_size, width, shapes, taps, draft_vocab_size)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """features: [tokens, taps * the target's hidden size], `Taps.features`. Returns [tokens, hidden]."""
+        return self.fc(features)
+
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+        """One step.
+
+        Args:
+            hidden: [tokens, hidden], the fused features of these positions, or what this gave for the position before.
+            batch: its `token_ids` are those of the position after each.
+            kv: a cache of one layer.
+
+        Returns [tokens, hidden], which stands for the features of the position after each.
+        """
+        tables = self.rotary.tables(batch.positions)
+        return self.layer(self.embedding(batch.token_ids), hidden, tables, kv, batch)
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """out: [rows, hidden] of `forward`. Returns [rows, the target's vocabulary] fp32, of two positions after each.
+
+        -inf for tokens that the head cannot draft.
+        """
+        scores = self.head(self.norm(out), torch.float32)
+        if self.ids is None:
+            return scores
+        wide = scores.new_full((len(scores), self.config.vocab_size), float("-inf"))
+        return wide.index_copy_(1, self.ids, scores)
+
+
+def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers that a head reads: those that config.json names, else EAGLE-3's own choice for so many layers.
+
+    Raises:
+        ModelConfigError: the field is no list of the target's layers.
+        ConfigError: it names none, and the target has too few for a low, a middle and a high one.
+    """
+    for section in (fields, fields.section("eagle_config")):
+        if TAPS_FIELD in section:
+            return tuple(section.integers(TAPS_FIELD, below=num_layers))
+    low, middle, high = 2, num_layers // 2, num_layers - 3
+    if not low < middle < high:
+        raise ConfigError(
+            f"an EAGLE-3 head reads layers 2, n/2 and n - 3 of its target, which has only {num_layers} layers, and 7 "
+            f"are needed; for a head that reads others, list them in its config.json as {TAPS_FIELD!r}"
+        )
+    return low, middle, high
+
+
+def read_ids(checkpoint: Checkpoint, config: Eagle3Config) -> torch.Tensor | None:
+    """The target's id of each draft token, [draft vocabulary] int64; None: the same ones.
+
+    Raises TensorShapeError: the two tables are not there, or do not say which tokens they are.
+    """
+    if MOVES not in checkpoint.entries and config.draft_vocab_size == config.vocab_size:
+        return None
+    where = f"{checkpoint.folder}: {MOVES!r}"
+    if MOVES not in checkpoint.entries or checkpoint.entries[MOVES].shape != (config.draft_vocab_size,):
+        found = list(checkpoint.entries[MOVES].shape) if MOVES in checkpoint.entries else "nothing"
+        raise TensorShapeError(f"{where} must have the shape [{config.draft_vocab_size}], found {found}")
+    moves = checkpoint.tensor(MOVES, {"I64": torch.int64, "I32": torch.int32}).long()
+    ids = torch.arange(config.draft_vocab_size) + moves
+    different = len(set(ids.tolist()))
+    if ids.min() < 0 or ids.max() >= config.vocab_size or different != len(ids):
+        raise TensorShapeError(
+            f"{where} must move each of {config.draft_vocab_size} ids to another one of {config.vocab_size}; found "
+            f"ids from {int(ids.min())} to {int(ids.max())}, {different} of them different"
+        )
+    if CHOSEN in checkpoint.entries:
+        chosen = checkpoint.tensor(CHOSEN, {"BOOL": torch.bool})
+        if chosen.shape != (config.vocab_size,) or not torch.equal(chosen.nonzero()[:, 0], ids.sort().values):
+            raise TensorShapeError(f"{where} and {CHOSEN!r} do not name the same tokens; download the head again")
+    return ids
+
+
+def _layer_shapes(layer: LayerConfig) -> dict[str, tuple[int, ...]]:
+    """The layer's tensors by name, with their shapes."""
+    shapes = layer.tensor_shapes()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        rows, columns = shapes[f"self_attn.{name}.weight"]
+        shapes[f"self_attn.{name}.weight"] = (rows, 2 * columns)
+    return shapes | {"hidden_norm.weight": (layer.hidden_size,)}

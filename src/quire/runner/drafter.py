@@ -1,0 +1,259 @@
+"""Drafts on their way through a step: proposed before it, verified by it, and told to the proposer after it.
+
+Where drafts are, the host must know a step's tokens before it begins the next one: a device that works by itself is
+waited for there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult
+from quire.models.model import Model
+from quire.ops import KVCache, RaggedBatch
+from quire.runner.device_forward import DeviceForward
+from quire.runner.host_forward import HostForward
+from quire.runner.proposer import Branch, Computed, Drafts, Proposer, Row, Wanted
+from quire.runner.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the host knows of a request's tokens: how many there are, and the last one."""
+
+    length: int
+    last: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step made of a span.
+
+    Attributes:
+        path: rows of the span whose tokens count, in the order of positions: all of a prompt's, and of those that
+            verify drafts the accepted ones.
+        row: the span's first row in `features`.
+    """
+
+    span: Span
+    result: SpanResult
+    path: list[int]
+    row: int
+
+
+class Drafter:
+    """Stands between the plans, which say how many drafts there may be, and the proposer, which says which.
+
+    Args:
+        proposer: guesses.
+        context: what it may use.
+        move: puts the keys and values of accepted rows of a tree into place: (request, sources, destinations), all
+            positions.
+
+    Attributes:
+        seconds: spent on proposing and following since the last step.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        context: RunnerContext,
+        move: Callable[[int, Sequence[int], Sequence[int]], None],
+    ) -> None:
+        self._proposer, self._context, self._move = proposer, context, move
+        self._texts: dict[int, _Text] = {}
+        self.seconds = 0.0
+
+    def start(self, info: RequestInfo) -> None:
+        """A request is new to the runner."""
+        tokens = [*info.prompt_token_ids, *info.output_token_ids]
+        self._texts[info.request] = _Text(len(tokens), tokens[-1])
+        self._proposer.start(info)
+
+    def end(self, request: int) -> None:
+        """Forget it; one that is not known is ignored."""
+        if self._texts.pop(request, None) is not None:
+            self._proposer.end(request)
+
+    def resolve(self, spans: Sequence[Span]) -> tuple[list[Span], dict[int, Drafts]]:
+        """Spans with true starts and ids in place of what stood for them; by request, the drafts that they verify."""
+        begin = time.monotonic()
+        known = [self._known(span) for span in spans]
+        wanted = [
+            Wanted(span.request, span.start + len(span.tokens), span.tokens[-1], len(given.tokens) - len(span.tokens))
+            for span, given in zip(known, spans, strict=True)
+            if len(span.tokens) < len(given.tokens)
+        ]
+        drafts = self._propose(wanted) if wanted else {}
+        for span in known:
+            if span.request in drafts:
+                guesses = drafts[span.request].tokens
+                span.tokens = [*span.tokens, *guesses]
+                span.num_sampled += len(guesses)
+        self.seconds += time.monotonic() - begin
+        return known, drafts
+
+    def _known(self, span: Span) -> Span:
+        text = self._texts[span.request]
+        tokens = [text.last if token == FROM_PREVIOUS else token for token in span.tokens if token != DRAFT]
+        start = text.length - 1 if span.start_follows else span.start
+        return replace(span, start=start, tokens=tokens, num_sampled=min(1, span.num_sampled), start_follows=False)
+
+    def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
+        """By request; a proposer that fails proposes nothing, and one that says too much is not listened to."""
+        try:
+            proposed = self._proposer.propose(wanted, self._context)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("the proposer failed: this step verifies no drafts")
+            return {}
+        usable = {
+            want.request: _usable(drafts, want.count, self._context.vocab_size)
+            for want, drafts in zip(wanted, proposed, strict=True)
+        }
+        return {request: drafts for request, drafts in usable.items() if drafts.tokens}
+
+    def settle(self, outcomes: Sequence[Outcome], features: Tensor) -> None:
+        """A step has run: take in its tokens, put accepted rows into place, and tell the proposer.
+
+        Args:
+            features: [rows, width] of the step's rows.
+        """
+        begin = time.monotonic()
+        computed = []
+        for outcome in outcomes:
+            span, result = outcome.span, outcome.result
+            if result.error is not None:
+                continue
+            text = self._texts[span.request]
+            if result.tokens:
+                self._context.sampler.take(span.request, result.tokens)
+                text.last = result.tokens[-1]
+                text.length += len(result.tokens)
+            ends = range(span.start, span.start + len(outcome.path))
+            if outcome.path[-1] >= len(ends):
+                self._move(span.request, [span.start + row for row in outcome.path], ends)
+            next_token = result.tokens[-1] if result.tokens else None
+            tokens = [span.tokens[row] for row in outcome.path]
+            rows = [outcome.row + row for row in outcome.path]
+            computed.append(Computed(span.request, span.start, tokens, next_token, rows))
+        try:
+            self._proposer.follow(computed, features, self._context)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("the proposer failed to follow a step: its drafts will be worse for it")
+        self.seconds += time.monotonic() - begin
+
+    def take_seconds(self) -> float:
+        """`seconds`, and from 0 again."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def _usable(drafts: Drafts, count: int, vocab_size: int) -> Drafts:
+    """The first drafts, as many as may be verified, up to one that is no token of the model's."""
+    wrong = (i for i, token in enumerate(drafts.tokens) if not 0 <= token < vocab_size)
+    count = min(count, next(wrong, count))
+    if len(drafts.tokens) <= count:
+        return drafts
+    parents = None if drafts.parents is None else drafts.parents[:count]
+    distributions = None if drafts.distributions is None else drafts.distributions[:count]
+    return Drafts(drafts.tokens[:count], parents, distributions)
+
+
+def accepted_path(sampled: Sequence[int], drafts: Drafts | None) -> list[int]:
+    """Rows, 0 the last known token's and j draft j's, along which each draft is what was sampled before it.
+
+    Args:
+        sampled: a token a row.
+    """
+    path = [0]
+    if drafts is not None:
+        for row, draft in enumerate(drafts.tokens, start=1):
+            parent = row - 1 if drafts.parents is None else drafts.parents[row - 1]
+            if parent == path[-1] and sampled[parent] == draft:
+                path.append(row)
+    return path
+
+
+def drafts_before(drafts: Drafts) -> list[list[int]]:
+    """Per row, the drafts on the way to it, its own the last; none for row 0."""
+    before: list[list[int]] = [[]]
+    for row, draft in enumerate(drafts.tokens, start=1):
+        parent = row - 1 if drafts.parents is None else drafts.parents[row - 1]
+        before.append([*before[parent], draft])
+    return before
+
+
+class RunnerContext:
+    """A runner as proposers see it: see `DraftContext`."""
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        forward: HostForward | DeviceForward,
+        row_of: Callable[[int], int],
+    ) -> None:
+        self.sampler, self.vocab_size = sampler, model.vocab_size
+        self._forward, self._row_of = forward, row_of
+
+    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
+        """See `DraftContext.batch`."""
+        spans = [Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)]
+        return self._batch(spans, {})
+
+    def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
+        """See `DraftContext.tree_batch`."""
+        spans = [Span(branch.request, branch.base, list(branch.tokens)) for branch in branches]
+        return self._batch(spans, {branch.request: branch for branch in branches})
+
+    def _batch(self, spans: list[Span], branches: Mapping[int, Branch]) -> RaggedBatch:
+        rows = np.array([self._row_of(span.request) for span in spans])
+        return self._forward.batch(spans, rows, np.cumsum([0, *(len(span.tokens) for span in spans)]), branches)
+
+    def draw(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        """See `DraftContext.draw`."""
+        tokens: list[int] = self.sampler.draw(logits, rows).tolist()
+        return tokens
+
+    def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """See `DraftContext.distributions`."""
+        return self.sampler.distributions(logits, rows)
+
+    def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
+        """See `DraftContext.candidates`."""
+        return self.sampler.candidates(logits, rows, width)
+
+
+def branch_of(span: Span, drafts: Drafts) -> Branch | None:
+    """The tree that a span verifies; None: its rows continue one another."""
+    if drafts.parents is None or drafts.parents == list(range(len(drafts.tokens))):
+        return None
+    paths: list[list[int]] = [[0]]
+    for row, parent in enumerate(drafts.parents, start=1):
+        paths.append([*paths[parent], row])
+    return Branch(span.request, span.start, span.tokens, range(len(span.tokens)), paths)
+
+
+def make_move(
+    model: Model, kv: KVCache, forward: HostForward | DeviceForward, row_of: Callable[[int], int]
+) -> Callable[[int, Sequence[int], Sequence[int]], None]:
+    """What moves keys and values within a request: see `Drafter`."""
+
+    def move(request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        slots = forward.slots(row_of(request), [*sources, *destinations])
+        model.kernels.move_rows(kv, *slots.chunk(2))
+
+    return move

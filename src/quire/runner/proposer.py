@@ -1,0 +1,185 @@
+"""What drafts tokens, and what it is given: all that passes between a step and whoever guesses the next one.
+
+A plan says how many drafts of which requests a step verifies; which tokens they are, a `Proposer` says when the step
+begins, and it is told what the step computed when it ends. What it proposes changes a request's speed, never its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from quire.core.step import RequestInfo
+from quire.ops import KVCache, RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Drafts that a step may verify: at most `count`, for positions from `position` on.
+
+    All tokens before `position` are known, and `token` is the last of them; the model has not computed it yet.
+    """
+
+    request: int
+    position: int
+    token: int
+    count: int
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Guesses of what follows a request's tokens.
+
+    Attributes:
+        tokens: guessed ids, at most as many as were wanted.
+        parents: per draft, the row that it continues: 0 is the last known token, j the draft `tokens[j - 1]`; each is
+            smaller than the draft's own row. None: each continues the one before.
+        distributions: [drafts, vocabulary] fp32, what each was drawn from, where the classic rejection rule needs it;
+            None: each was certain.
+    """
+
+    tokens: list[int]
+    parents: list[int] | None = None
+    distributions: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Computed:
+    """What a step made of one request; rejected drafts are not part of it.
+
+    Attributes:
+        start: position of the first token.
+        tokens: those whose rows count, in the order of their positions.
+        next_token: the one behind them, if the step sampled it: then it is the last that is known. None: a part of a
+            prompt.
+        rows: of `features`, one a token.
+    """
+
+    request: int
+    start: int
+    tokens: list[int]
+    next_token: int | None
+    rows: Sequence[int]
+
+
+class Row(NamedTuple):
+    """One token that a request is to sample: at `position`, behind `ahead`, drafts that stand before it.
+
+    So `ahead` is for positions up to `position - 1`, and the tokens before those are known.
+    """
+
+    request: int
+    position: int
+    ahead: Sequence[int] = ()
+
+
+class Branch(NamedTuple):
+    """Rows of a request's tree of drafts, as a span of a batch.
+
+    Attributes:
+        base: position of the tree's root; what is before it is linear. Row with slot `i` is stored where position
+            `base + i` would be.
+        slots: of each row.
+        paths: per row, the slots of its ancestors from the root on, its own the last; their number says its position.
+    """
+
+    request: int
+    base: int
+    tokens: Sequence[int]
+    slots: Sequence[int]
+    paths: Sequence[Sequence[int]]
+
+
+class DraftContext(Protocol):
+    """What a proposer may use of the runner that it works for."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model that verifies."""
+        ...
+
+    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
+        """A span a request: `tokens` from position `start` on, in the request's own blocks.
+
+        What is stored there lies in the blocks' part of whatever cache the batch is used with (`KVCache.beside`).
+        """
+        ...
+
+    def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
+        """The same with spans whose rows follow paths of their own."""
+        ...
+
+    def draw(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        """The token that each row's request would sample there from these logits [rows, vocabulary] fp32.
+
+        With the same parameters and the same noise, so that equal logits give equal tokens. -1: no token is left. The
+        logits may be overwritten; no request goes on by it.
+        """
+        ...
+
+    def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """What `draw` draws from: probabilities [rows, vocabulary] fp32, after edits, temperature and filters."""
+        ...
+
+    def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
+        """The `width` tokens that each row's request most likely samples: ids and log-confidences [rows, width].
+
+        With the request's temperature and noise: the first one is what `draw` would give, as a rule.
+        """
+        ...
+
+
+class Proposer(Protocol):
+    """Guesses tokens. It keeps what it must know of each request itself.
+
+    Attributes:
+        needs_distributions: whether `Drafts.distributions` must be there (set by whoever makes it).
+    """
+
+    def start(self, info: RequestInfo) -> None:
+        """A request is new to the runner."""
+        ...
+
+    def end(self, request: int) -> None:
+        """Forget it."""
+        ...
+
+    def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
+        """Guesses, one entry a request; an empty one where there is none."""
+        ...
+
+    def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
+        """A step has run. Spans come in order, but a request may begin again (preemption), or behind a cached head.
+
+        Args:
+            features: [rows, width] what the model gives of its rows (`features` of the forward pass), or None where
+                the proposer was said to need none.
+        """
+        ...
+
+    def beside(self, kv: KVCache) -> int:
+        """Makes room beside these blocks for what it keeps of each token; the bytes of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A proposer, and what it asks of the engine that it drafts for.
+
+    Attributes:
+        taps: layers of the target whose input it is fed; none: the target's hidden states.
+        weight_bytes: of what it computes drafts with.
+        kv_bytes_per_token: of what it keeps of each token.
+        looks_ahead: what it keeps of a token depends on the next one.
+        rejection: drafts are accepted by the classic rule, in place of being the very tokens.
+    """
+
+    proposer: Proposer
+    taps: tuple[int, ...] = ()
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    looks_ahead: bool = False
+    rejection: bool = False

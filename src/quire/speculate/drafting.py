@@ -1,0 +1,376 @@
+"""Drafts that a second, smaller model computes: a whole one, an EAGLE head, or DeepSeek's layer behind the last.
+
+Such a model has KV of its own for the same tokens, so it must have seen every token before it can guess the next one.
+What the target computes it is told (`follow`), and it catches up: for the requests that are to be drafted at once, and
+for the others as soon as there is enough of it (`CHUNK`), so that they cost little, and cached blocks hold its KV too.
+
+A draft model's row at position p takes the token there, and predicts the next. A head's row at p takes what the target
+made of that position and the token *behind* it, and predicts the one behind that: it *leads* by one token.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.core.step import RequestInfo
+from quire.models.deepseek_v3 import DeepseekV3
+from quire.models.model import Model
+from quire.ops import KVCache, RaggedBatch
+from quire.ops.memory import HUGE_PAGE
+from quire.runner.proposer import Computed, DraftContext, Drafts, Row, Wanted
+from quire.speculate.tree import GrowingTree, TreeShape
+
+CHUNK = 64
+"""Rows that a request may lag behind before it catches up without being drafted."""
+
+
+class DraftingModel(Protocol):
+    """What drafts are computed with; EAGLE's heads are such, and `DraftModel` and `MtpHead` make others so.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim, kv_sides, dtype: the shape of a token's KV, as in `Model`.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_sides: int
+    dtype: torch.dtype
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """From the target's features [rows, width] to what a row is fed as `hidden`."""
+        ...
+
+    def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        """One step: [tokens, hidden], which `logits` takes, and which a drafted row behind is fed as `hidden`."""
+        ...
+
+    def logits(self, out: Tensor) -> Tensor:
+        """From rows of what `forward` made to [rows, vocabulary of the target] fp32."""
+        ...
+
+
+class DraftModel:
+    """A whole model that drafts: it needs the tokens alone."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.num_layers, self.num_kv_heads, self.head_dim = model.num_layers, model.num_kv_heads, model.head_dim
+        self.kv_sides, self.dtype = model.kv_sides, model.dtype
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See `DraftingModel`; nothing asks for it."""
+        return features
+
+    def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        """See `DraftingModel`."""
+        return self._model.forward(batch, kv)
+
+    def logits(self, out: Tensor) -> Tensor:
+        """See `DraftingModel`."""
+        return self._model.logits(out)
+
+
+class MtpHead:
+    """The layer of DeepSeek V3 that predicts one token more, with a cache of its own.
+
+    Raises:
+        ValueError: the model was loaded without it.
+    """
+
+    def __init__(self, model: DeepseekV3) -> None:
+        if model.mtp is None:
+            raise ValueError("the model has no multi-token-prediction layer: load it with mtp=True")
+        self.num_layers, self.num_kv_heads, self.head_dim = 1, model.num_kv_heads, model.head_dim
+        self.kv_sides, self.dtype = model.kv_sides, model.dtype
+        # It is the layer behind the last of the model's cache, and the first of its own: the same weights, renumbered.
+        self._mtp, self._mtp.layer = copy.copy(model.mtp), copy.copy(model.mtp.layer)
+        self._mtp.layer.attention = copy.copy(model.mtp.layer.attention)
+        self._mtp.layer.attention.layer = 0
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See `DraftingModel`: the target's hidden states serve as they are."""
+        return features
+
+    def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        """See `DraftingModel`."""
+        return self._mtp.forward(hidden, batch, kv)
+
+    def logits(self, out: Tensor) -> Tensor:
+        """See `DraftingModel`."""
+        return self._mtp.logits(out)
+
+
+@dataclass(slots=True)
+class _Request:
+    """How far a request has been followed.
+
+    Attributes:
+        end: tokens that the target has computed.
+        followed: the drafting model's rows before this position are right.
+        tokens: what its rows from there on take, as far as that is known.
+        fed: drafts that a draft model was fed at positions from `followed` on.
+        place: of what a head is fed for the rows that wait, in `_Waiting`; -1: none yet.
+    """
+
+    end: int = 0
+    followed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    fed: list[int] = field(default_factory=list)
+    place: int = -1
+
+    def known(self, lead: int) -> int:
+        """Position of the first token that no row has taken, or waits with."""
+        return self.followed + lead + len(self.tokens)
+
+
+class DraftingProposer:
+    """Drafts with a model: one token after the other, or a tree.
+
+    Where a request begins behind a cached head, that head's blocks hold what was stored beside them when another
+    request computed it.
+
+    Args:
+        model: what drafts.
+        lead: 0 for a draft model, 1 for a head; see the head of this file.
+        tree: how drafts branch; None: each continues the one before.
+        needs_distributions: see `Proposer`.
+
+    Raises:
+        ValueError: a tree where distributions are needed.
+    """
+
+    def __init__(
+        self, model: DraftingModel, lead: int, tree: TreeShape | None = None, needs_distributions: bool = False
+    ) -> None:
+        if tree is not None and needs_distributions:
+            raise ValueError("a tree's drafts have no distributions; draft without a tree")
+        self.needs_distributions = needs_distributions
+        self._model, self._lead, self._tree = model, lead, tree
+        self._requests: dict[int, _Request] = {}
+        self._waiting = _Waiting()
+        self._kv: KVCache  # see `beside`
+
+    def start(self, info: RequestInfo) -> None:
+        """See `Proposer`."""
+        self._requests[info.request] = _Request()
+
+    def end(self, request: int) -> None:
+        """See `Proposer`; one that is not known is ignored."""
+        state = self._requests.pop(request, None)
+        if state is not None and state.place >= 0:
+            self._waiting.give_back(state.place)
+
+    def beside(self, kv: KVCache) -> int:
+        """See `Proposer`."""
+        model = self._model
+        own = kv.beside(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, model.kv_sides)
+        if own.data.device.type != "cpu" or own.data.nbytes < HUGE_PAGE:  # more of the host's memory comes as zeros
+            own.data.zero_()  # a cached head may have rows that nobody has written: they must be finite
+        self._kv = own
+        return own.data.nbytes
+
+    # -- following -----------------------------------------------------------------------------------------
+
+    def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
+        """See `Proposer`."""
+        hidden = self._model.fuse(features) if features is not None and self._lead and computed else None
+        waiting = [self._take(each) for each in computed]
+        full = [i for i, each in enumerate(computed) if len(self._requests[each.request].tokens) >= CHUNK]
+        try:
+            if full:
+                parts = [part for i in full for part in self._parts(computed[i], waiting[i], hidden)]
+                self._catch_up([computed[i].request for i in full], parts, context)
+        finally:  # whatever may have failed, the next step goes on from here
+            if hidden is not None:
+                self._keep(computed, hidden)
+
+    def _take(self, computed: Computed) -> int:
+        """Takes in a request's new tokens; returns how many rows of its features were waiting before."""
+        state = self._requests[computed.request]
+        if computed.start != state.end:  # preempted, or admitted behind a cached head
+            state.followed = state.end = computed.start
+            state.tokens, state.fed = [], []
+        waiting = state.end - state.followed
+        tokens = computed.tokens[state.known(self._lead) - computed.start :]
+        right = _common(tokens, state.fed)
+        state.followed += right
+        state.tokens += tokens[right:]
+        state.fed = []
+        state.end += len(computed.tokens)
+        return waiting
+
+    def _parts(self, computed: Computed, waiting: int, hidden: Tensor | None) -> list[Tensor]:
+        """What a head is fed for all rows whose tokens are known: those that waited, and those just computed."""
+        if hidden is None:  # a draft model
+            return []
+        state = self._requests[computed.request]
+        new = _pick(hidden, computed.rows[: len(state.tokens) - waiting])
+        return [self._waiting.of(state.place, waiting), new] if waiting else [new]
+
+    def _keep(self, computed: Sequence[Computed], hidden: Tensor) -> None:
+        """What rows to come are fed waits for them: of a head's last one the token is never known."""
+        rows: list[int] = []
+        places: list[int] = []
+        for each in computed:
+            state = self._requests[each.request]
+            if state.place < 0:
+                state.place = self._waiting.take(hidden)
+            first, zero = max(state.followed, each.start), state.place * CHUNK - state.followed
+            rows += each.rows[first - each.start :]
+            places += range(zero + first, zero + state.end)
+        self._waiting.write(places, _pick(hidden, rows))
+
+    # -- drafting ------------------------------------------------------------------------------------------
+
+    def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
+        """See `Proposer`. A request whose tokens it has not seen all has no drafts."""
+        asked = [each for each in wanted if each.count > 0 and self._has_all_before(each)]
+        found: dict[int, Drafts] = {}
+        if asked:
+            parts = []
+            for each in asked:
+                state = self._requests[each.request]
+                state.tokens.append(each.token)
+                if self._lead:
+                    parts.append(self._waiting.of(state.place, len(state.tokens)))
+            out = self._catch_up([each.request for each in asked], parts, context)
+            made = self._lines(asked, out, context) if self._tree is None else self._trees(asked, out, context)
+            found = {each.request: drafts for each, drafts in zip(asked, made, strict=True)}
+        return [found.get(each.request) or Drafts([]) for each in wanted]
+
+    def _has_all_before(self, wanted: Wanted) -> bool:
+        state, last = self._requests[wanted.request], wanted.position - 1
+        return state.end == last and state.known(self._lead) == last
+
+    def _catch_up(self, requests: Sequence[int], hidden: Sequence[Tensor], context: DraftContext) -> Tensor:
+        """Computes all rows of some requests whose tokens are known. If that fails, it is not tried again.
+
+        Args:
+            hidden: what a head is fed for them, in parts; none for a draft model.
+
+        Returns what the model made of each request's last row, [requests, hidden].
+        """
+        states = [self._requests[request] for request in requests]
+        starts, tokens = [state.followed for state in states], [state.tokens for state in states]
+        for state in states:
+            state.followed += len(state.tokens)
+            state.tokens = []
+        out = self._forward(torch.cat(list(hidden)) if hidden else None, context.batch(requests, starts, tokens))
+        return _pick(out, [end - 1 for end in itertools.accumulate(map(len, tokens))])
+
+    def _forward(self, hidden: Tensor | None, batch: RaggedBatch) -> Tensor:
+        """The model's; a batch may have rows of padding behind those of `hidden`."""
+        if hidden is None:
+            hidden = torch.empty(0, 0)  # a draft model looks at nothing but tokens
+        padding = len(batch.token_ids) - len(hidden)
+        return self._model.forward(F.pad(hidden, (0, 0, 0, padding)) if padding else hidden, batch, self._kv)
+
+    def _lines(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
+        """Drafts one behind the other, from `out` [requests, hidden] of their last known rows."""
+        lines: list[list[int]] = [[] for _ in asked]
+        drawn_from: list[list[Tensor]] = [[] for _ in asked]
+        going = list(range(len(asked)))
+        while going:
+            logits = self._model.logits(out)
+            rows = [Row(asked[i].request, asked[i].position + len(lines[i]), tuple(lines[i])) for i in going]
+            if self.needs_distributions:
+                for i, distribution in zip(going, context.distributions(logits.clone(), rows), strict=True):
+                    drawn_from[i].append(distribution)
+            fed = []  # rows of `out`
+            for row, (i, token) in enumerate(zip(going, context.draw(logits, rows), strict=True)):
+                if token >= 0:
+                    lines[i].append(token)
+                    if len(lines[i]) < asked[i].count:
+                        fed.append(row)
+            going = [going[row] for row in fed]
+            if going:
+                out = self._feed([asked[i] for i in going], [lines[i] for i in going], _pick(out, fed), context)
+        if not self.needs_distributions:
+            return [Drafts(line) for line in lines]
+        pairs = zip(lines, drawn_from, strict=True)
+        return [Drafts(line, distributions=torch.stack(rows[: len(line)]) if line else None) for line, rows in pairs]
+
+    def _feed(
+        self, asked: Sequence[Wanted], lines: Sequence[Sequence[int]], hidden: Tensor, context: DraftContext
+    ) -> Tensor:
+        """A row for the last draft of each request: [requests, hidden]."""
+        starts = [each.position + len(line) - 1 - self._lead for each, line in zip(asked, lines, strict=True)]
+        batch = context.batch([each.request for each in asked], starts, [[line[-1]] for line in lines])
+        out = self._forward(hidden, batch)[: len(asked)]
+        if not self._lead:  # a head computes these rows again, from what the target makes of them
+            for each, line in zip(asked, lines, strict=True):
+                self._requests[each.request].fed.append(line[-1])
+        return out
+
+    def _trees(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
+        """Drafts that branch; the trees of all requests grow together, a layer at a time."""
+        assert self._tree is not None
+        trees = [GrowingTree(each.count, self._tree) for each in asked]
+        expanded = [(i, 0) for i in range(len(asked))]  # which tree, and which node of it, each row of `out` is
+        while expanded:
+            rows = []
+            for i, node in expanded:
+                ahead = trees[i].tokens(node)
+                rows.append(Row(asked[i].request, asked[i].position + len(ahead), ahead))
+            tokens, confidences = context.candidates(self._model.logits(out), rows, self._tree.width)
+            for (i, node), *candidates in zip(expanded, tokens.tolist(), confidences.tolist(), strict=True):
+                trees[i].add(node, *candidates)
+            grown = [(i, nodes) for i, tree in enumerate(trees) if (nodes := tree.grow())]
+            row_of = {node: row for row, node in enumerate(expanded)}
+            expanded = [(i, node) for i, nodes in grown for node in nodes]
+            if expanded:
+                # A head's root is the row before the last known token, which it takes.
+                batch = context.tree_batch(
+                    [trees[i].branch(asked[i].request, asked[i].position - 1 - self._lead, nodes) for i, nodes in grown]
+                )
+                parents = [row_of[i, trees[i].parent(node)] for i, node in expanded]
+                out = self._forward(_pick(out, parents), batch)[: len(expanded)]
+        return [tree.drafts() for tree in trees]
+
+
+class _Waiting:
+    """What heads are fed for rows that are not computed yet: of each request at most `CHUNK`."""
+
+    def __init__(self) -> None:
+        self._rows = torch.empty(0, CHUNK, 0)  # [places, CHUNK, hidden]
+        self._free: list[int] = []
+
+    def take(self, like: Tensor) -> int:
+        """A place for the rows of a request; they are as `like` [rows, hidden]."""
+        if not self._free:
+            old = self._rows
+            self._rows = like.new_empty(max(8, 2 * len(old)), CHUNK, like.shape[1])
+            if len(old):
+                self._rows[: len(old)] = old
+            self._free = list(range(len(old), len(self._rows)))[::-1]
+        return self._free.pop()
+
+    def give_back(self, place: int) -> None:
+        """The place of a request that has ended."""
+        self._free.append(place)
+
+    def of(self, place: int, count: int) -> Tensor:
+        """The first rows of a place."""
+        return self._rows[place, :count]
+
+    def write(self, where: Sequence[int], hidden: Tensor) -> None:
+        """hidden: [rows, hidden], each for one row of a place: row i of place p is number `p * CHUNK + i`."""
+        self._rows.flatten(0, 1).index_copy_(0, torch.tensor(where, device=hidden.device), hidden)
+
+
+def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
+    return x.index_select(0, torch.tensor(rows, dtype=torch.int64, device=x.device))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of their common head."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

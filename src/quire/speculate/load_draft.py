@@ -1,0 +1,144 @@
+"""Loads what drafts for a model, and refuses it before anything runs where the two do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from quire.errors import CheckpointError, ConfigError, UnexpectedTensorError
+from quire.models.checkpoint import Checkpoint
+from quire.models.eagle import SKIPPED, TABLE, Eagle, HeadConfig
+from quire.models.eagle3 import CHOSEN, MOVES, Eagle3, read_ids
+from quire.models.fields import Fields, has_file
+from quire.models.model import Model
+from quire.models.registry import load_model, read_config
+from quire.models.weights import Weights
+
+TOKENIZER_FILE = "tokenizer.json"
+HIDDEN_NORM = "layers.0.hidden_norm.weight"
+"""What EAGLE-3 heads have and older ones have not."""
+
+
+def load_eagle(folder: Path | str, target: Model) -> Eagle:
+    """An EAGLE or EAGLE-2 head, in the target's data type and on its device.
+
+    Raises ConfigError: the folder holds none, it is not complete, or it was made for another model.
+    """
+    with _refused(folder):
+        checkpoint = _open_head(Path(folder))
+        if HIDDEN_NORM in checkpoint.entries:
+            raise ConfigError("it is an EAGLE-3 head; say method: eagle3")
+        config = Eagle.read_config(checkpoint.config, checkpoint.entries)
+        _check_made_for(config, target)
+        weights = Weights(checkpoint, config.shapes, target.dtype, target.kernels, tied=False, skipped=SKIPPED)
+        return Eagle(config, weights, target)
+
+
+def load_eagle3(folder: Path | str, target: Model) -> Eagle3:
+    """An EAGLE-3 head, in the target's data type and on its device.
+
+    Raises ConfigError: the folder holds none, it is not complete, or it was made for another model.
+    """
+    with _refused(folder):
+        checkpoint = _open_head(Path(folder))
+        if HIDDEN_NORM not in checkpoint.entries:
+            raise ConfigError("it has no 'hidden_norm', so it is no EAGLE-3 head; for an older one say method: eagle")
+        config = Eagle3.read_config(checkpoint.config, checkpoint.entries, target.num_layers)
+        _check_made_for(config, target)
+        tables = (MOVES, CHOSEN)
+        weights = Weights(checkpoint, config.shapes, target.dtype, target.kernels, tied=False, skipped=tables)
+        return Eagle3(config, weights, target, read_ids(checkpoint, config))
+
+
+def load_draft_model(
+    folder: Path | str, target: Model, target_folder: Path | None = None, dtype: str = "auto"
+) -> Model:
+    """A smaller model, on the target's device.
+
+    Args:
+        target_folder: the target's checkpoint: where it and the draft model's have a tokenizer, they must be the same.
+        dtype: see `load_model`.
+
+    Raises ConfigError: the folder holds no model, or its tokens are not the target's.
+    """
+    with _refused(folder):
+        draft = read_config(*_fields(Path(folder)))
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}; choose a draft model "
+                "of the same family"
+            )
+        if target_folder is not None:
+            _check_tokenizers(Path(folder), target_folder)
+        return load_model(folder, dtype, kernels=target.kernels)
+
+
+@contextlib.contextmanager
+def _refused(folder: Path | str) -> Iterator[None]:
+    """Whatever is wrong, as one ConfigError that names the folder and the option."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"speculative_config: model {str(folder)!r} cannot draft: {error}") from error
+
+
+def _open_head(folder: Path) -> Checkpoint:
+    """A head's checkpoint, its tensors under one spelling: EAGLE-3's `midlayer` is `layers.0`."""
+    checkpoint = Checkpoint(folder)
+    entries = {
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): entry
+        for name, entry in checkpoint.entries.items()
+    }
+    if len(entries) != len(checkpoint.entries):
+        raise UnexpectedTensorError("tensors of the same name stand in it with and without 'model.' or 'midlayer.'")
+    if "fc.weight" not in entries:
+        raise ConfigError("it holds no tensor 'fc.weight', so it is no EAGLE head; for a whole model say draft_model")
+    checkpoint.entries = entries
+    return checkpoint
+
+
+def _check_made_for(config: HeadConfig, target: Model) -> None:
+    hidden = target.config.layer.hidden_size
+    if config.target_hidden_size != hidden:
+        raise ConfigError(
+            f"it was made for a model whose hidden size is {config.target_hidden_size}, and the target's is {hidden}"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"it was made for a vocabulary of {config.vocab_size} tokens, and the target's has {target.vocab_size}"
+        )
+    if TABLE not in config.shapes and config.layer.hidden_size != hidden:
+        raise ConfigError(
+            f"it has no embedding of its own, and the target's is {hidden} wide, not {config.layer.hidden_size}"
+        )
+
+
+def _fields(folder: Path) -> tuple[Fields, Fields]:
+    checkpoint = Checkpoint(folder)
+    return checkpoint.config, checkpoint.generation
+
+
+def _check_tokenizers(folder: Path, target_folder: Path) -> None:
+    """Raises ConfigError where both have a tokenizer.json and these spell some id differently."""
+    files = (folder / TOKENIZER_FILE, target_folder / TOKENIZER_FILE)
+    if not all(has_file(file) for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
+    own, targets = (_tokens(file) for file in files)
+    different = {token for token, _ in own.items() ^ targets.items()}
+    if different:
+        first = min(different, key=lambda token: (targets.get(token, own.get(token, 0)), token))
+        raise ConfigError(
+            f"its tokenizer differs from the target's in {len(different)} tokens, such as {first!r}, which is "
+            f"{own.get(first, 'none')} here and {targets.get(first, 'none')} there; "
+            "choose a draft model of the same family"
+        )
+
+
+def _tokens(file: Path) -> dict[str, int]:
+    """Id of each token in a tokenizer.json, added ones among them."""
+    tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return vocabulary

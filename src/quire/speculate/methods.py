@@ -1,0 +1,60 @@
+"""From what `speculative_config` asks for to what drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.models.checkpoint import resolve
+from quire.models.deepseek_v3 import DeepseekV3
+from quire.models.model import Model
+from quire.ops.kv_cache import kv_bytes_per_token
+from quire.runner.proposer import Speculation
+from quire.speculate.drafting import DraftingModel, DraftingProposer, DraftModel, MtpHead
+from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
+from quire.speculate.tree import TreeShape
+from quire.speculation import SpeculativeConfig
+
+
+def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, config: EngineConfig) -> Speculation:
+    """What drafts for `target`, loaded where it is a model.
+
+    Args:
+        folder: of the target's checkpoint.
+
+    Raises:
+        ConfigError: what was named cannot draft for it.
+        CheckpointError: it was not found.
+    """
+    rejection = config.speculative_acceptance == "rejection"
+    if spec.method == "ngram":
+        from quire.speculate.ngram import NgramProposer
+
+        return Speculation(NgramProposer(spec.prompt_lookup_min, spec.prompt_lookup_max), rejection=rejection)
+    drafting, taps, weight_bytes = _load(spec, target, folder)
+    lead = int(spec.method != "draft_model")
+    tree = TreeShape(spec.tree_width, spec.tree_depth) if spec.tree_width > 1 else None
+    return Speculation(
+        DraftingProposer(drafting, lead, tree, rejection),
+        taps=taps,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token(
+            drafting.num_layers, drafting.num_kv_heads, drafting.head_dim, drafting.dtype, "auto", drafting.kv_sides
+        ),
+        looks_ahead=bool(lead),
+        rejection=rejection,
+    )
+
+
+def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int]:
+    """The model that drafts, layers whose input it is fed, and bytes of its own weights."""
+    if spec.method == "mtp":
+        assert isinstance(target, DeepseekV3)  # another model is not loaded with such a layer
+        return MtpHead(target), (), 0
+    assert spec.model is not None
+    path = resolve(spec.model)
+    if spec.method == "draft_model":
+        model = load_draft_model(path, target, folder)
+        return DraftModel(model), (), model.weight_bytes
+    head = load_eagle(path, target) if spec.method == "eagle" else load_eagle3(path, target)
+    return head, head.taps, head.weight_bytes

@@ -1,0 +1,199 @@
+"""Drafts by looking them up: what followed the last few tokens when they stood in the text before.
+
+Prompt lookup (Saxena 2023; vLLM's `ngram`): no model drafts, so it costs next to nothing, and it helps where a request
+repeats its prompt or itself: summaries, edits of code, structured data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.step import RequestInfo
+from quire.ops import KVCache
+from quire.runner.proposer import Computed, DraftContext, Drafts, Wanted
+
+_MASK = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the upper bits of a product spread well
+
+_BULK = 64
+"""So many new tokens are indexed together, which has a price of its own; fewer one by one."""
+
+_SMALLEST = 256
+"""Slots of a table at first."""
+
+
+class NgramProposer:
+    """Proposes what followed the longest suffix of a request's tokens that occurs before, at its last occurrence.
+
+    Where that runs into the end of the text it goes on with its own beginning, as if the text repeated itself.
+
+    Args:
+        min_length: tokens of the shortest suffix that is looked for (vLLM: `prompt_lookup_min`).
+        max_length: of the longest one (`prompt_lookup_max`).
+
+    Raises:
+        ValueError: not 1 <= min_length <= max_length.
+    """
+
+    needs_distributions = False
+
+    def __init__(self, min_length: int, max_length: int) -> None:
+        if min_length < 1:
+            raise ValueError(f"min_length is {min_length}; it must be at least 1 token")
+        if max_length < min_length:
+            raise ValueError(
+                f"max_length is {max_length}, less than min_length, which is {min_length}; raise the one or lower the other"
+            )
+        self._min_length = min_length
+        self._max_length = max_length
+        self._texts: dict[int, _Text] = {}
+
+    def start(self, info: RequestInfo) -> None:
+        """Takes over the tokens; they are indexed when drafts are first wanted."""
+        tokens = [*info.prompt_token_ids, *info.output_token_ids]
+        self._texts[info.request] = _Text(tokens, self._min_length, self._max_length)
+
+    def end(self, request: int) -> None:
+        """Forgets the request."""
+        self._texts.pop(request, None)
+
+    def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
+        """What followed; nothing where no suffix occurs before, or where not all tokens are known."""
+        return [Drafts(self._drafts(one)) for one in wanted]
+
+    def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
+        """Takes over the tokens that are new; a request that begins again repeats known ones."""
+        for part in computed:
+            text = self._texts.get(part.request)
+            if text is None:
+                continue
+            text.extend(part.start, part.tokens)
+            if part.next_token is not None:
+                text.extend(part.start + len(part.tokens), (part.next_token,))
+
+    def beside(self, kv: KVCache) -> int:
+        """It keeps nothing in the blocks."""
+        return 0
+
+    def _drafts(self, wanted: Wanted) -> list[int]:
+        text = self._texts.get(wanted.request)
+        if text is None:
+            return []
+        text.extend(wanted.position - 1, (wanted.token,))
+        if len(text.tokens) != wanted.position:
+            return []
+        return text.continuation(wanted.count)
+
+
+class _Text:
+    """A request's tokens, and where each n-gram of them last ended.
+
+    A table a length, with open addressing: a slot holds the last end of the n-gram whose hash leads there (the index
+    behind its last token), or 0. It is compared with the tokens themselves, so that equal hashes do no harm. A Python
+    dict would need six times the memory, and ten times the time for a long prompt.
+
+    Args:
+        tokens: the text so far; it is appended to.
+        min_length, max_length: of the n-grams.
+    """
+
+    def __init__(self, tokens: list[int], min_length: int, max_length: int) -> None:
+        self.tokens = tokens
+        self._factors = [pow(_FACTOR, power, 1 << 64) for power in range(1, max_length + 1)]
+        self._min_length = min_length
+        self._indexed = 0  # n-grams that end there or before are in the tables
+        self._shift = 64
+        self._tables: list[memoryview] = []
+
+    def extend(self, start: int, tokens: Sequence[int]) -> None:
+        """Appends what is new of the tokens from position `start` on; nothing where tokens before them are missing."""
+        known = len(self.tokens) - start
+        if 0 <= known < len(tokens):
+            self.tokens.extend(tokens[known:])
+
+    def continuation(self, count: int) -> list[int]:
+        """The `count` tokens that followed the longest known suffix, at its last occurrence; or none."""
+        self._index(len(self.tokens) - 1)  # an occurrence at the very end has no continuation
+        end = self._last_end()
+        following = self.tokens[end : end + count] if end else []
+        if not following or len(following) == count:
+            return following
+        return (following * (count // len(following) + 1))[:count]
+
+    def _last_end(self) -> int:
+        """Where the longest suffix of the text ended before; 0: nowhere."""
+        if not self._tables:
+            return 0
+        tokens, size = self.tokens, len(self.tokens)
+        hashes = self._hashes(size)
+        for i in range(len(hashes) - 1, -1, -1):
+            start = size - self._min_length - i
+            end = self._find(i, tokens[start:], hashes[i])[1]
+            if end:
+                return end
+        return 0
+
+    def _find(self, which: int, gram: list[int], hashed: int) -> tuple[int, int]:
+        """The slot of an n-gram in a table, and what it holds: where the n-gram ended last, or 0."""
+        tokens, length, table = self.tokens, len(gram), self._tables[which]
+        slot = hashed >> self._shift
+        while (end := table[slot]) and tokens[end - length : end] != gram:
+            slot = (slot + 1) % len(table)
+        return slot, end
+
+    def _hashes(self, end: int) -> list[int]:
+        """Of the n-grams that end there, the shortest first; fewer at the beginning of the text."""
+        hashed, hashes = 0, []
+        last = self.tokens[max(0, end - len(self._factors)) : end]
+        for length, (factor, token) in enumerate(zip(self._factors, reversed(last), strict=False), 1):
+            hashed = (hashed + (token + 1) * factor) & _MASK
+            if length >= self._min_length:
+                hashes.append(hashed)
+        return hashes
+
+    def _index(self, end: int) -> None:
+        """Enters the n-grams that end there or before."""
+        new = end - self._indexed
+        if new <= 0:
+            return
+        slots = len(self._tables[0]) if self._tables else 0
+        if new >= _BULK or 2 * end > slots:  # more than half full, tables grow slow
+            self._enter_all(end)
+        else:
+            for at in range(self._indexed + 1, end + 1):
+                for i, hashed in enumerate(self._hashes(at)):
+                    slot, _ = self._find(i, self.tokens[at - self._min_length - i : at], hashed)
+                    self._tables[i][slot] = at
+        self._indexed = end
+
+    def _enter_all(self, end: int) -> None:
+        """Makes the tables anew, of all n-grams that end there or before."""
+        bits = max(_SMALLEST, 4 * end).bit_length()
+        self._shift = 64 - bits
+        self._tables = []
+        tokens = np.array(self.tokens[:end], np.int64).astype(np.uint64) + np.uint64(1)
+        hashes = np.zeros(end + 1, np.uint64)  # by the end of the n-gram
+        for length, factor in enumerate(self._factors, 1):
+            hashes[length:] += tokens[: end - length + 1] * np.uint64(factor)
+            if length >= self._min_length:
+                ends = np.arange(length, end + 1, dtype=np.int32)
+                self._tables.append(memoryview(_table(hashes, ends, bits)))
+
+
+def _table(hashes: NDArray[np.uint64], ends: NDArray[np.int32], bits: int) -> NDArray[np.int32]:
+    """A table of 2^bits slots that holds, for each hash among those of `ends` (which rise), the last of its ends.
+
+    All go to their first slot at once; of several the last one stays, and those with another hash go to the next slot.
+    """
+    table = np.zeros(1 << bits, np.int32)
+    slots = (hashes[ends] >> np.uint64(64 - bits)).astype(np.int64)
+    while len(ends):
+        free = table[slots] == 0
+        table[slots[free]] = ends[free]  # where a slot is named twice, the last one counts
+        left = hashes[table[slots]] != hashes[ends]
+        ends, slots = ends[left], (slots[left] + 1) & ((1 << bits) - 1)
+    return table

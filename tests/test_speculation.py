@@ -1,0 +1,251 @@
+"""Speculation cannot be seen in the output: whatever is drafted, tokens and log-probabilities are those without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import Engine
+from quire.runner.proposer import Drafts, Wanted
+from tests.oracle import VOCAB, save_checkpoint
+
+MAX_TOKENS = 24
+KINDS: dict[str, tuple[str, torch.dtype, dict[str, Any], dict[str, Any]]] = {
+    "bfloat16": ("qwen3", torch.bfloat16, {}, {}),
+    "float32": ("llama", torch.float32, {}, {}),
+    "sliding window": ("mistral", torch.bfloat16, {"sliding_window": 40}, {}),
+    "int8 cache": ("qwen3", torch.bfloat16, {}, {"kv_cache_dtype": "int8"}),
+    "int4 weights": ("qwen3", torch.bfloat16, {}, {"quantization": "int4", "quantization_group_size": 32}),
+    "torch": ("qwen3", torch.bfloat16, {}, {"cpu_kernels": "torch"}),
+    "experts": ("qwen3_moe", torch.bfloat16, {}, {}),
+    "latent attention": ("deepseek_v3", torch.bfloat16, {}, {}),
+}
+
+
+def prompts() -> list[list[int]]:
+    rnd = random.Random(5)
+    head = [rnd.randrange(3, VOCAB) for _ in range(50)]
+    own = [[rnd.randrange(3, VOCAB) for _ in range(n)] for n in (1, 3, 15, 16, 17, 31, 33, 90, 127, 128, 129)]
+    return [*own, [*head, 5, 6, 7], [*head, 9], [*head[:33], 11, 12], head, [7] * 20]
+
+
+def request(index: int, id: int, **changes: Any) -> Request:
+    """Sixteen requests, no two of which are sampled in the same way."""
+    filters = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_p": 0.9},
+        {"temperature": 1.0, "top_p": 0.8, "top_k": 20},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 1.0, "presence_penalty": 0.7, "frequency_penalty": 0.2},
+        {"temperature": 0.7, "min_p": 0.05, "logit_bias": {5: 2.0, 9: -3.0}},
+        {"temperature": 1.0, "allowed_token_ids": list(range(40, 60))},
+    ]
+    more: dict[str, Any] = {"logprobs": index % 3, "seed": index, "speculate": index != 13} | changes
+    given = SamplingParams(**filters[index % 8], **more, min_tokens=12 if index == 10 else 0).resolved()
+    return Request(
+        id,
+        prompts()[index],
+        given,
+        max_tokens=MAX_TOKENS,
+        choice=index % 2,
+        stop_token_ids=frozenset(range(3, 40)) if index in (6, 10) else frozenset(),
+        bad_words=[[41], [42, 43]] if index in (7, 9) else None,
+    )
+
+
+Outcome = tuple[tuple[int, ...], tuple[tuple[float, ...], ...], str | None]
+
+
+def run(engine: Engine, indices: Sequence[int], first_id: int = 0, stagger: int = 0, **changes: Any) -> list[Outcome]:
+    """Tokens, log-probabilities and end of each request; with `stagger`, one joins every so many steps."""
+    todo, step = list(indices), 0
+    tokens: dict[int, list[int]] = {index: [] for index in indices}
+    values: dict[int, list[tuple[float, ...]]] = {index: [] for index in indices}
+    reasons: dict[int, str | None] = {}
+    while todo or not engine.idle:
+        if todo and (not stagger or step % stagger == 0):
+            now, todo = (todo[:1], todo[1:]) if stagger else (todo, [])
+            for index in now:
+                engine.add(request(index, first_id + index, **changes))
+        for update in engine.step():
+            index = update.request - first_id
+            assert update.error is None
+            tokens[index] += update.tokens
+            values[index] += [(*entry.ids, *entry.values) for entry in update.logprobs or ()]
+            reasons[index] = update.finish_reason
+        step += 1
+    if engine.speculation is not None and isinstance(engine.speculation.proposer, Recorded):
+        assert not engine.speculation.proposer.surprises
+    return [(tuple(tokens[index]), tuple(values[index]), reasons[index]) for index in sorted(indices)]
+
+
+class Recorded:
+    """Proposes as `choose` says, which is given what comes next, and how many tokens are wanted."""
+
+    def __init__(self, outcomes: Sequence[Outcome], choose: Callable[[list[int], int], Drafts]) -> None:
+        self._texts = [[*prompt, *out[0]] for prompt, out in zip(prompts(), outcomes, strict=True)]
+        self._choose = choose
+        self.num_drafts = 0
+        self.surprises: list[Any] = []  # an engine goes on without a proposer that raises
+
+    def start(self, info: Any) -> None: ...
+
+    def end(self, request: int) -> None: ...
+
+    def propose(self, wanted: Sequence[Wanted], context: Any) -> list[Drafts]:
+        made = []
+        for want in wanted:
+            text = self._texts[want.request % 100]
+            if text[want.position - 1 : want.position] not in ([want.token], []):
+                self.surprises.append(want)
+            made.append(self._choose(text[want.position :], want.count))
+            self.num_drafts += len(made[-1].tokens)
+        return made
+
+    def follow(self, computed: Sequence[Any], features: torch.Tensor, context: Any) -> None:
+        for each in computed:
+            text = self._texts[each.request % 100]
+            tokens = each.tokens if each.next_token is None else [*each.tokens, each.next_token]
+            coming = text[each.start : each.start + len(tokens)]  # shorter where it ended at a stop token
+            if tokens[: len(coming)] != coming or len(each.rows) != len(each.tokens) or max(each.rows) >= len(features):
+                self.surprises.append(each)
+
+    def beside(self, kv: Any) -> int:
+        return 0
+
+
+def branching(coming: list[int], count: int) -> Drafts:
+    """A tree of random shape, in which the right tokens are, as far as they reach, among wrong ones."""
+    draw = random.Random(len(coming) * 100 + count)
+    tokens, parents, tip, depth = [], [], 0, 0
+    for row in range(1, count + 1):
+        if depth < len(coming) and draw.random() < 0.5:
+            tokens.append(coming[depth])
+            parents.append(tip)
+            tip, depth = row, depth + 1
+        else:
+            parents.append(draw.randrange(row))
+            tokens.append(draw.randrange(VOCAB))
+    return Drafts(tokens, parents)
+
+
+def fail(coming: list[int], count: int) -> Drafts:
+    raise RuntimeError("this proposer always fails")
+
+
+RND = random.Random(3)
+CHOICES: dict[str, Callable[[list[int], int], Drafts]] = {
+    "right": lambda coming, count: Drafts(coming[:count]),
+    "wrong": lambda coming, count: Drafts([(token + 1) % VOCAB for token in [*coming, *[0] * count][:count]]),
+    "right, then wrong": lambda coming, count: Drafts([*coming[: RND.randrange(count + 1)], *[3] * count][:count]),
+    "random": lambda coming, count: Drafts([RND.randrange(VOCAB) for _ in range(RND.randrange(count + 1))]),
+    "out of vocabulary": lambda coming, count: Drafts([*coming[:1], RND.choice([-1, -2, VOCAB, 2**40]), *coming[2:]]),
+    "too many": lambda coming, count: Drafts([*coming, *[0] * 100]),
+    "failing": fail,
+    "trees": branching,
+}
+
+
+def config(folder: str, options: dict[str, Any], drafts: int, adaptive: bool = False, **more: Any) -> EngineConfig:
+    spec = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
+    defaults = {"threads": 1, "max_num_seqs": 16, "max_model_len": 200, "check_invariants": True}
+    return EngineConfig(model=folder, **(defaults | options | more), speculative_config=spec if drafts else None)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def plain(request, tmp_path_factory) -> tuple[str, dict[str, Any], list[Outcome]]:
+    """A checkpoint, options, and what each request gives alone, without drafts."""
+    architecture, dtype, sizes, options = KINDS[request.param]
+    folder = str(tmp_path_factory.mktemp("model"))
+    save_checkpoint(folder, architecture, dtype=dtype, num_hidden_layers=2, **sizes)
+    engine = Engine(config(folder, options, 0, prefix_cache="off"))
+    outcomes = [run(engine, [index])[0] for index in range(16)]
+    assert {outcome[2] for outcome in outcomes} == {"length", "stop"}
+    return folder, options, outcomes
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("plain", ["bfloat16", "float32"], indirect=True)
+def test_whatever_is_drafted_the_output_is_the_same(plain, choice):
+    folder, options, outcomes = plain
+    for drafts in (1, 3, 8):
+        proposer = Recorded(outcomes, CHOICES[choice])
+        engine = Engine(config(folder, options, drafts, max_num_batched_tokens=64), proposer=proposer)
+        assert run(engine, range(16)) == outcomes, f"{drafts} drafts"
+        assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes, f"{drafts} drafts, warm"
+        assert proposer.num_drafts > 0 or choice == "failing"
+        if choice == "right":
+            assert engine.stats.accepted > 200
+
+
+@pytest.mark.parametrize("choice", ["right, then wrong", "trees"])
+def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
+    folder, options, outcomes = plain
+    for drafts, overlap, cache in ((2, True, "hash"), (7, False, "radix")):
+        proposer = Recorded(outcomes, CHOICES[choice])
+        engine = Engine(
+            config(folder, options, drafts, async_scheduling=overlap, prefix_cache=cache, max_num_batched_tokens=48),
+            proposer=proposer,
+        )
+        assert run(engine, range(16)) == outcomes
+        assert proposer.num_drafts > 100
+
+
+@pytest.mark.parametrize("plain", ["bfloat16", "sliding window"], indirect=True)
+@pytest.mark.parametrize("choice", ["right, then wrong", "trees"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_drafts_change_nothing_while_requests_preempt_each_other(plain, choice, depth):
+    folder, options, outcomes = plain
+    proposer = Recorded(outcomes, CHOICES[choice])
+    engine = Engine(config(folder, options, 5, num_kv_blocks=16, max_num_batched_tokens=40), proposer=proposer)
+    engine._depth = depth
+    assert run(engine, range(16)) == outcomes
+    assert engine.stats.preemptions > 0 and proposer.num_drafts > 0
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_requests_that_ask_for_prompt_logprobs_are_drafted_for_as_well(plain):
+    folder, options, outcomes = plain
+    engine = Engine(config(folder, options, 4), proposer=Recorded(outcomes, CHOICES["right"]))
+    assert run(engine, range(16), prompt_logprobs=1) == outcomes
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_a_request_may_switch_it_off(plain):
+    folder, options, outcomes = plain
+    proposer = Recorded(outcomes, CHOICES["right"])
+    engine = Engine(config(folder, options, 4), proposer=proposer)
+    assert run(engine, range(16), speculate=False) == outcomes
+    assert proposer.num_drafts == engine.stats.drafted == 0
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_a_verification_yields_the_accepted_drafts_and_one_token_more(plain):
+    folder, options, outcomes = plain
+    engine = Engine(config(folder, options, 5), proposer=Recorded(outcomes, CHOICES["right"]))
+    engine.add(request(8, 8))
+    made = []
+    while not engine.idle:
+        made += [len(update.tokens) for update in engine.step() if update.tokens]
+    assert made == [1, 6, 6, 6, 5]
+    stats = engine.stats
+    assert (stats.verifications, stats.drafted, stats.accepted) == (4, 19, 19)
+    assert stats.accepted_by_position == [4, 4, 4, 4, 3]
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_self_tuning_drafts_what_pays_and_changes_nothing(plain):
+    folder, options, outcomes = plain
+    for choice in ("right", "wrong"):
+        proposer = Recorded(outcomes, CHOICES[choice])
+        engine = Engine(config(folder, options, 6, adaptive=True), proposer=proposer)
+        assert run(engine, range(16)) == outcomes
+        assert proposer.num_drafts > 0
