@@ -14,6 +14,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.runner.proposer import Drafts, Wanted
+from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
 
 MAX_TOKENS = 24
@@ -249,3 +250,21 @@ def test_self_tuning_drafts_what_pays_and_changes_nothing(plain):
         engine = Engine(config(folder, options, 6, adaptive=True), proposer=proposer)
         assert run(engine, range(16)) == outcomes
         assert proposer.num_drafts > 0
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("choice", ["right, then wrong", "trees"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overlap):
+    folder, _, _ = plain
+    with on_device(DelayedDevice(), SpanKernels()):
+        options = {"device": "cuda", "deterministic": True, "gpu_memory_utilization": 1.0, "num_kv_blocks": 60}
+        engine = Engine(config(folder, options, 0, prefix_cache="off"))
+        outcomes = [run(engine, [index])[0] for index in range(16)]
+        proposer = Recorded(outcomes, CHOICES[choice])
+        engine = Engine(
+            config(folder, options, 4, async_scheduling=overlap, max_num_batched_tokens=64), proposer=proposer
+        )
+        assert run(engine, range(16)) == outcomes
+        assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes
+        assert engine.stats.accepted > 50

@@ -498,6 +498,17 @@ def test_features_are_not_kept_alive() -> None:
     assert alive() is None
 
 
+def test_what_waits_for_ended_requests_takes_no_memory() -> None:
+    stand = hash_stand()
+    for request in range(40):
+        stand.admit(request, random_prompt(50, seed=request))
+        stand.compute((request, 20))
+        assert stand.line(request, 2) == expect(stand, request, 2)
+        stand.proposer.end(request)
+        stand.proposer.end(request)
+    assert stand.proposer._waiting._rows.shape == (8, CHUNK, 1)
+
+
 def test_deepseeks_layer_behind_the_last_drafts_from_a_cache_of_its_own(tmp_path: Path) -> None:
     folder, _, _ = save_with_mtp(tmp_path)
     model = load_model(folder, mtp=True)
@@ -576,7 +587,10 @@ def test_a_request_that_was_not_followed_has_no_drafts() -> None:
     assert stand.context.batches == []
     stand.compute((0, 20))
     assert stand.line(0, 3) == expect(stand, 0, 3)
-    assert stand.line(0, 3) == []  # the step was not told of
+    assert stand.line(0, 3) == []  # it was not told of the step
+    stand.done[0] = 21
+    assert stand.line(0, 3) == []
+    stand.done[0] = 20
     stand.compute((0, 21))
     assert stand.line(0, 3) == expect(stand, 0, 3)
 

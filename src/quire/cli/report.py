@@ -19,10 +19,12 @@ def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: 
     cached = sum(output.cached_tokens for output in outputs)
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     reasons = Counter(choice.finish_reason or "none" for output in outputs for choice in output.outputs)
+    speculation = [("speculation", verified(stats))] if stats.verifications else []
     return [
         ("time to first token", _spread(waits)),
         ("prefill", rate(stats.prefill_tokens, stats.prefill_seconds)),
         ("decode", rate(stats.decode_tokens, stats.decode_seconds)),
+        *speculation,
         ("prompt tokens", f"{prompt:,}"),
         ("cached tokens", f"{cached:,} ({cached / prompt:.0%} of the prompts)" if prompt else "0"),
         ("output tokens", f"{made:,} in {seconds:.2f} s"),
@@ -35,6 +37,17 @@ def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: 
 def rate(tokens: int, seconds: float) -> str:
     """Tokens per second, or a dash where nothing was measured."""
     return f"{tokens / seconds:,.0f} tokens/s ({tokens:,} in {seconds:.2f} s)" if seconds > 0 else "-"
+
+
+def verified(stats: EngineStats) -> str:
+    """What the drafts that were verified brought: of each of the first ones, the share of verifications it passed."""
+    tokens = (stats.verifications + stats.accepted) / stats.verifications
+    shares = [count / stats.verifications for count in stats.accepted_by_position]
+    named = zip(("1st", "2nd", "3rd", "4th"), shares, strict=False)
+    parts = [f"{name} {share:.0%}" for name, share in named] + ["..."] * (len(shares) > 4)
+    of_all = f"{stats.accepted / stats.drafted:.0%} of {stats.drafted:,}"
+    accepted = f"{', '.join(parts)}; {of_all}" if parts else of_all
+    return f"{tokens:.2f} tokens a verification (drafts accepted: {accepted})"
 
 
 def _spread(seconds: Sequence[float]) -> str:

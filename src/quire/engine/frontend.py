@@ -430,4 +430,6 @@ def _metrics(stats: Mapping[int, RequestStats]) -> RequestMetrics:
         total_seconds=end - first.arrived,
         steps=sum(choice.steps for choice in stats.values()),
         preemptions=sum(choice.preemptions for choice in stats.values()),
+        drafted=sum(choice.drafted for choice in stats.values()),
+        accepted=sum(choice.accepted for choice in stats.values()),
     )

@@ -61,6 +61,7 @@ class RequestMetrics:
         total_seconds: from arrival to the end.
         steps: steps that held a span of the request.
         preemptions: how often it lost its blocks and was computed again.
+        drafted, accepted: draft tokens that were verified for it, and those of them that it sampled too.
     """
 
     queue_seconds: float = 0.0
@@ -71,6 +72,8 @@ class RequestMetrics:
     total_seconds: float = 0.0
     steps: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)

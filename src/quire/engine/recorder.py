@@ -22,8 +22,9 @@ from quire.core.kv_manager import KVManager
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
-from quire.core.step import StepPlan, StepResult
+from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.engine.engine import Engine
+from quire.speculation import SpeculativeConfig
 
 KEPT_STEPS = 256
 KEPT_FINISHED = 64
@@ -46,6 +47,7 @@ class Record:
     Attributes:
         name: the id that the client sees. number: the wire's.
         match_seconds: of the `schedule` call that admitted it, in which its prompt was matched.
+        computed: position behind the last token that a step has computed, rejected drafts not counted.
         chunks: (begin, seconds of the step, tokens) of its prompt, the last ones.
     """
 
@@ -55,19 +57,28 @@ class Record:
     tokenize_seconds: float
     detokenize_seconds: float | None = None
     match_seconds: float | None = None
+    computed: int = 0
     chunks: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step that ran. `spans`: of whom, first position, tokens computed and sampled; the first `MAX_SPANS`."""
+    """A step that ran.
+
+    Attributes:
+        tokens: computed, drafts included.
+        drafted, accepted: drafts that it verified, and those of them that were sampled too.
+        spans: of whom, first position, tokens computed and sampled, and drafts among those; the first `MAX_SPANS`.
+    """
 
     number: int
     begin: float
     seconds: float
     schedule_seconds: float
     tokens: int
-    spans: list[tuple[Record, int, int, int]]
+    drafted: int
+    accepted: int
+    spans: list[tuple[Record, int, int, int, int]]
 
 
 class Recorder:
@@ -93,16 +104,23 @@ class Recorder:
     def committed(self, plan: StepPlan, result: StepResult, prompts: dict[int, Request]) -> None:
         """A step ran; `prompts` are the open requests by the engine's number, those that ended with it included."""
         begin, seconds = self._planned.popleft()
-        spans: list[tuple[Record, int, int, int]] = []
-        for span in plan.spans:
+        spans: list[tuple[Record, int, int, int, int]] = []
+        tokens = drafted = accepted = 0
+        for span, outcome in zip(plan.spans, result.spans, strict=True):
+            computed, sampled = num_computed(span, outcome), len(outcome.tokens)
+            tokens += computed
+            if outcome.num_drafted:
+                drafted, accepted = drafted + outcome.num_drafted, accepted + sampled - 1
             record = self.records.get(span.request)
             if record is None:
                 continue  # it ended while the step ran
+            start = min(span.start, record.computed) if span.start_follows else span.start
+            record.computed = start + len(span.tokens) - span.num_sampled + sampled
             if len(spans) < MAX_SPANS:
-                spans.append((record, span.start, len(span.tokens), span.num_sampled))
-            if span.start < prompts[span.request].num_prompt:
-                record.chunks.append((begin + seconds, result.seconds, len(span.tokens)))
-        self._steps.append(_Step(plan.number, begin, result.seconds, seconds, plan.num_tokens, spans))
+                spans.append((record, start, computed, sampled, outcome.num_drafted))
+            if start < prompts[span.request].num_prompt:
+                record.chunks.append((begin + seconds, result.seconds, computed))
+        self._steps.append(_Step(plan.number, begin, result.seconds, seconds, tokens, drafted, accepted, spans))
 
     def ended(self, request: Request, update: RequestUpdate) -> None:
         """A request is over."""
@@ -121,7 +139,7 @@ class Recorder:
     # -- telling -------------------------------------------------------------------------------------------
 
     def stats(self, engine: Engine) -> dict[str, Any]:
-        """Counters, what the pool holds, and how evenly tokens spread over experts."""
+        """Counters, what the pool holds, how evenly tokens spread over experts, and how deep drafts may go."""
         kv = engine.scheduler.kv
         cached = len(kv.cache.nodes)
         return (
@@ -134,6 +152,7 @@ class Recorder:
                 "held_blocks": kv.num_usable - kv.num_available,
             }
             | _expert_load(engine.model.expert_loads)
+            | _draft_depth(engine.config.speculation)
         )
 
     def document(self, engine: Engine, what: str, since: int = 0) -> bytes:
@@ -181,6 +200,8 @@ class Recorder:
             "age": now - request.stats.arrived,
             "priority": request.order[0],
             "preemptions": request.stats.preemptions,
+            "drafted": request.stats.drafted,
+            "accepted": request.stats.accepted,
         }
 
     def _step_documents(self, since: int) -> Iterator[dict[str, Any]]:
@@ -192,6 +213,8 @@ class Recorder:
                     "seconds": step.seconds,
                     "schedule_seconds": step.schedule_seconds,
                     "tokens": step.tokens,
+                    "drafted": step.drafted,
+                    "accepted": step.accepted,
                     "spans": [(record.name, record.choice, *rest) for record, *rest in step.spans],
                 }
 
@@ -201,6 +224,19 @@ class Recorder:
             document = {"kv": _pool(kv), "tree": _tree(kv)}
             self._looked = (now, document)
         return document
+
+
+def num_computed(span: Span, outcome: SpanResult) -> int:
+    """Tokens of a span that were computed: room for drafts that nobody proposed stays empty."""
+    return len(span.tokens) - max(0, span.num_sampled - 1 - outcome.num_drafted)
+
+
+def _draft_depth(config: SpeculativeConfig | None) -> dict[str, Any]:
+    """Most drafts that one verification may accept; nothing where none are made."""
+    if config is None:
+        return {}
+    most = config.num_speculative_tokens
+    return {"draft_depth": min(most, config.tree_depth) if config.tree_width > 1 else most}
 
 
 def _expert_load(loads: Mapping[int, Tensor]) -> dict[str, Any]:
@@ -239,6 +275,8 @@ def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
         "ttft_seconds": None if stats.first_token is None else stats.first_token - stats.arrived,
         "total_seconds": end - stats.arrived,
         "preemptions": stats.preemptions,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
         "chunks": list(record.chunks),
     }
 

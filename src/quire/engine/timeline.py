@@ -375,7 +375,8 @@ class Timeline:
         parts = [_count_of(num_decodes, "decode")] if num_decodes else []
         parts += [_count_of(len(chunks), "prompt chunk")] if chunks else []
         name = f"step {plan.number}: {' + '.join(parts)}, {_count_of(plan.num_tokens, 'token')}"
-        self._trace.slice(DEVICE, name, begin, self._device_end, **_step_args(plan, chunks))
+        args = _step_args(plan, chunks) | _draft_args(result)
+        self._trace.slice(DEVICE, name, begin, self._device_end, **args)
         self._trace.arrow_to(DEVICE, "step", plan.number, begin)
         return begin
 
@@ -433,8 +434,11 @@ class Timeline:
         phase = "prefill" if number in self._prefilling else "decode"
         self._prefilling.discard(number)
         finished, num_output = stats.finished or time.monotonic(), len(request.tokens) - request.num_prompt
+        args = {"reason": reason, "output": num_output, "preemptions": stats.preemptions}
+        if stats.drafted:
+            args |= {"drafts verified": stats.drafted, "drafts accepted": stats.accepted}
         self._trace.end(number, f"{phase} {number}", finished)
-        self._trace.end(number, "request", finished, reason=reason, output=num_output, preemptions=stats.preemptions)
+        self._trace.end(number, "request", finished, **args)
 
 
 def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
@@ -458,6 +462,18 @@ def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
     if len(shown) < len(plan.spans):
         args["spans not shown"] = len(plan.spans) - len(shown)
     return args
+
+
+def _draft_args(result: StepResult) -> dict[str, Any]:
+    """The same of the drafts that the step verified; nothing where it had none."""
+    verified = [span for span in result.spans if span.num_drafted]
+    if not verified and not result.drafting:
+        return {}
+    return {
+        "drafts verified": sum(span.num_drafted for span in verified),
+        "drafts accepted": sum(len(span.tokens) - 1 for span in verified),
+        "drafting (ms)": round(1000 * result.drafting, 3),
+    }
 
 
 def _count_of(number: int, what: str) -> str:

@@ -496,7 +496,7 @@ class Sampler:
             place = slice(first, first + len(drafts))
             target = rejection.probabilities(logits[rows], filters.of(rows))
             accepted, drawn = rejection.verify(target, drafts, distributions, accept[place], resample[place])
-            tokens[rows[:accepted]] = torch.tensor(drafts[:accepted], device=tokens.device)
+            tokens[rows[:accepted]] = torch.tensor(drafts[:accepted], dtype=torch.int64, device=tokens.device)
             if drawn is not None:
                 tokens[first + accepted] = drawn
 

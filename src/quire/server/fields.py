@@ -80,6 +80,7 @@ SAMPLING: dict[str, Schema] = {
         minLength=1,
         maxLength=limit.MAX_CACHE_SALT_LENGTH,
     ),
+    "speculate": _flag(True, "Draft tokens for it, where the server does so. It changes speed, never tokens."),
 }
 """Fields of both routes that go into `SamplingParams` under their own names."""
 

@@ -226,8 +226,9 @@ class Metrics:
         """The metrics of all HTTP processes and of the engine, in Prometheus' text format, and its content type.
 
         Args:
-            engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, and of a model with
-                experts their load and its balance; None while there is no engine to ask. What is missing is left out.
+            engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, of a model with
+                experts their load and its balance, and where tokens are drafted `draft_depth`; None while there is no
+                engine to ask. What is missing is left out.
             state: the engine's, one of `STATES`. restarts: how often it was started again.
         """
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
@@ -265,14 +266,22 @@ _ENGINE_COUNTERS = {
     "quire:engine_steps": ("steps", "Steps run."),
     "quire:prefill_step_tokens": ("prefill_tokens", "Tokens computed in steps that held prompt tokens."),
     "quire:prefill_step_seconds": ("prefill_seconds", "Time in steps that held prompt tokens."),
-    "quire:decode_step_tokens": ("decode_tokens", "Tokens computed in steps that only decoded."),
+    "quire:decode_step_tokens": ("decode_tokens", "Tokens sampled in steps that only decoded."),
     "quire:decode_step_seconds": ("decode_seconds", "Time in steps that only decoded."),
 }
+
+_DRAFT_COUNTERS = {
+    "vllm:spec_decode_num_drafts": ("verifications", "How often drafts of a request were verified."),
+    "vllm:spec_decode_num_draft_tokens": ("drafted", "Draft tokens that were verified."),
+    "vllm:spec_decode_num_accepted_tokens": ("accepted", "Draft tokens that were accepted."),
+}
+"""Of engines that speculate."""
 
 
 def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -> Iterator[Metric]:
     """What the engine told. A new engine counts from zero again, which Prometheus takes for a counter's reset."""
-    tables = ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS))
+    drafts = _DRAFT_COUNTERS if "draft_depth" in stats else {}
+    tables = ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS | drafts))
     for kind, table in tables:
         for name, (key, help) in table.items():
             if isinstance(stats.get(key), int | float):
@@ -282,10 +291,21 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
         family = GaugeMetricFamily(name, "The share of KV blocks that requests hold, 0 to 1.", labels=_names(name))
         yield _single(family, _own(name, vllm_labels), kv_use(stats))
         yield _block_family(stats)
+    if "draft_depth" in stats and "accepted_by_position" in stats:
+        yield _accepted_family(stats["accepted_by_position"], stats["draft_depth"], vllm_labels)
     if "expert_load_balance" in stats and "expert_load_balance_by_layer" in stats:
         yield _expert_family({"all": stats["expert_load_balance"]} | stats["expert_load_balance_by_layer"])
     if "expert_tokens" in stats:
         yield _expert_tokens(stats["expert_tokens"])
+
+
+def _accepted_family(counts: Sequence[int], depth: int, vllm_labels: Mapping[str, str]) -> Metric:
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    help = "Draft tokens that were accepted, by their place among the drafts."
+    family = CounterMetricFamily(name, help, labels=[*_VLLM, "position"])
+    for position, count in enumerate([*counts, *[0] * (depth - len(counts))]):
+        family.add_metric([*_own(name, vllm_labels), str(position)], count)
+    return family
 
 
 def _expert_tokens(loads: Mapping[str, Sequence[int]]) -> Metric:

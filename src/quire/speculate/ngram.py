@@ -19,8 +19,8 @@ from quire.runner.proposer import Computed, DraftContext, Drafts, Wanted
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the upper bits of a product spread well
 
-_BULK = 64
-"""So many new tokens are indexed together, which has a price of its own; fewer one by one."""
+_BULK = 16
+"""Where one token in so many is new, indexing all together is faster than the new ones one by one."""
 
 _SMALLEST = 256
 """Slots of a table at first."""
@@ -46,7 +46,7 @@ class NgramProposer:
             raise ValueError(f"min_length is {min_length}; it must be at least 1 token")
         if max_length < min_length:
             raise ValueError(
-                f"max_length is {max_length}, less than min_length, which is {min_length}; raise the one or lower the other"
+                f"max_length is {max_length}, but min_length is {min_length}; max_length must not be the smaller one"
             )
         self._min_length = min_length
         self._max_length = max_length
@@ -93,8 +93,8 @@ class _Text:
     """A request's tokens, and where each n-gram of them last ended.
 
     A table a length, with open addressing: a slot holds the last end of the n-gram whose hash leads there (the index
-    behind its last token), or 0. It is compared with the tokens themselves, so that equal hashes do no harm. A Python
-    dict would need six times the memory, and ten times the time for a long prompt.
+    behind its last token), or 0. It is compared with the tokens themselves, so that equal hashes do no harm. Python
+    dicts would need several times the memory, and ten times the time for a long prompt.
 
     Args:
         tokens: the text so far; it is appended to.
@@ -161,7 +161,7 @@ class _Text:
         if new <= 0:
             return
         slots = len(self._tables[0]) if self._tables else 0
-        if new >= _BULK or 2 * end > slots:  # more than half full, tables grow slow
+        if _BULK * new >= end or 2 * end > slots:  # more than half full, tables grow slow
             self._enter_all(end)
         else:
             for at in range(self._indexed + 1, end + 1):
@@ -178,10 +178,10 @@ class _Text:
         tokens = np.array(self.tokens[:end], np.int64).astype(np.uint64) + np.uint64(1)
         hashes = np.zeros(end + 1, np.uint64)  # by the end of the n-gram
         for length, factor in enumerate(self._factors, 1):
-            hashes[length:] += tokens[: end - length + 1] * np.uint64(factor)
+            hashes[length:] += tokens[: max(0, end - length + 1)] * np.uint64(factor)
             if length >= self._min_length:
                 ends = np.arange(length, end + 1, dtype=np.int32)
-                self._tables.append(memoryview(_table(hashes, ends, bits)))
+                self._tables.append(_table(hashes, ends, bits).data)
 
 
 def _table(hashes: NDArray[np.uint64], ends: NDArray[np.int32], bits: int) -> NDArray[np.int32]:

@@ -56,12 +56,12 @@ export class LiveData {
     step.prefill = 0;
     step.decode = 0;
     for (const [key, place] of this.lanes) if (step.begin - place.end > LANE_REST) this.lanes.delete(key);
-    step.spans = step.spans.map(([id, choice, start, length, sampled]) => {
+    step.spans = step.spans.map(([id, choice, start, length, sampled, drafted]) => {
       const key = `${id}|${choice}`;
       const prompt = this.prompts.get(key);
-      const prefill = prompt === undefined ? length > 1 : start < prompt;
+      const prefill = prompt === undefined ? length > 1 + drafted : start < prompt;
       step[prefill ? "prefill" : "decode"] += length;
-      return { id, choice, key, start, length, sampled, prefill, lane: this.laneOf(key, step.end) };
+      return { id, choice, key, start, length, sampled, drafted, prefill, lane: this.laneOf(key, step.end) };
     });
     this.numSpans += step.spans.length;
     this.steps.push(step);

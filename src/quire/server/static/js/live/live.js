@@ -24,6 +24,7 @@ const TILES = [
   ["ttft", "First token", "Median time to the first token of the last 32 requests"],
   ["hits", "Cache hits", "Share of all prompt tokens that were found in the prefix cache"],
   ["kv", "KV in use", "Share of the blocks that requests hold now"],
+  ["drafts", "Tok/verification", "Speculation: accepted drafts and one more token, each time that drafts were verified"],
 ];
 
 export class LiveView {
@@ -67,7 +68,8 @@ export class LiveView {
     const tiles = TILES.map(([name, label, title]) => {
       const [value, small] = [h("strong", {}, "-"), h("small", {})];
       this.tiles.set(name, { value, small });
-      return h("div", { class: "tile", title }, h("span", {}, label), value, small);
+      const hidden = name === "drafts"; // until an engine speculates
+      return h("div", { class: "tile", title, id: `tile-${name}`, hidden }, h("span", {}, label), value, small);
     });
     this.notice = h("div", { class: "notice", hidden: true });
     this.pauseButton = h(
@@ -81,7 +83,7 @@ export class LiveView {
       "div",
       { class: "live-content" },
       h("div", { class: "live-head" }, h("h1", {}, "The engine, live"), this.uptime, this.pauseButton),
-      h("div", { class: "tiles" }, ...tiles),
+      (this.tileRow = h("div", { class: "tiles" }, ...tiles)),
       this.timeline.root,
       h(
         "div",
@@ -182,6 +184,12 @@ export class LiveView {
       hits: [percent(stats.cached_tokens, stats.prompt_tokens || looked), `${count(stats.cached_tokens)} tokens`],
       kv: [percent(kv.held, kv.num_blocks), `${count(kv.held)} of ${count(kv.num_blocks)}`],
     };
+    const speculates = stats.draft_depth !== undefined;
+    this.tileRow.lastChild.hidden = !speculates;
+    if (speculates) {
+      const tokens = stats.verifications ? (1 + stats.accepted / stats.verifications).toFixed(2) : "-";
+      values.drafts = [tokens, stats.drafted ? `${percent(stats.accepted, stats.drafted)} of drafts accepted` : ""];
+    }
     for (const [name, [value, small]] of Object.entries(values)) {
       setText(this.tiles.get(name).value, value);
       setText(this.tiles.get(name).small, small);

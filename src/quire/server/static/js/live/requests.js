@@ -100,6 +100,8 @@ class Row {
     setText(this.cells[0], shortId(request.id, request.choice));
     setText(this.cells[3], cached ? `${count(prompt)} (${count(cached)})` : count(prompt));
     setText(this.cells[4], `${count(output)} / ${count(limit)}`);
+    if (request.drafted)
+      this.cells[4].title = `${count(request.accepted)} of ${count(request.drafted)} drafts accepted`;
     setText(this.cells[5], count(request.blocks));
     setText(this.cells[6], duration(request.age) + (request.preemptions ? `, preempted ${request.preemptions}x` : ""));
   }

@@ -216,8 +216,12 @@ export class TimelinePanel {
     lines.push(
       `${count(step.tokens)} tokens in ${step.spans.length} ${step.spans.length === 1 ? "span" : "spans"}: ${count(step.prefill)} of prompts, ${count(step.decode)} of outputs`,
     );
-    if (span)
-      lines.push(`Here: ${shortId(span.id, span.choice)}, ${span.prefill ? "prompt" : "output"}, ${positions(span)}`);
+    if (step.drafted) lines.push(`${count(step.drafted)} of them drafts, ${count(step.accepted)} accepted`);
+    if (span) {
+      const drafts = span.drafted ? `, ${span.sampled - 1} of ${span.drafted} drafts accepted` : "";
+      const kind = span.prefill ? "prompt" : "output";
+      lines.push(`Here: ${shortId(span.id, span.choice)}, ${kind}, ${positions(span)}${drafts}`);
+    }
     return lines.join("\n");
   }
 }

@@ -218,6 +218,7 @@ function summary(one) {
     ["tok/s", rate(speed)],
     ["preempted", one.preemptions ? `${one.preemptions}x` : "no"],
   ];
+  if (one.drafted) facts.push(["drafts accepted", `${count(one.accepted)} of ${count(one.drafted)}`]);
   return h(
     "dl",
     { class: "facts" },

@@ -1,0 +1,329 @@
+"""Speculative decoding on a CPU: what drafting brings at known acceptance, and with what ships with the demo model.
+
+1. **Replayed drafts**: random bf16 weights in the shape of Qwen3-0.6B, one request, 4 drafts a step that come from a
+   recorded run, each spoiled with probability 1 - a. What it costs to draft in vain is measured with the self-tuning on
+   and a = 0.
+2. **An edit**: the same model is forced along a text, as if it had answered "rename the parameter": a file of Python's
+   standard library stands in the prompt, its edited form is the output, and n-grams draft.
+3. **The demo model** with its draft model and its EAGLE head, one request after the other and eight at once.
+4. **Proposing with n-grams** at a context of 32,768 tokens, and **noise**: how often drafts of `demo-draft` are accepted
+   at temperature 1 with the target's own noise, and with noise of their own.
+
+What is compared runs in turns, and the best of each counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import Options, Result, checkpoint, main, tell
+from quire.bench.replay import ReplayProposer
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo
+from quire.engine.engine import Engine
+from quire.engine.tokenizer import Tokenizer
+from quire.runner.drafter import RunnerContext
+from quire.runner.proposer import Computed, Proposer, Wanted
+from quire.runner.sampler import Sampled, Sampler
+from quire.speculate.ngram import NgramProposer
+
+PROMPT, OUTPUT, DRAFTS, TURNS = 128, 96, 4, 3
+SEEDED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True).resolved()
+GREEDY = SamplingParams(temperature=0.0, seed=1, ignore_eos=True).resolved()
+PROMPTS = (
+    "def read(self, size=-1):\n",
+    "import os\nimport sys\n\nclass Parser:\n    def __init__(self",
+    "for i in range(10):\n    ",
+    "class TestQueue(unittest.TestCase):\n    def test_put(self):\n",
+    "    def __repr__(self):\n        return ",
+    "try:\n    import ssl\nexcept ImportError:\n",
+    "def main(args=None):\n    parser = argparse.ArgumentParser(",
+    '    """Return a list of all the names that',
+)
+
+
+def run(options: Options) -> Result:
+    """All parts."""
+    result = Result(("what", "tokens a step", "tokens/s", "of plain", "accepted, by position"))
+    replay(result, options)
+    edit(result, options)
+    demo(result, options)
+    noise(result, options)
+    ngrams(result)
+    return result
+
+
+@dataclass
+class Run:
+    """Some requests' way through an engine: their tokens, seconds of decoding, and what the engine counted."""
+
+    tokens: dict[int, list[int]]
+    seconds: float
+    steps: int
+    made: int
+    by_position: list[float]
+
+    @property
+    def rate(self) -> float:
+        return self.made / self.seconds
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, count: int) -> Run:
+    """All prompts at once; counted is what comes after the first tokens."""
+    tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    first = engine.stats.prompt_tokens  # ids must be new
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(first + i, list(prompt), params, max_tokens=count))
+    before, seconds, steps, made = _counters(engine), 0.0, 0, 0
+    while not engine.idle:
+        all_decode = all(tokens.values())
+        begin = time.perf_counter()
+        updates = engine.step()
+        if all_decode:
+            seconds += time.perf_counter() - begin
+            steps += 1
+            made += sum(len(update.tokens) for update in updates)
+        for update in updates:
+            tokens[update.request - first] += update.tokens
+    after = _counters(engine)
+    verified = after[0] - before[0]
+    by_position = [(b - a) / verified for a, b in zip([*before[1], *[0] * len(after[1])], after[1], strict=False)]
+    return Run(tokens, seconds, steps, made, by_position if verified else [])
+
+
+def _counters(engine: Engine) -> tuple[int, list[int]]:
+    return engine.stats.verifications, list(engine.stats.accepted_by_position)
+
+
+def engine_of(model: str, options: Options, spec: dict[str, Any] | None, proposer: Proposer | None = None) -> Engine:
+    config = EngineConfig(
+        model=model,
+        device="cpu",
+        async_scheduling=False,
+        threads=options.threads,
+        prefix_cache="off",
+        speculative_config=spec,
+        max_model_len=2048,
+        max_num_seqs=8,
+    )
+    return Engine(config, proposer=proposer)
+
+
+def best_of(turns: int, runs: Sequence[Callable[[], Run]]) -> list[Run]:
+    """The fastest run of each, taken in turns."""
+    best: list[Run | None] = [None] * len(runs)
+    for _ in range(turns):
+        for i, each in enumerate(runs):
+            made, fastest = each(), best[i]
+            best[i] = made if fastest is None or made.rate > fastest.rate else fastest
+    return [each for each in best if each is not None]
+
+
+def add(result: Result, what: str, made: Run, plain: Run, **raw: Any) -> None:
+    """A row; the tokens must be those of the plain run."""
+    if made.tokens != plain.tokens:
+        raise RuntimeError(f"{what}: the tokens differ from those without speculation")
+    row = {"tokens_a_step": made.made / made.steps / len(made.tokens), "tok_s": made.rate}
+    positions = ", ".join(f"{share:.0%}" for share in made.by_position)
+    ratio = made.rate / plain.rate
+    result.add(
+        (what, f"{row['tokens_a_step']:.2f}", f"{made.rate:.1f}", f"{ratio:.2f}", positions or "-"),
+        what=what,
+        **row,
+        ratio=ratio,
+        by_position=made.by_position,
+        **raw,
+    )
+    tell(f"{what}: {ratio:.2f} times plain, {row['tokens_a_step']:.2f} tokens a step")
+
+
+def replay(result: Result, options: Options) -> None:
+    """Part 1."""
+    folder, count = str(checkpoint(options)), 24 if options.quick else OUTPUT
+    prompt = random.Random(0).choices(range(500), k=PROMPT)
+    engine = engine_of(folder, options, None)
+    spec = {"method": "ngram", "num_speculative_tokens": DRAFTS}
+    for name, params in (("greedy", GREEDY), ("temperature 0.8", SEEDED)):
+        recorded = [[*prompt, *generate(engine, [prompt], params, count).tokens[0]]]
+        runs: dict[str, Engine] = {}
+        for what, accuracy, adaptive in (
+            ("a = 0.8", 0.8, False),
+            ("a = 0.8, self-tuned", 0.8, True),
+            ("a = 0, self-tuned", 0.0, True),
+        ):
+            proposer = ReplayProposer(recorded, accuracy, 500)
+            runs[f"{DRAFTS} drafts, {name}, {what}"] = engine_of(
+                folder, options, {**spec, "adaptive": adaptive}, proposer
+            )
+        measured = best_of(
+            1 if options.quick else TURNS,
+            [lambda e=e, p=params: generate(e, [prompt], p, count) for e in (engine, *runs.values())],  # type: ignore[misc]
+        )
+        add(result, f"plain, {name}", measured[0], measured[0])
+        for what, made in zip(runs, measured[1:], strict=True):
+            add(result, what, made, measured[0])
+
+
+class Forced:
+    """Makes an engine's sampler choose what a text says next, at the cost of its ordinary work."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int], text: Sequence[int]) -> None:
+        self._all = [*prompt, *text]
+        runner = engine.executor._runner  # type: ignore[attr-defined]
+        self._launch: Callable[..., Any] = runner.sampler._launch
+        runner.sampler._launch = self.launch
+
+    def launch(self, logits: Tensor, rows: Sequence[tuple[int, int]], state: Any, ahead: Any, verified: Any) -> Any:
+        """`Sampler._launch`, with tokens of the text wherever it has been followed so far."""
+        sampled, edits = self._launch(logits, rows, state, ahead, verified)
+        assert isinstance(sampled, Sampled)
+        for row, (_, position) in enumerate(rows):
+            drafts = list(ahead[row]) if ahead else []
+            if drafts == self._all[position - len(drafts) : position] and position < len(self._all):
+                sampled.tokens[row] = sampled._on_host[row] = self._all[position]
+        return sampled, edits
+
+
+def edit(result: Result, options: Options) -> None:
+    """Part 2."""
+    folder, tokenizer = str(checkpoint(options)), _demo_tokenizer()
+    source = inspect.getsource(textwrap.TextWrapper._wrap_chunks) + inspect.getsource(textwrap.TextWrapper.wrap)
+    edited = source.replace("chunks", "pieces").replace("cur_len", "length").replace("indent", "prefix")
+    prompt = tokenizer.encode(source + "\n# The same with better names:\n")
+    text = tokenizer.encode(edited)[: 40 if options.quick else 500]
+    if options.quick:
+        prompt, text = [t % 500 for t in prompt], [t % 500 for t in text]
+    engines = [engine_of(folder, options, spec) for spec in (None, {"method": "ngram"})]
+    for engine in engines:
+        Forced(engine, prompt, text)
+    plain, drafted = best_of(
+        1 if options.quick else 2, [lambda e=e: generate(e, [prompt], GREEDY, len(text)) for e in engines]  # type: ignore[misc]
+    )
+    if plain.tokens[0] != text:
+        raise RuntimeError("the engine did not follow the text")
+    add(result, "an edit, plain", plain, plain)
+    add(result, "an edit, n-grams", drafted, plain, prompt=len(prompt), output=len(text))
+
+
+def _demo_tokenizer() -> Tokenizer:
+    from quire.models.checkpoint import resolve
+
+    tokenizer = Tokenizer.load(resolve("demo"))
+    if tokenizer is None:
+        raise RuntimeError("the demo model has no tokenizer")
+    return tokenizer
+
+
+def demo(result: Result, options: Options) -> None:
+    """Part 3."""
+    tokenizer, count = _demo_tokenizer(), 24 if options.quick else 160
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    specs: dict[str, dict[str, Any] | None] = {
+        "plain": None,
+        "n-grams": {"method": "ngram"},
+        "demo-draft": {"method": "draft_model"},
+        "demo-eagle": {"method": "eagle"},
+        "demo-eagle, always 4": {"method": "eagle", "adaptive": False},
+        "demo-eagle, trees of 16": {"method": "eagle", "tree_width": 4},
+    }
+    engines = {name: engine_of("demo", options, spec) for name, spec in specs.items()}
+    for kind, params in (("greedy", GREEDY), ("temperature 1", SamplingParams(seed=1, ignore_eos=True).resolved())):
+        for company in (1, 8):
+
+            def one_by_one(engine: Engine, company: int = company, params: SamplingParams = params) -> Run:
+                groups = [prompts[i : i + company] for i in range(0, len(prompts), company)]
+                return joined([generate(engine, group, params, count) for group in groups])
+
+            runs = [lambda e=e: one_by_one(e) for e in engines.values()]  # type: ignore[misc]
+            measured = best_of(1 if options.quick else TURNS, runs)
+            for name, made in zip(engines, measured, strict=True):
+                add(result, f"demo, {company} at once, {kind}: {name}", made, measured[0])
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """Runs one after the other, as one; acceptance is the mean."""
+    longest = max(len(each.by_position) for each in runs)
+    padded = [[*each.by_position, *[0.0] * (longest - len(each.by_position))] for each in runs if each.by_position]
+    size = len(runs[0].tokens)
+    return Run(
+        {i * size + k: tokens for i, each in enumerate(runs) for k, tokens in each.tokens.items()},
+        sum(each.seconds for each in runs),
+        sum(each.steps for each in runs) // len(runs),
+        sum(each.made for each in runs),
+        [statistics.mean(column) for column in zip(*padded, strict=True)],
+    )
+
+
+def noise(result: Result, options: Options) -> None:
+    """Part 4: the first draft's acceptance, with shared noise and with its own."""
+    tokenizer = _demo_tokenizer()
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    params = SamplingParams(seed=1, ignore_eos=True).resolved()
+    for what, own in (("the target's noise", False), ("noise of its own", True)):
+        spec = {"method": "draft_model", "adaptive": False, "num_speculative_tokens": 1}
+        engine = engine_of("demo", options, spec)
+        if own:
+            runner = engine.executor._runner  # type: ignore[attr-defined]
+            runner._drafter._context.draw = lambda logits, rows, s=runner.sampler: draw_apart(s, logits, rows)
+        made = generate(engine, prompts, params, 24 if options.quick else 160)
+        share = made.by_position[0] if made.by_position else 0.0
+        result.add(
+            (f"demo-draft at temperature 1, drawn with {what}", "-", "-", "-", f"{share:.1%}"),
+            what=f"noise: {what}",
+            accepted=share,
+        )
+        tell(f"{what}: {share:.1%} accepted")
+
+
+def draw_apart(sampler: Sampler, logits: Tensor, rows: Any) -> list[int]:
+    """`DraftContext.draw` with noise that the target does not use."""
+    sampler._table["stream"] ^= 0x5555
+    try:
+        tokens: list[int] = sampler.draw(logits, rows).tolist()
+        return tokens
+    finally:
+        sampler._table["stream"] ^= 0x5555
+
+
+def ngrams(result: Result) -> None:
+    """Part 4: microseconds of following a token and proposing, in a text where every try finds something."""
+    draw = random.Random(0)
+    phrases = [draw.choices(range(3000), k=12) for _ in range(400)]
+    text = [token for _ in range(3000) for token in draw.choice(phrases)][: 32768 + 2000]
+    proposer, context: tuple[NgramProposer, Any] = NgramProposer(2, 5), None
+    proposer.start(RequestInfo(0, GREEDY, 0, text[:32768]))
+    begin = time.perf_counter()
+    proposer.propose([Wanted(0, 32768, text[32767], 8)], context)
+    build, times = time.perf_counter() - begin, []
+    for at in range(32768, len(text)):
+        begin = time.perf_counter()
+        proposer.follow([Computed(0, at - 1, [text[at - 1]], text[at], [0])], None, context)
+        proposer.propose([Wanted(0, at + 1, text[at], 8)], context)
+        times.append((time.perf_counter() - begin) * 1e6)
+    times.sort()
+    median, late = statistics.median(times), times[len(times) * 99 // 100]
+    result.add(
+        (f"n-grams at 32,768 tokens: {median:.0f} µs a step, {late:.0f} at the 99th percentile", "-", "-", "-", "-"),
+        what="n-grams",
+        median_us=median,
+        p99_us=late,
+        build_ms=build * 1000,
+    )
+    tell(f"n-grams: {median:.1f} us median, {late:.1f} at the 99th percentile; index built in {build * 1000:.1f} ms")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main(run)
