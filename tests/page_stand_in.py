@@ -39,6 +39,7 @@ class Script:
         breaks_off: answers end after their first piece, without a word.
         hung_up: an answer's client went away before its end.
         num_blocks, boot: of the engine that /view shows.
+        speculates: it drafts tokens: each decoding step of a request verifies four.
     """
 
     health: dict[str, Any] = field(default_factory=lambda: {"status": "ok"})
@@ -55,6 +56,7 @@ class Script:
     hung_up: threading.Event = field(default_factory=threading.Event)
     num_blocks: int = 8192
     boot: int = 1
+    speculates: bool = False
 
 
 class _Server(ThreadingHTTPServer):
@@ -186,14 +188,15 @@ def view_document(now: float, since: int, script: Script) -> dict[str, Any]:
         "model": "stand-in",
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
-        "stats": _stats(current, len(open_requests), len(over)),
+        "stats": _stats(current, len(open_requests), len(over), script.speculates),
         "kv": _pool(current, script.num_blocks),
         "tree": _tree(),
         "requests": [
-            {name: value for name, value in one.items() if name not in ("over", "born")} for one in open_requests
+            {name: value for name, value in one.items() if name not in ("over", "born")} | _drafts(one, script)
+            for one in open_requests
         ],
-        "steps": [_step(number) for number in range(max(since, current - 255), current)],
-        "finished": [_finished(one) for one in over[-64:]],
+        "steps": [_step(number, script.speculates) for number in range(max(since, current - 255), current)],
+        "finished": [_finished(one) | _drafts(one, script) for one in over[-64:]],
     }
 
 
@@ -224,8 +227,16 @@ def _request(born: int, current: int) -> dict[str, Any]:
     }
 
 
-def _step(number: int) -> dict[str, Any]:
-    spans: list[tuple[str, int, int, int, int]] = []
+def _drafts(one: dict[str, Any], script: Script) -> dict[str, int]:
+    return {"drafted": 4 * one["output"], "accepted": 3 * one["output"]} if script.speculates else _NO_DRAFTS
+
+
+_NO_DRAFTS = {"drafted": 0, "accepted": 0}
+
+
+def _step(number: int, speculates: bool) -> dict[str, Any]:
+    spans: list[tuple[str, int, int, int, int, int]] = []
+    drafts = 4 if speculates else 0
     for born in range((number - 700) // 15 * 15, number, 15):
         one = _request(born, number)
         if one["over"]:
@@ -233,27 +244,34 @@ def _step(number: int) -> dict[str, Any]:
         half = (one["prompt"] - one["cached"]) // 2
         if number - born <= 2:
             start = one["cached"] + half * (number - born - 1)
-            spans.append((one["id"], 0, start, half, int(number - born == 2)))
+            spans.append((one["id"], 0, start, half, int(number - born == 2), 0))
         else:
-            spans.append((one["id"], 0, one["prompt"] + one["output"], 1, 1))
+            start = one["prompt"] + one["output"]
+            spans.append((one["id"], 0, start, 1 + drafts, 1 + drafts * 3 // 4, drafts))
     return {
         "number": number,
         "begin": number * STEP,
         "seconds": STEP * (0.6 + 0.03 * (number % 11)),
         "schedule_seconds": 0.0004,
         "tokens": sum(span[3] for span in spans),
+        "drafted": sum(span[5] for span in spans),
+        "accepted": sum(span[5] * 3 // 4 for span in spans),
         "spans": spans,
     }
 
 
-def _stats(current: int, running: int, over: int) -> dict[str, int | float]:
-    return {
+def _stats(current: int, running: int, over: int, speculates: bool) -> dict[str, int | float]:
+    verifications = current * 10 if speculates else 0
+    return ({"draft_depth": 4} if speculates else {}) | {
         "steps": current,
         "prompt_tokens": current * 60,
         "cached_tokens": current * 21,
         "output_tokens": current * 14 + (current // 40 % 9) * 30,
         "prefill_tokens": current * 39 + (current // 60 % 5) * 200,
         "preemptions": current // 900,
+        "verifications": verifications,
+        "drafted": 4 * verifications,
+        "accepted": 3 * verifications,
         "running": running,
         "waiting": current % 3,
         "finished": over,

@@ -61,12 +61,14 @@ def test_the_second_turn_finds_the_first_in_the_prefix_cache(chat: Chat) -> None
 def test_set_changes_a_parameter_and_none_takes_it_back(chat: Chat) -> None:
     for line in ("/set temperature 0.5", "/set stop-token-ids 1,2", '/set stop ["\\n", "END"]', "/set ignore_eos off"):
         assert chat.take(line)
+    chat.take("/set speculate off")
     assert chat.fields == {
         "max_tokens": 6,
         "temperature": 0.5,
         "stop_token_ids": [1, 2],
         "stop": ["\n", "END"],
         "ignore_eos": False,
+        "speculate": False,
     }
     chat.take("/set temperature none")
     assert "temperature" not in chat.fields

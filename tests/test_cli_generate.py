@@ -378,6 +378,43 @@ def test_the_closing_table_counts_what_happened() -> None:
     assert rows["finished by"] == "length 1, stop 1"
 
 
+@pytest.mark.parametrize(
+    ("verifications", "drafted", "by_position", "row"),
+    [
+        (100, 400, [81, 66, 50, 15], "3.12 tokens a verification (drafts accepted: 1st 81%, 2nd 66%, 3rd 50%, 4th 15%; 53% of 400)"),
+        (8, 2000, [4, 4, 2, 2, 2, 1], "2.88 tokens a verification (drafts accepted: 1st 50%, 2nd 50%, 3rd 25%, 4th 25%, ...; 1% of 2,000)"),
+        (3, 5, [], "1.00 tokens a verification (drafts accepted: 0% of 5)"),
+    ],
+)  # fmt: skip
+def test_the_closing_table_says_what_drafts_brought_where_some_were_verified(
+    verifications: int, drafted: int, by_position: list[int], row: str
+) -> None:
+    assert "speculation" not in dict(closing_rows([], EngineStats(), 0.0))
+    stats = EngineStats(verifications=verifications, drafted=drafted, accepted=sum(by_position))
+    stats.accepted_by_position = by_position
+    assert dict(closing_rows([], stats, 0.0))["speculation"] == row
+
+
+def test_drafts_change_no_text_and_are_counted_in_the_table_and_in_each_line(
+    expected: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.jsonl"
+    prompt = "x = 1\n" * 20
+    flags = ["--max-tokens", "40", "--temperature", "0", "--ignore-eos", "--output", str(file)]
+    speculation = ["--speculative-config", '{"method": "ngram", "adaptive": false}']
+    lines = []
+    for more in ([], speculation, [*speculation, "--no-speculate"]):
+        assert main(["generate", "demo", prompt, *flags, *more]) == 0
+        lines.append(json.loads(file.read_text()))
+    texts = [line["outputs"][0]["text"] for line in lines]
+    assert texts[0] == texts[1] == texts[2]
+    metrics = [(line["metrics"]["drafted"], line["metrics"]["accepted"]) for line in lines]
+    assert metrics[0] == metrics[2] == (0, 0)
+    drafted, accepted = metrics[1]
+    assert drafted >= accepted > 0
+    assert capsys.readouterr().err.count(f"{accepted / drafted:.0%} of {drafted})") == 1
+
+
 def test_the_closing_table_has_dashes_for_what_never_happened() -> None:
     rows = dict(closing_rows([], EngineStats(), 0.0))
     assert rows["time to first token"] == rows["prefill"] == rows["decode"] == "-"

@@ -24,6 +24,7 @@ from quire.cli.options import (
 from quire.config import PRESETS, EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, QuireError, SamplingParamsError
+from quire.speculation import SpeculativeConfig
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -64,6 +65,8 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "scheduling_policy": ("priority", "priority"),
     "target_itl_ms": ("50.5", 50.5),
     "generation_config": ("off", "off"),
+    "speculative_config": ('{"method": "ngram"}', {"method": "ngram"}),
+    "speculative_acceptance": ("rejection", "rejection"),
 }
 SAMPLING_VALUES: dict[str, tuple[str, Any]] = {
     "n": ("3", 3),
@@ -94,7 +97,9 @@ ENGINE_SWITCHES = (
     "deterministic",
     "check_invariants",
 )
-SAMPLING_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+SAMPLING_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate")
+NEEDED = {"speculative_acceptance": {"speculative_config": {"method": "ngram"}}}
+"""What an option is valid with."""
 
 
 def test_the_cases_below_cover_every_field() -> None:
@@ -109,7 +114,7 @@ def test_every_engine_option_is_a_flag(name: str, spelling: str) -> None:
     flag = "--" + (name if spelling == "underscores" else name.replace("_", "-"))
     options = given(*([f"{flag}={text}"] if spelling == "equals" else [flag, text])).engine
     assert options == {"model": "demo"} | {name: value}
-    EngineConfig.from_options({"max_num_seqs": 8} | options)  # valid there too
+    EngineConfig.from_options({"max_num_seqs": 8} | NEEDED.get(name, {}) | options)  # valid there too
 
 
 @pytest.mark.parametrize("name", SAMPLING_VALUES)
@@ -179,6 +184,10 @@ def test_trust_remote_code_is_refused_by_name() -> None:
         ("--block-size=x", "'x' is not a whole number"),
         ("--stop-token-ids=1;2", "'1;2' is not a list of whole numbers"),
         ("--logit-bias=5", "'5' is not a bias a token"),
+        ("--speculative-config={method: ngram}", r"'{method: ngram}' is not a JSON object, as in '{\"method\""),
+        ('--speculative-config=["ngram"]', "is not a JSON object"),
+        ("--speculative-config=ngram", "'ngram' is not a JSON object"),
+        ("--speculative-acceptance=often", "speculative_acceptance"),
         ("--preset=fast", "invalid choice: 'fast'"),
     ],
 )
@@ -251,6 +260,20 @@ def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path) -> None
         given("--config", str(tmp_path / "gone.yaml"))
 
 
+def test_a_configuration_file_says_how_to_speculate_in_a_mapping(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("speculative_config:\n  method: ngram\n  num_speculative_tokens: 3\n")
+    config = EngineConfig.from_options(given("--config", str(file)).engine)
+    assert config.speculation == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    for wrong in ("ngram", "[method, ngram]"):
+        file.write_text(f"speculative_config: {wrong}\n")
+        assert main(["generate", "demo", "x", "--config", str(file)]) == 2
+        error = capsys.readouterr().err
+        assert "speculative_config=" in error and "it must be a mapping of names" in error and error.count("\n") == 1
+
+
 def test_an_empty_configuration_file_sets_nothing(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("# nothing\n")
@@ -314,6 +337,11 @@ def test_help_and_version_need_no_torch() -> None:
         (["chat", "demo", "--model", "demo"], 2, "the model is named twice"),
         (["chat", "demo", "--n", "2"], 2, "n=2 is for 'quire generate'"),
         (["chat"], 2, "no model was named"),
+        (["generate", "demo", "x", "--speculative-config", "ngram"], 2, "'ngram' is not a JSON object"),
+        (["generate", "demo", "x", "--speculative-config", "{}"], 2, "names no method; allowed: ngram, draft_model"),
+        (["generate", "demo", "x", "--speculative-config", '{"methd": "ngram"}'], 2, "did you mean 'method'?"),
+        (["serve", "demo", "--speculative-config", '{"method": "ngrams"}'], 2, "method is 'ngrams'; allowed: ngram,"),
+        (["chat", "demo", "--speculative-acceptance", "rejection"], 2, "nothing drafts: set speculative_config"),
     ],
 )
 def test_a_mistake_is_one_line_and_an_exit_code(

@@ -39,6 +39,7 @@ ENGINE = {
     "decode_seconds": 2.5,
     "pid": os.getpid(),
 }
+SPECULATION = {"verifications": 10, "drafted": 40, "accepted": 21, "accepted_by_position": [9, 8, 4], "draft_depth": 4}
 # Name, type: vLLM's, from its sources (vllm/v1/metrics/loggers.py).
 VLLM_ENGINE = {
     "vllm:num_requests_running": "gauge",
@@ -135,6 +136,19 @@ def test_the_balance_of_the_experts_load_is_told_by_layer_where_there_are_expert
     assert types_in(text)["quire:expert_load_balance"] == "gauge"
     for layer, balance in {"all": 1.75, "1": 1.25, "2": 1.75}.items():
         assert value(text, "quire:expert_load_balance", layer=layer) == balance
+
+
+def test_drafts_are_counted_under_vllms_names_where_the_engine_speculates() -> None:
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    idle = {"verifications": 0, "drafted": 0, "accepted": 0, "accepted_by_position": []}
+    assert "spec_decode" not in text_of(Metrics(), engine=ENGINE | idle)
+    text = text_of(Metrics(model_name="m"), engine=ENGINE | SPECULATION)
+    for name, count in zip(names, (10, 40, 21), strict=False):
+        assert value(text, f"vllm:spec_decode_{name}_total", model_name="m", engine="0") == count
+    by_position = samples(text)["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert [(labels["position"], count) for labels, count in by_position] == [("0", 9), ("1", 8), ("2", 4), ("3", 0)]
+    assert {types_in(text)[f"vllm:spec_decode_{name}_total"] for name in names} == {"counter"}
+    assert "spec_decode" in text_of(Metrics(), engine=ENGINE | idle | {"draft_depth": 4})  # none was verified yet
 
 
 def test_the_tokens_of_each_expert_are_counted() -> None:
@@ -350,7 +364,7 @@ def test_dashboard_has_a_datasource_for_every_query_and_panels_that_do_not_overl
 
 def test_dashboard_asks_only_for_metrics_that_are_there_with_the_type_it_needs() -> None:
     experts = {"expert_load_balance": 1.5, "expert_load_balance_by_layer": {"0": 1.5}}
-    types = types_in(text_of(Metrics(), engine=ENGINE | experts))
+    types = types_in(text_of(Metrics(), engine=ENGINE | experts | SPECULATION))
     counters = {name for name, kind in types.items() if kind == "counter"}
     histograms = {name for name, kind in types.items() if kind == "histogram"}
     parts = {name + suffix for name in histograms for suffix in ("_bucket", "_sum", "_count")}
@@ -367,7 +381,7 @@ def test_dashboard_asks_only_for_metrics_that_are_there_with_the_type_it_needs()
 
 
 def test_dashboard_selects_by_labels_that_the_metrics_have() -> None:
-    found = samples(text_of(Metrics(), engine=ENGINE))
+    found = samples(text_of(Metrics(), engine=ENGINE | SPECULATION))
     for expression in expressions():
         for name, selector in re.findall(r"((?:vllm|quire):[a-z0-9_:]+)\{([^}]*)\}", expression):
             asked = set(re.findall(r"(\w+)=~", selector)) - {"instance"}  # Prometheus adds this one
@@ -379,5 +393,6 @@ def test_dashboard_has_what_an_operator_looks_for() -> None:
     asked = set(re.findall(r"(?:vllm|quire):[a-z0-9_:]+", " ".join(expressions())))
     wanted = {"vllm:num_preemptions_total", "quire:requests_rejected_total", "quire:engine_restarts_total"}
     wanted |= {"vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket"}
+    wanted |= {"vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"}
     wanted |= {"vllm:e2e_request_latency_seconds_bucket", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_hits_total"}
     assert wanted <= asked

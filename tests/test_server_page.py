@@ -400,6 +400,29 @@ def test_a_finished_request_shows_where_its_time_went(browser: Chromium, server:
     settle(server, page)
 
 
+def test_an_engine_that_speculates_shows_what_its_drafts_bring(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server, width=1400, height=1000)
+    page.wait("document.querySelector('#tile-kv strong').textContent.includes('%')")
+    assert page.evaluate("document.querySelector('#tile-drafts').hidden")
+    assert "drafts" not in page.text("#waterfall .facts")
+    server.script.speculates, server.script.boot = True, 2
+    page.wait("!document.querySelector('#tile-drafts').hidden")
+    assert page.text("#tile-drafts strong") == "4.00"
+    assert page.text("#tile-drafts small") == "75 % accepted"
+    page.wait("[...document.querySelectorAll('.chart .legend b')][2].textContent.match(/^5\\.\\d ms/)")  # 20 for 4 tokens
+    page.wait("document.querySelector('#requests td[title$=\"drafts accepted\"]')")
+    page.click("#finished tbody tr:nth-child(3)")
+    page.wait("document.querySelector('#waterfall .facts').textContent.includes('drafts accepted')")
+    page.wait(f"{ink('timeline')} >= 3")
+    place = page.evaluate(
+        "(() => { const b = document.querySelector('#timeline canvas').getBoundingClientRect();"
+        " return [b.x + b.width / 2, b.y + 54]; })()"
+    )
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+    page.wait("document.querySelector('.tooltip')?.textContent.includes('of them drafts')")
+    settle(server, page)
+
+
 def test_an_address_names_a_request_and_one_that_is_gone_is_explained(browser: Chromium, server: StandIn) -> None:
     page = opened(browser, server, "/#live/chatcmpl-unknown", until="document.querySelector('#waterfall .empty')")
     page.wait("document.querySelector('#waterfall').textContent.includes('chatcmpl-unknown is still running')")

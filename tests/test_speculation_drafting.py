@@ -371,19 +371,19 @@ def test_rejected_drafts_leave_no_trace(other: Any) -> None:
 
 
 def test_rows_of_accepted_drafts_are_not_computed_again_by_a_draft_model(other: Any) -> None:
-    prompt = random_prompt(40, seed=6)
+    prompt = random_prompt(12, seed=6)
     right = greedy(other, prompt, 20)
     text = [*prompt, *right[:9], (right[9] + 1) % VOCAB, *random_prompt(20, seed=7)]
     stand = Stand(DraftModel(other), 0)
     stand.admit(0, text)
-    stand.compute((0, 40))
+    stand.compute((0, 12))
     assert stand.line(0, 4) == right[1:5]
-    assert stand.context.batches == [[41], [1], [1], [1]]  # the prompt and the last token, and three drafts
-    stand.compute((0, 45))  # all four accepted, of which the last was never fed
+    assert stand.context.batches == [[13], [1], [1], [1]]  # the prompt and the last token, and three drafts
+    stand.compute((0, 17))  # all four accepted, of which the last was never fed
     assert stand.line(0, 4) == right[6:10]
     assert stand.context.batches[4:] == [[2], [1], [1], [1]]
-    stand.compute((0, 49))  # three accepted, and all of them were fed
-    assert stand.line(0, 2) == greedy(other, text[:50], 2)
+    stand.compute((0, 21))  # three accepted, and all of them were fed
+    assert stand.line(0, 2) == greedy(other, text[:22], 2)
     assert stand.context.batches[8:] == [[1], [1]]
 
 
@@ -474,9 +474,9 @@ def test_behind_a_cached_head_a_request_uses_what_lies_in_its_blocks(lead: int) 
     shared = stand.context.tables[0][: 96 // BLOCK_SIZE]
     stand.admit(1, [*text[:97], *random_prompt(60, seed=3)], shared=shared)
     stand.context.batches.clear()
-    stand.compute((1, 120))
+    stand.compute((1, 106))
     assert stand.line(1, 4) == expect(stand, 1, 4, lead)
-    assert stand.context.batches[0] == [25 - lead]  # positions from 96 on
+    assert stand.context.batches[0] == [11 - lead]  # positions from 96 on
 
 
 def test_a_preempted_request_that_goes_on_where_it_was_keeps_what_waits_for_it() -> None:
@@ -559,11 +559,11 @@ def test_requests_want_different_numbers_of_drafts(lead: int) -> None:
     counts = {0: 3, 1: 0, 2: 1, 3: 6}
     for request in counts:
         stand.admit(request, random_prompt(50, seed=request))
-        stand.compute((request, 20 + request))
+        stand.compute((request, 5 + request))
     stand.context.batches.clear()
     drafts = stand.propose(*counts.items())
     assert [each.tokens for each in drafts] == [expect(stand, *item, lead) for item in counts.items()]
-    first = [20 + request + 1 - lead for request in (0, 2, 3)]
+    first = [5 + request + 1 - lead for request in (0, 2, 3)]
     assert stand.context.batches == [first, [1, 1], [1, 1], [1], [1], [1]]
 
 

@@ -20,7 +20,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.core.request import RequestUpdate
-from quire.core.step import Span, StepPlan, StepResult
+from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.engine import timeline as module
 from quire.engine.timeline import (
     BETWEEN_STEPS,
@@ -119,6 +119,25 @@ def test_the_name_counts_only_what_is_there(tmp_path: Path, spans: list[Span], n
     drive = Drive(tmp_path)
     drive.step(StepPlan(0, spans, num_tokens=sum(len(span.tokens) for span in spans)))
     assert [step["name"] for step in slices(drive.events(), DEVICE)] == [name]
+
+
+def test_a_step_and_a_request_tell_of_the_drafts_that_were_verified(tmp_path: Path) -> None:
+    scheduler, runner = make_scheduler()
+    drive = Drive(tmp_path, scheduler)
+    for number, drafted in enumerate((0, 9)):
+        scheduler.add(make_request(number, [number] * 6, max_tokens=3))
+        scheduler.requests[number].stats.drafted = drafted
+    drive.run_all(runner)
+    spans = [Span(7, 8, [1] * 5, 5), Span(8, 8, [1] * 5, 5), Span(9, 8, [1], 1)]
+    results = [SpanResult([1, 1, 1], num_drafted=4), SpanResult([1], num_drafted=2), SpanResult([1])]
+    drive.step(StepPlan(90, spans, num_tokens=11), results=results, drafting=0.0025)
+    events = drive.events()
+    plain, *_, speculative = [step["args"] for step in slices(events, DEVICE)]
+    names = ("drafts verified", "drafts accepted", "drafting (ms)")
+    assert not set(names) & set(plain)
+    assert [speculative[name] for name in names] == [6, 2, 2.5]
+    ends = [event["args"] for event in events if event["ph"] == "e" and event["name"] == "request"]
+    assert [end.get("drafts verified") for end in ends] == [None, 9]
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2, MAX_SPANS + 3])
@@ -475,6 +494,8 @@ class Drive:
         clock_error: float = 0.0,
         failed: bool = False,
         updates: list[RequestUpdate] | None = None,
+        results: list[SpanResult] | None = None,
+        drafting: float = 0.0,
     ) -> None:
         """One made-up step, which the device computes for `seconds`; what it starts must be known to no scheduler."""
         started, plan.started = plan.started, []
@@ -484,7 +505,7 @@ class Drive:
         self.timeline.submitted(plan, begin, 0.0)
         time.sleep(seconds)
         self.timeline.waited(plan, time.monotonic(), 0.0)
-        result = StepResult(plan.number, [], seconds, 0.0 if failed else begin + clock_error)
+        result = StepResult(plan.number, results or [], seconds, 0.0 if failed else begin + clock_error, drafting)
         self.timeline.committed(plan, result, updates or [])
 
     def run_all(self, runner: Any, depth: int = 0, limit: int = 1000) -> list[RequestUpdate]:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.cli.options import sampling_params
-from quire.cli.report import rate
+from quire.cli.report import rate, verified
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -105,9 +105,11 @@ class LocalTalker:
 
     def session(self) -> list[tuple[str, str]]:
         stats = self.llm.stats
+        speculation = [("session: speculation", verified(stats))] if stats.verifications else []
         return [
             ("session: prefill", rate(stats.prefill_tokens, stats.prefill_seconds)),
             ("session: decode", rate(stats.decode_tokens, stats.decode_seconds)),
+            *speculation,
             ("session: cached tokens", f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens"),
             ("session: KV blocks used", f"{stats.peak_blocks:,} of {stats.num_blocks:,} at most"),
         ]

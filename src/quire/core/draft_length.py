@@ -8,21 +8,15 @@ that it is tried and then known. Nothing here changes a token, only the time it 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _FORGET = 0.95
 """Weight that a draft's verdict keeps with each newer one of its request, or with each idle step: some 20 count."""
 
-_FORGET_TIME = 0.95
-"""Weight that a step's time keeps with each newer step: the context grows, and others load the machine."""
-
-_OUTLIER = 2.0
-"""A time counts as at most this many times what was expected, so that one hiccup does not count for long."""
-
-_CREDIBLE = 1.2
-"""A mean is at most this many times the newest time: steps may be slowed down, but none is too fast."""
+_RECENT = 5
+"""Steps of about one size whose times are kept: the context grows, and others load the machine."""
 
 _FREE_ROWS = 1.5
 """So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
@@ -95,13 +89,16 @@ class DraftState:
 
 @dataclass(slots=True)
 class _Cell:
-    """Steps of about as many rows: forgotten means, and when they were seen. `size` is in rows or drafts."""
+    """Steps of about as many rows, or of as many drafts: the last few, how many there were, and when the last was."""
 
-    size: float = 0.0
-    seconds: float = 0.0
-    weight: float = 0.0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # seconds, size
     count: int = 0
     last: int = 0
+
+    @property
+    def usual(self) -> tuple[float, int]:
+        """The lower median of the last ones: one hiccup among two or more does not show."""
+        return sorted(self.recent)[(len(self.recent) - 1) // 2]
 
 
 class _Times:
@@ -127,14 +124,8 @@ class _Times:
 
     def observe(self, now: int, size: int, seconds: float) -> None:
         """A step, the `now`th, of this size took so long."""
-        usual = self.at(size) if self.sizes else seconds
-        seconds = min(seconds, _OUTLIER * usual or seconds)
         cell = self._cells.setdefault(_cell_of(size), _Cell())
-        kept = cell.weight * _FORGET_TIME ** (now - cell.last)
-        cell.weight = kept + 1.0
-        cell.seconds = min(cell.seconds, _CREDIBLE * seconds)
-        cell.seconds += (seconds - cell.seconds) / cell.weight
-        cell.size += (size - cell.size) / cell.weight
+        cell.recent.append((seconds, size))
         cell.count += 1
         cell.last = now
 
@@ -142,9 +133,10 @@ class _Times:
         """Makes the curve of the cells that are still believed."""
         live = {k: c for k, c in self._cells.items() if now - c.last < min(_LONGEST_LIFE, _LIFE * c.count)}
         self._fresh = {k for k, c in live.items() if now - c.last < _FIRST_LOOK * 2 ** min(c.count - 1, 5)}
-        cells = sorted(live.values(), key=lambda cell: cell.size)
-        self.sizes = [cell.size for cell in cells]
-        self._seconds = [cell.seconds for cell in cells]
+        sure = [cell for cell in live.values() if cell.count > 1] or live.values()
+        cells = sorted((size, seconds) for seconds, size in (cell.usual for cell in sure))
+        self.sizes = [float(size) for size, _ in cells]
+        self._seconds = [seconds for _, seconds in cells]
         for i in range(len(cells) - 2, -1, -1):
             self._seconds[i] = min(self._seconds[i], self._seconds[i + 1])
         if self._origin and cells:
@@ -166,6 +158,8 @@ class _Times:
             return max(seconds[0], least)
         i = min(max(1, bisect_left(sizes, size)), len(sizes) - 1)  # beyond either end the last piece goes on
         slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1])
+        if self._origin and i == 1 and size > sizes[1]:
+            slope /= 2  # of the one size that is known, part was there whatever the size
         return max(seconds[i] + slope * (size - sizes[i]), least)
 
 
@@ -304,13 +298,11 @@ class DraftLengths:
     def _depths(self, items: list[_Item], base_seconds: float) -> Sequence[int]:
         """The depths to look at: those that differ in what drafting takes.
 
-        That is one draft while nobody knows it, and the deepest where it takes nothing.
+        While nobody knows, that is the deepest, from which the others follow; so it is where drafting takes nothing.
         """
         deepest = max(item[1] for item in items)
         if self._whole:
             return (deepest,)
-        if not self._drafting.sizes:
-            return (1,)
         if self._drafting.at(deepest) < 0.005 * base_seconds:
             return (deepest,)
         return (*(depth for depth in _DEPTHS if depth < deepest), deepest)

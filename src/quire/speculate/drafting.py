@@ -28,7 +28,7 @@ from quire.ops.memory import HUGE_PAGE
 from quire.runner.proposer import Computed, DraftContext, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
-CHUNK = 64
+CHUNK = 16
 """Rows that a request may lag behind before it catches up without being drafted."""
 
 
@@ -201,7 +201,7 @@ class DraftingProposer:
             state.tokens, state.fed = [], []
         waiting = state.end - state.followed
         tokens = computed.tokens[state.known(self._lead) - computed.start :]
-        right = _common(tokens, state.fed)
+        right = _common(tokens, state.fed)  # accepted drafts: their rows are there
         state.followed += right
         state.tokens += tokens[right:]
         state.fed = []
@@ -243,7 +243,8 @@ class DraftingProposer:
                 if self._lead:
                     parts.append(self._waiting.of(state.place, len(state.tokens)))
             out = self._catch_up([each.request for each in asked], parts, context)
-            made = self._lines(asked, out, context) if self._tree is None else self._trees(asked, out, context)
+            tree = self._tree
+            made = self._lines(asked, out, context) if tree is None else self._trees(tree, asked, out, context)
             found = {each.request: drafts for each, drafts in zip(asked, made, strict=True)}
         return [found.get(each.request) or Drafts([]) for each in wanted]
 
@@ -311,17 +312,16 @@ class DraftingProposer:
                 self._requests[each.request].fed.append(line[-1])
         return out
 
-    def _trees(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
+    def _trees(self, shape: TreeShape, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
         """Drafts that branch; the trees of all requests grow together, a layer at a time."""
-        assert self._tree is not None
-        trees = [GrowingTree(each.count, self._tree) for each in asked]
+        trees = [GrowingTree(each.count, shape) for each in asked]
         expanded = [(i, 0) for i in range(len(asked))]  # which tree, and which node of it, each row of `out` is
         while expanded:
             rows = []
             for i, node in expanded:
                 ahead = trees[i].tokens(node)
                 rows.append(Row(asked[i].request, asked[i].position + len(ahead), ahead))
-            tokens, confidences = context.candidates(self._model.logits(out), rows, self._tree.width)
+            tokens, confidences = context.candidates(self._model.logits(out), rows, shape.width)
             for (i, node), *candidates in zip(expanded, tokens.tolist(), confidences.tolist(), strict=True):
                 trees[i].add(node, *candidates)
             grown = [(i, nodes) for i, tree in enumerate(trees) if (nodes := tree.grow())]

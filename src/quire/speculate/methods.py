@@ -12,6 +12,7 @@ from quire.ops.kv_cache import kv_bytes_per_token
 from quire.runner.proposer import Speculation
 from quire.speculate.drafting import DraftingModel, DraftingProposer, DraftModel, MtpHead
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
+from quire.speculate.ngram import NgramProposer
 from quire.speculate.tree import TreeShape
 from quire.speculation import SpeculativeConfig
 
@@ -28,8 +29,6 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
     """
     rejection = config.speculative_acceptance == "rejection"
     if spec.method == "ngram":
-        from quire.speculate.ngram import NgramProposer
-
         return Speculation(NgramProposer(spec.prompt_lookup_min, spec.prompt_lookup_max), rejection=rejection)
     drafting, taps, weight_bytes = _load(spec, target, folder)
     lead = int(spec.method != "draft_model")

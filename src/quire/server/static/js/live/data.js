@@ -55,12 +55,18 @@ export class LiveData {
     step.end = step.begin + step.schedule_seconds + step.seconds;
     step.prefill = 0;
     step.decode = 0;
+    step.decoding = 0; // requests
+    step.made = 0; // tokens that those sampled
     for (const [key, place] of this.lanes) if (step.begin - place.end > LANE_REST) this.lanes.delete(key);
     step.spans = step.spans.map(([id, choice, start, length, sampled, drafted]) => {
       const key = `${id}|${choice}`;
       const prompt = this.prompts.get(key);
       const prefill = prompt === undefined ? length > 1 + drafted : start < prompt;
       step[prefill ? "prefill" : "decode"] += length;
+      if (!prefill) {
+        step.decoding += 1;
+        step.made += sampled;
+      }
       return { id, choice, key, start, length, sampled, drafted, prefill, lane: this.laneOf(key, step.end) };
     });
     this.numSpans += step.spans.length;
@@ -110,8 +116,8 @@ export class LiveData {
     };
     steps.forEach((step, index) => {
       const previous = steps[index - 1];
-      if (previous && step.number === previous.number + 1 && step.decode && previous.decode)
-        this.bucket.gaps.push(step.end - previous.end);
+      if (previous && step.number === previous.number + 1 && step.made && previous.decode)
+        this.bucket.gaps.push(((step.end - previous.end) * step.decoding) / step.made); // a token, where drafts give more
     });
     for (const one of ended) if (one.ttft_seconds !== null) this.bucket.ttfts.push(one.ttft_seconds);
     if (document.now - this.bucket.begin >= 1) this.closeBucket(document.now, false, document);

@@ -188,7 +188,7 @@ export class LiveView {
     this.tileRow.lastChild.hidden = !speculates;
     if (speculates) {
       const tokens = stats.verifications ? (1 + stats.accepted / stats.verifications).toFixed(2) : "-";
-      values.drafts = [tokens, stats.drafted ? `${percent(stats.accepted, stats.drafted)} of drafts accepted` : ""];
+      values.drafts = [tokens, stats.drafted ? `${percent(stats.accepted, stats.drafted)} accepted` : ""];
     }
     for (const [name, [value, small]] of Object.entries(values)) {
       setText(this.tiles.get(name).value, value);
