@@ -74,6 +74,17 @@ def test_set_changes_a_parameter_and_none_takes_it_back(chat: Chat) -> None:
     assert "temperature" not in chat.fields
 
 
+def test_a_session_with_drafts_says_what_they_brought(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM("demo", speculative_config={"method": "ngram", "adaptive": False}) as llm:
+        chat = Chat(LocalTalker(llm), FIELDS | {"max_tokens": 30})
+        chat.take("/set speculate off")
+        chat.take("x = 1\n" * 20)
+        assert "session: speculation" not in dict(chat.talker.session())
+        chat.take("/set speculate on")
+        chat.take("x = 1\n" * 20)
+        assert "tokens a verification" in dict(chat.talker.session())["session: speculation"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -187,7 +187,6 @@ def test_trust_remote_code_is_refused_by_name() -> None:
         ("--speculative-config={method: ngram}", r"'{method: ngram}' is not a JSON object, as in '{\"method\""),
         ('--speculative-config=["ngram"]', "is not a JSON object"),
         ("--speculative-config=ngram", "'ngram' is not a JSON object"),
-        ("--speculative-acceptance=often", "speculative_acceptance"),
         ("--preset=fast", "invalid choice: 'fast'"),
     ],
 )

@@ -309,9 +309,9 @@ def test_an_engines_threads_are_its_own():
         for name, llm in (("two", two), ("one", one)):
             forward = llm.model.forward
 
-            def spy(batch, kv, name=name, forward=forward):
+            def spy(batch, kv, taps, name=name, forward=forward):
                 seen[name] = torch.get_num_threads()
-                return forward(batch, kv)
+                return forward(batch, kv, taps)
 
             llm.model.forward = spy
             llm.generate("x", SamplingParams(max_tokens=2))

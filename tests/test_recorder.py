@@ -23,7 +23,7 @@ def test_no_tokens_are_kept_of_a_step() -> None:
     gone = weakref.ref(tokens)
     plan = StepPlan(0, [Span(1, 0, tokens, 1)], num_tokens=8)
     take_in(recorder, plan, {1: request(1, num_prompt=8)}, [SpanResult([7])])
-    del tokens
+    del tokens, plan
     gc.collect()
     assert gone() is None
     [step] = steps(recorder)
@@ -48,7 +48,10 @@ def test_a_step_tells_of_the_drafts_that_it_verified_and_where_spans_behind_them
         [
             # Prompts; one request's drafts, of which two are right; both behind that, the first with but one draft.
             ([Span(1, 0, [5] * 8, 1), Span(2, 0, [5] * 8, 1)], [SpanResult([7]), SpanResult([7])]),
-            ([Span(1, 8, [7, *drafts], 5), Span(2, 8, [7], 1)], [SpanResult([7, 7, 7], num_drafted=4), SpanResult([7])]),
+            (
+                [Span(1, 8, [7, *drafts], 5), Span(2, 8, [7], 1)],
+                [SpanResult([7, 7, 7], num_drafted=4), SpanResult([7])],
+            ),
             (
                 [Span(1, 13, [7, *drafts], 5, start_follows=True), Span(2, 9, [7, *drafts], 5)],
                 [SpanResult([7, 7], num_drafted=1), SpanResult([7])],

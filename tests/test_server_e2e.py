@@ -297,3 +297,39 @@ def test_several_http_processes_share_the_port_the_metrics_and_the_aborts():
         wait_until(lambda: nothing_is_left(server))
         for stream in streams:
             stream.close()
+
+
+# -- speculation ----------------------------------------------------------------------------------------------
+
+
+def test_drafts_change_no_answer_and_are_told_in_metrics_and_live_view(client):
+    config = {"method": "ngram", "adaptive": False, "num_speculative_tokens": 3}
+    options = {"model": "demo", "prompt": "x = 1\n" * 20, "max_tokens": 40, "temperature": 0.8, "seed": 5}
+    expected = client.completions.create(**options).choices[0].text
+    with ServeProcess("--check-invariants", "--speculative-config", json.dumps(config)) as server:
+        assert server.json("/v1/completions", options | {"speculate": False})["choices"][0]["text"] == expected
+        counts = drafts_in(server)
+        assert not any(counts.values()) and counts.keys() >= {f"per_pos {position}" for position in range(3)}
+        assert server.json("/v1/completions", options)["choices"][0]["text"] == expected
+        counts = drafts_in(server)
+        assert counts["draft_tokens"] >= counts["accepted_tokens"] > 0
+        assert counts["accepted_tokens"] == sum(counts[f"per_pos {position}"] for position in range(3))
+        view = server.json("/view")
+        assert [view["stats"][name] for name in ("verifications", "drafted", "accepted", "draft_depth")] == [
+            *(counts[name] for name in ("drafts", "draft_tokens", "accepted_tokens")), 3
+        ]  # fmt: skip
+        for name, count in (("drafted", counts["draft_tokens"]), ("accepted", counts["accepted_tokens"])):
+            assert sum(step[name] for step in view["steps"]) == count
+            plain, drafted = [one[name] for one in view["finished"]]
+            assert plain == 0 < drafted <= count  # a last step may come too late for the request
+        spans = [span for step in view["steps"] for span in step["spans"] if span[0] == view["finished"][1]["id"]]
+        ends = [start + sampled for _, _, start, _, sampled, _ in spans[1:]]
+        assert [start for _, _, start, *_ in spans[2:]] == ends[:-1]  # none begins at an upper bound
+        assert server.json("/server_info")["engine_options"]["speculative_config"]["value"] == config
+
+
+def drafts_in(server):
+    """What `/metrics` says of drafts, by the part of the name that differs."""
+    pattern = r'^vllm:spec_decode_num_(\w+)_total{.*?(?:position="(\d)")?} (\S+)$'
+    found = re.findall(pattern, server.get("/metrics")[2].decode(), re.MULTILINE)
+    return {f"per_pos {position}" if position else name: float(count) for name, position, count in found}

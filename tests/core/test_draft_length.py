@@ -160,7 +160,7 @@ def test_where_each_row_costs_its_share_nearly_nothing_is_drafted(seed: int, cha
 @pytest.mark.parametrize("seed", range(3))
 def test_a_draft_that_takes_half_a_step_is_not_made_at_even_chances(seed: int) -> None:
     machine = Machine([0.5], seed=seed, drafting=lambda depth: PLAIN / 2 * depth)
-    assert machine.run(tokens=400) <= 1.02 * machine.plain(400)
+    assert machine.run(tokens=400) <= 1.03 * machine.plain(400)
     assert mean([length for (length,) in machine.history]) < 0.25
 
 

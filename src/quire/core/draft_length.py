@@ -104,13 +104,14 @@ class _Cell:
 class _Times:
     """Seconds by size, measured in cells (1, 2, ... 8, 10, 12, 14, 16, 20, ...) and interpolated between them.
 
-    A cell is believed for a while after it was last seen, longer the more often it was. Larger steps take no less time.
+    A cell is believed once it was seen twice (the first time may be slow for being the first), for a while, longer the
+    more often it was. Larger steps take no less time.
 
     Args:
         free: sizes beyond the largest known one cost what the curve's last piece says (of one known size: no more), and
             at least their proportion of this many times the largest.
         once: or of so much more than it.
-        origin: size 0 takes no time.
+        origin: size 0 takes no time; a size that was seen once is as good as unknown.
     """
 
     def __init__(self, free: float, once: int = 0, origin: bool = False) -> None:
@@ -133,7 +134,7 @@ class _Times:
         """Makes the curve of the cells that are still believed."""
         live = {k: c for k, c in self._cells.items() if now - c.last < min(_LONGEST_LIFE, _LIFE * c.count)}
         self._fresh = {k for k, c in live.items() if now - c.last < _FIRST_LOOK * 2 ** min(c.count - 1, 5)}
-        sure = [cell for cell in live.values() if cell.count > 1] or live.values()
+        sure = [cell for cell in live.values() if cell.count > 1] or ([] if self._origin else live.values())
         cells = sorted((size, seconds) for seconds, size in (cell.usual for cell in sure))
         self.sizes = [float(size) for size, _ in cells]
         self._seconds = [seconds for _, seconds in cells]

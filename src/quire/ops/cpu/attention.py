@@ -10,7 +10,7 @@ import torch
 
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.kv_cache import KVCache
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import RaggedBatch, Trees
 
 PROTOTYPES: dict[str, Prototype] = {
     "attention_scratch_bytes": (I64, (POINTER,)),
@@ -41,6 +41,12 @@ class CCache(ctypes.Structure):
     )
 
 
+class CTrees(ctypes.Structure):
+    """`Trees` of attention_pack.h."""
+
+    _fields_ = (("bases", POINTER), ("positions", POINTER), ("paths", POINTER), ("width", I64))
+
+
 class CStep(ctypes.Structure):
     """`AttentionStep` of attention.cpp."""
 
@@ -57,6 +63,7 @@ class CStep(ctypes.Structure):
         ("tables", POINTER),
         ("item", POINTER),
         ("scratch", POINTER),
+        ("trees", CTrees),
         ("scale", F32),
     )
 
@@ -82,7 +89,8 @@ class Step:
             raise ValueError(f"{heads} heads in {dtype} do not fit a cache of {kv.kv_heads} KV heads and {kv.dtype}")
         tile_rows = max(1, ROW_TILE * kv.kv_heads // heads)
         threads = torch.get_num_threads()
-        self.items = plan_items(batch.row_starts, batch.context_lens, tile_rows, kv.kv_heads, threads)
+        self.trees = host_trees(batch)
+        self.items = plan_items(batch.row_starts, batch.context_lens, tile_rows, kv.kv_heads, threads, self.trees)
         self.tables = checked_tables(batch, kv)
         self.struct = CStep(
             kv=describe(kv),
@@ -95,6 +103,7 @@ class Step:
             threads=threads,
             tables=self.tables.data_ptr(),
             item=self.items.ctypes.data,
+            trees=self.trees.struct if self.trees else CTrees(),
             scale=scale,
         )
         self.pointer = ctypes.addressof(self.struct)
@@ -102,6 +111,28 @@ class Step:
         self.scratch = torch.empty(threads * each + 64, dtype=torch.uint8)
         self.struct.scratch_bytes = each
         self.struct.scratch = -(-self.scratch.data_ptr() // 64) * 64
+
+
+class HostTrees:
+    """A batch's trees as C++ needs them.
+
+    Attributes:
+        spans: [spans] bool, which rows follow paths of their own.
+        bases: [spans] int64.
+        positions: [tokens] int64.
+        struct: `Trees`. Valid while this object lives.
+    """
+
+    def __init__(self, batch: RaggedBatch, trees: Trees) -> None:
+        self.spans = np.array(batch.in_trees())
+        self._held = [tensor.contiguous() for tensor in (trees.bases, batch.positions, trees.paths)]
+        self.bases, self.positions, _ = (tensor.numpy() for tensor in self._held)
+        self.struct = CTrees(*(tensor.data_ptr() for tensor in self._held), trees.paths.shape[1])
+
+
+def host_trees(batch: RaggedBatch) -> HostTrees | None:
+    """None: all rows continue one another."""
+    return None if batch.trees is None else HostTrees(batch, batch.trees)
 
 
 def describe(kv: KVCache) -> CCache:
@@ -141,10 +172,15 @@ def prepare(
 
 
 def plan_items(
-    row_starts: list[int], context_lens: list[int], tile_rows: int, kv_heads: int, threads: int
+    row_starts: list[int],
+    context_lens: list[int],
+    tile_rows: int,
+    kv_heads: int,
+    threads: int,
+    trees: HostTrees | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Items of work [items, 6]: span, first row, rows (at most `tile_rows`), the first row's position, first KV head,
-    KV heads.
+    """Items of work [items, 6]: span, first row, rows (at most `tile_rows`), the first row's position (of a tree: one
+    from its base on), first KV head, KV heads.
 
     The longest come first, so that the threads end together. An item has as many heads as leave each thread some
     items: from one head to the next, memory is read ahead.
@@ -155,7 +191,8 @@ def plan_items(
     span = np.repeat(np.arange(len(lengths)), tiles)
     offset = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * tile_rows
     rows = np.minimum(tile_rows, lengths[span] - offset)
-    position = (context - lengths)[span] + offset
+    first = context - lengths if trees is None else np.where(trees.spans, trees.bases, context - lengths)
+    position = first[span] + offset
     parts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     count = next((n for n in parts if n * len(span) >= ITEMS_A_THREAD * threads), kv_heads)
     order = np.repeat(np.argsort(-rows * (position + rows), kind="stable"), count)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.cpu.attention import CCache, checked_tables, describe
+from quire.ops.cpu.attention import CCache, CTrees, HostTrees, checked_tables, describe, host_trees
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import RaggedBatch
@@ -41,6 +41,7 @@ class CStep(ctypes.Structure):
         *((name, I64) for name in ("dtype", "heads", "latent", "split", "table_width", "items", "merges")),
         *((name, I64) for name in ("most_rows", "threads", "scratch_bytes")),
         *((name, POINTER) for name in ("tables", "item", "merge", "scratch", "left")),
+        ("trees", CTrees),
         ("scale", F32),
     )
 
@@ -65,7 +66,8 @@ class Step:
         if dtype != kv.dtype or kv.kv_heads != 1 or kv.sides != 1:
             raise ValueError(f"latent queries in {dtype} need a cache of one plane a layer in {dtype}, not {kv.dtype}")
         threads = torch.get_num_threads()
-        self.items, self.merges, left = plan(batch.row_starts, batch.context_lens, heads, threads)
+        self.trees = host_trees(batch)
+        self.items, self.merges, left = plan(batch.row_starts, batch.context_lens, heads, threads, self.trees)
         self.tables = checked_tables(batch, kv)
         self.struct = CStep(
             kv=describe(kv),
@@ -81,6 +83,7 @@ class Step:
             tables=self.tables.data_ptr(),
             item=self.items.ctypes.data,
             merge=self.merges.ctypes.data,
+            trees=self.trees.struct if self.trees else CTrees(),
             scale=scale,
         )
         self.pointer = ctypes.addressof(self.struct)
@@ -118,24 +121,28 @@ def attend(
 
 
 def plan(
-    row_starts: list[int], context_lens: list[int], heads: int, threads: int
+    row_starts: list[int], context_lens: list[int], heads: int, threads: int, trees: HostTrees | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
     """Items of work [items, 9] and merges [merges, 6], with the fields of `LatentItem` and `LatentMerge` in latent.cpp,
     and how many states of rows the items leave in memory.
 
     A row tile is one item, unless it alone would keep the other threads waiting: then several items share its splits.
-    The longest come first, so that the threads end together.
+    A token of a tree, whose keys are its own, shares a tile with no other. The longest come first, so that the threads
+    end together.
     """
     starts, context = np.array(row_starts), np.array(context_lens)
     lengths = np.diff(starts)
     groups = -(-heads // ROW_TILE)
     group = -(-heads // groups)  # heads of a row tile; the last may have fewer
-    tile_tokens = max(1, ROW_TILE // group)
+    alone = np.zeros(len(lengths), bool) if trees is None else trees.spans
+    tile_tokens = np.where(alone, 1, max(1, ROW_TILE // group))  # [spans]
     tiles = -(-lengths // tile_tokens)
     span = np.repeat(np.arange(len(lengths)), tiles)
-    offset = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * tile_tokens
+    offset = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * tile_tokens[span]
     position = (context - lengths)[span] + offset
-    tokens = np.minimum(tile_tokens, lengths[span] - offset)
+    if trees is not None:
+        position = np.where(alone[span], trees.positions[starts[span] + offset], position)
+    tokens = np.minimum(tile_tokens[span], lengths[span] - offset)
     head = np.arange(groups) * group
     columns = [span, starts[span] + offset, tokens, position]
     row_tiles = np.stack([*(np.repeat(c, groups) for c in columns), np.tile(head, len(span))], axis=1)

@@ -8,6 +8,9 @@
 // Why a row's bits depend on nothing else: key tiles lie at constant absolute positions; a score and an output number
 // have one fp32 accumulator each, over head dimensions and over keys in ascending order; a tile, or 16 keys, that a
 // row cannot see changes none of its numbers, so it does not matter which of them are left out.
+//
+// Rows of a tree all see the same keys up to the tree's base. The tiles before it are theirs together; those from
+// there on, one or two, are packed for each row by itself, with the keys of its path.
 #include <omp.h>
 
 #include "attention_math.h"
@@ -25,8 +28,11 @@ struct AttentionStep {
     KvCache kv;
     int64_t dtype, heads, window, table_width, items, most_rows, threads, scratch_bytes;
     const int64_t* tables;  // [spans, table_width]
-    const int64_t* item;    // [items, 6]: span, first row of the batch, rows, position of the first, KV head, KV heads
+    // [items, 6]: span, first row of the batch, rows, position of the first (in a tree: from its base on), KV head,
+    // KV heads
+    const int64_t* item;
     char* scratch;          // [threads, scratch_bytes]
+    Trees trees;
     float scale;
 };
 
@@ -79,20 +85,25 @@ struct Item {
     Scratch<L>& scratch;
     int64_t span, row, tokens, position, head, heads, layer;
     const int64_t group = step.heads / step.kv.kv_heads;  // query heads of a KV head
+    const int64_t base = step.trees.base(span);
+    int64_t end = position + tokens;     // behind the last position
+    const int64_t* branches = nullptr;  // [tokens] positions of rows in a tree; `position` is the lowest
 
     int64_t rows() const { return tokens * group; }  // of a KV head
     // The keys that a row sees: first_seen .. position of its token.
-    int64_t position_of(int64_t r) const { return position + r / group; }
+    int64_t position_of(int64_t r) const { return branches ? branches[r / group] : position + r / group; }
     int64_t first_seen(int64_t at) const { return step.window ? std::max<int64_t>(0, at - step.window + 1) : 0; }
 
-    Groups groups(int64_t tile, int64_t r, int64_t end) const {
-        const int64_t from = first_seen(position_of(r)) - tile * KEY_TILE;
-        const int64_t to = position_of(end - 1) + 1 - tile * KEY_TILE;
+    Groups groups(int64_t tile, int64_t r, int64_t stop) const {
+        const int64_t from = first_seen(branches ? position : position_of(r)) - tile * KEY_TILE;
+        const int64_t to = (branches ? end : position_of(stop - 1) + 1) - tile * KEY_TILE;
         return {std::max<int64_t>(0, from) / LANES, std::min((std::max<int64_t>(0, to) + LANES - 1) / LANES, GROUPS)};
     }
 
     void run(const T* q, int64_t q_stride, T* out) {
-        const int64_t first = first_seen(position) / KEY_TILE, last = (position + tokens - 1) / KEY_TILE;
+        if (end > base) branch();
+        const int64_t first = first_seen(position) / KEY_TILE;
+        const int64_t last = branches ? base / KEY_TILE - 1 : (end - 1) / KEY_TILE;  // of the tiles of all rows
         const int64_t most = rows() <= FEW_ROWS ? 2 : 1;  // heads that take turns at a tile
         Ahead ahead(source(head, first), rows() <= FEW_ROWS ? heads : 0, most);  // many rows hide the reading anyway
         for (int64_t h = head; h < head + heads; h += most) {
@@ -100,13 +111,29 @@ struct Item {
             for (int64_t k = 0; k < count; k++) begin(h + k, k * rows(), q, q_stride);
             for (int64_t tile = first; tile <= last; tile++)
                 for (int64_t k = 0; k < count; k++) attend(source(h + k, tile), k * rows(), ahead);
+            for (int64_t k = 0; branches && k < count; k++) attend_paths(h + k, k * rows(), last + 1, ahead);
             for (int64_t k = 0; k < count; k++) finish(h + k, k * rows(), out);
+        }
+    }
+
+    void branch() {
+        branches = step.trees.positions + row;
+        position = *std::min_element(branches, branches + tokens);
+        end = *std::max_element(branches, branches + tokens) + 1;
+    }
+
+    // For each row of a tree, the tiles from `first` on.
+    void attend_paths(int64_t h, int64_t state, int64_t first, Ahead& ahead) {
+        for (int64_t t = 0; t < tokens; t++) {
+            Item one{step, scratch, span, row + t, 1, branches[t], head, heads, layer};
+            for (int64_t tile = std::max(first, first_seen(one.position) / KEY_TILE); tile * KEY_TILE < one.end; tile++)
+                one.attend(one.source(h, tile), state + t * group, ahead);
         }
     }
 
     TileSource source(int64_t h, int64_t tile) const {
         const int64_t* table = step.tables + span * step.table_width;
-        return {step.kv, table, layer, h, tile * KEY_TILE, first_seen(position), position + tokens};
+        return {step.kv, table, layer, h, tile * KEY_TILE, first_seen(position), end, base, step.trees.path(row)};
     }
 
     // Where row r of KV head h lies in [tokens, heads, head_dim], as a query head.

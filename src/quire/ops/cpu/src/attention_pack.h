@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "attention_numbers.h"
 #include "kv_store.h"
@@ -11,6 +12,20 @@ namespace quire {
 // Keys a tile. Changing it changes bits.
 constexpr int64_t KEY_TILE = 128;
 constexpr int64_t GROUPS = KEY_TILE / LANES;  // of 16 keys
+
+// A span's base where its rows continue one another.
+constexpr int64_t NO_TREE = std::numeric_limits<int64_t>::max();
+
+// The rows of a step that follow paths of their own: see `Trees` in ragged.py.
+struct Trees {
+    const int64_t* bases;      // [spans]; null: there are none
+    const int64_t* positions;  // [tokens]
+    const int64_t* paths;      // [tokens, width]
+    int64_t width;
+
+    int64_t base(int64_t span) const { return bases ? bases[span] : NO_TREE; }
+    const int64_t* path(int64_t row) const { return bases ? paths + row * width : nullptr; }
+};
 
 template <class S>
 constexpr bool is_code = false;
@@ -34,29 +49,51 @@ struct Packed {
 };
 
 // Where a tile's keys and values lie. Keys outside first .. end - 1 are taken as zeros: no one has written them, or
-// a window has passed them and another request may have them now.
+// a window has passed them and another request may have them now. From `base` on, position base + i is where others
+// have position base + path[i].
 struct TileSource {
     const KvCache& kv;
     const int64_t* table;  // the span's blocks
     int64_t layer, head;
     int64_t start;  // of the tile: a position
     int64_t first, end;
+    int64_t base = NO_TREE;
+    const int64_t* path = nullptr;
 
     char* plane(int64_t position, int64_t which) const {
         return kv.plane(table[position / kv.block_size], layer, head, which);
     }
     bool there(int64_t position) const { return position >= first && position < end; }
 
+    // Where the path has a position.
+    int64_t place(int64_t position) const { return position < base ? position : base + path[position - base]; }
+
     // 16 rows of a plane from `position` on, which is a multiple of 16.
     void rows(int64_t position, int64_t which, const char* zeros, const char** rows) const {
+        if (position + LANES > base) return rows_of_path(position, which, zeros, rows);
         const char* at = plane(position, which) + position % kv.block_size * kv.row_bytes();
         for (int64_t i = 0; i < LANES; i++) rows[i] = there(position + i) ? at + i * kv.row_bytes() : zeros;
     }
 
+    void rows_of_path(int64_t position, int64_t which, const char* zeros, const char** rows) const {
+        for (int64_t i = 0; i < LANES; i++) {
+            const int64_t at = there(position + i) ? place(position + i) : -1;
+            rows[i] = at < 0 ? zeros : plane(at, which) + at % kv.block_size * kv.row_bytes();
+        }
+    }
+
     // The same 16 rows' scales.
     void scales(int64_t position, int64_t which, float* to) const {
+        if (position + LANES > base) return scales_of_path(position, which, to);
         const float* at = kv.scales(plane(position, which)) + position % kv.block_size;
         for (int64_t i = 0; i < LANES; i++) to[i] = there(position + i) ? at[i] : 0.0f;
+    }
+
+    void scales_of_path(int64_t position, int64_t which, float* to) const {
+        for (int64_t i = 0; i < LANES; i++) {
+            const int64_t at = there(position + i) ? place(position + i) : -1;
+            to[i] = at < 0 ? 0.0f : kv.scales(plane(at, which))[at % kv.block_size];
+        }
     }
 };
 

@@ -38,6 +38,7 @@ struct LatentStep {
     const LatentMerge* merge;
     char* scratch;  // [threads, scratch_bytes]
     float* left;    // states of rows
+    Trees trees;    // their rows are items of one token
     float scale;
 };
 
@@ -210,7 +211,8 @@ struct LatentWork {
 
     void attend_tile(int64_t tile, const States& states) {
         const int64_t* table = step.tables + item.span * step.table_width;
-        const TileSource source{step.kv, table, layer, 0, tile * KEY_TILE, 0, end};
+        const TileSource source{step.kv, table, layer, 0, tile * KEY_TILE, 0, end,
+                                step.trees.base(item.span), step.trees.path(item.row)};
         const int64_t item_end = std::min(end, (item.split + item.splits) * step.split), next = source.start + KEY_TILE;
         const int64_t keys = std::min(end - source.start, KEY_TILE);
         const int64_t steps = (keys + SCORE_KEYS - 1) / SCORE_KEYS * panel_groups + stripes * row_blocks;
@@ -229,10 +231,14 @@ struct LatentWork {
         for (int64_t k = 0; k < keys; k += LANES) {
             const int64_t position = source.start + k;
             const char* at = source.plane(position, KEYS) + position % step.kv.block_size * step.kv.row_bytes();
+            const bool branching = position + LANES > source.base;
+            const char* of_path[LANES];
+            if (branching) source.rows(position, KEYS, (const char*)scratch.zeros, of_path);
             if constexpr (is_code<S>) source.scales(position, KEYS, scratch.scales + k);
             for (int64_t i = k; i < std::min(k + LANES, keys); i++, at += step.kv.row_bytes()) {
-                scratch.row_of[i] = direct ? (const lane*)at : scratch.tile + i * scratch.width;
-                if (!direct) write_out((const S*)at, scratch.tile + i * scratch.width);
+                const char* row = branching ? of_path[i - k] : at;
+                scratch.row_of[i] = direct ? (const lane*)row : scratch.tile + i * scratch.width;
+                if (!direct) write_out((const S*)row, scratch.tile + i * scratch.width);
             }
         }
         scratch.row_of[keys] = scratch.zeros;
