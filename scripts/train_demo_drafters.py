@@ -55,8 +55,8 @@ Trained by `scripts/train_demo_drafters.py` on the text that `demo` was trained 
 {python}'s standard library, whose licence stands in `demo`'s folder. The aim at each token is `demo`'s own
 distribution, so nothing but `demo` and that text went into it.
 
-{parameters:,} parameters in bf16. Seed {seed}; {tokens:,} tokens in {steps:,} steps and {minutes:.0f} minutes.
-CPU threads: {threads}; PyTorch {torch}.
+{parameters:,} parameters in bf16. Seed {seed}; {tokens:,} tokens in {steps:,} steps and
+{minutes:.0f} minutes on {threads} CPU thread(s). PyTorch {torch}.
 
 ## How often its drafts are right
 
@@ -67,7 +67,8 @@ On {held_out:,} tokens of library files that neither was trained on, at every po
 {rows}
 
 "Greedy" is how often its likeliest token is `demo`'s likeliest; "temperature 1" is the probability that the two
-distributions share, with which the classic rule accepts. {context}
+distributions share, with which the classic rule accepts.
+{context}
 
 To train it again:
 
@@ -174,7 +175,8 @@ def train(run: Run) -> None:
             export(run.drafter, run.options.output, run.options.demo)
             save_checkpoint(run)
             next_export = state.seconds + EXPORT_SECONDS
-    report(run, average)
+    if not math.isnan(average):
+        report(run, average)
 
 
 def report(run: Run, loss: float) -> None:

@@ -78,6 +78,9 @@ if __name__ == "__main__":
 '''
 """Written for this test, so no one has trained on it; in the style that the demo model knows."""
 
+GOLDEN = {"draft": (0.70, 0.72), "eagle": (0.725, 0.745), "eagle, second": (0.73, 0.755)}
+"""Least and most of the greedy drafts that are right; another machine's rounding moves very few of 364."""
+
 
 @pytest.fixture(scope="module")
 def demo() -> Model:
@@ -149,7 +152,3 @@ def test_the_draft_model_also_generates_by_itself() -> None:
     assert {file.name for file in Path(resolve("demo-draft")).iterdir()} >= {"config.json", "tokenizer.json"}
     model = load_model(resolve("demo-draft"))
     assert model.num_parameters < 1_000_000 and model.vocab_size == 4096
-
-
-GOLDEN = {"draft": (0.0, 1.0), "eagle": (0.0, 1.0), "eagle, second": (0.0, 1.0)}
-"""Least and most of the greedy drafts that are right; between machines, rounding moves very few."""

@@ -128,7 +128,7 @@ def test_a_step_and_a_request_tell_of_the_drafts_that_were_verified(tmp_path: Pa
         scheduler.add(make_request(number, [number] * 6, max_tokens=3))
         scheduler.requests[number].stats.drafted = drafted
     drive.run_all(runner)
-    spans = [Span(7, 8, [1] * 5, 5), Span(8, 8, [1] * 5, 5), Span(9, 8, [1], 1)]
+    spans = [Span(7, 8, [1] * 5, 5), Span(8, 12, [1] * 5, 5, start_follows=True), Span(9, 8, [1], 1)]
     results = [SpanResult([1, 1, 1], num_drafted=4), SpanResult([1], num_drafted=2), SpanResult([1])]
     drive.step(StepPlan(90, spans, num_tokens=11), results=results, drafting=0.0025)
     events = drive.events()
@@ -136,6 +136,7 @@ def test_a_step_and_a_request_tell_of_the_drafts_that_were_verified(tmp_path: Pa
     names = ("drafts verified", "drafts accepted", "drafting (ms)")
     assert not set(names) & set(plain)
     assert [speculative[name] for name in names] == [6, 2, 2.5]
+    assert speculative["spans"][1] == "request 8: 5 tokens from position 12 at most, 5 sampled"
     ends = [event["args"] for event in events if event["ph"] == "e" and event["name"] == "request"]
     assert [end.get("drafts verified") for end in ends] == [None, 9]
 

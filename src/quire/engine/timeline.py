@@ -454,8 +454,8 @@ def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
         # A request's first span begins behind what the prefix cache had of it.
         "cached tokens": sum(span.start for span in plan.spans if span.request in started) if started else 0,
         "spans": [
-            f"request {span.request}: {_count_of(len(span.tokens), 'token')} from position {span.start}, "
-            f"{span.num_sampled} sampled"
+            f"request {span.request}: {_count_of(len(span.tokens), 'token')} from position {span.start}"
+            f"{' at most' if span.start_follows else ''}, {span.num_sampled} sampled"
             for span in shown
         ],
     }
