@@ -20,6 +20,7 @@ NAMES = (
     "cells",
     "cpu",
     "sparse",
+    "speculation",
     "profile_step",
     "quality",
     "scheduler",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.engine import engine
 from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
-from quire.ops.ragged import DeviceSpans
+from quire.ops.ragged import DeviceSpans, DeviceTrees, Trees
 from quire.runner.device import Device, Reached
 
 UNREAD = 77
@@ -156,8 +156,17 @@ def _on_host(batch: RaggedBatch) -> tuple[int, RaggedBatch]:
         contexts[:count],
         tables.contiguous(),
         batch.block_size,
+        trees=spans.trees and _trees_on_host(spans.trees, row_starts[: count + 1], contexts[:count]),
     )
     return real, host
+
+
+def _trees_on_host(trees: DeviceTrees, row_starts: list[int], contexts: list[int]) -> Trees:
+    """For the real rows."""
+    linear = trees.depths[row_starts[:-1]] < 0
+    assert (trees.depths[row_starts[-1] :] == -1).all(), "rows of padding are in no tree"
+    bases = torch.where(linear, torch.tensor(contexts), trees.bases[: len(contexts)])
+    return Trees(bases, trees.paths[: row_starts[-1]].long())
 
 
 @contextmanager

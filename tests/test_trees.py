@@ -26,7 +26,7 @@ KERNELS = [Kernels(), *(CpuKernels(isa) for isa in library.usable())]
 EACH_KERNELS = pytest.mark.parametrize("kernels", KERNELS, ids=[kernels.name for kernels in KERNELS])
 LAYERS, LAYER = 2, 1
 BASES = (0, 1, 15, 16, 31, 100, 126, 127, 128, 129, 255, 300, 510, 513)
-"""Contexts in front of a tree, about the borders of blocks, key tiles and splits."""
+"""Positions of roots, about the borders of blocks, key tiles and splits."""
 
 
 class Tree:
@@ -158,6 +158,10 @@ class Request:
 class World:
     """A cache with room for some requests of at most `tokens` tokens, and a way to compute steps of them."""
 
+    bases: Sequence[int] = BASES
+    chunks = (2, 60)
+    """Rows of a part of a prompt."""
+
     def __init__(self, kind: Heads, kernels: Kernels, size: int, tokens: int, requests: int) -> None:
         self.kind, self.kernels, self.size = kind, kernels, size
         each = -(-tokens // size)
@@ -182,8 +186,12 @@ class World:
             batch = replace(batch, trees=None)
         rows = [torch.cat(x) for x in zip(*(request.at(part.places) for request, part in parts), strict=True)]
         self.kind.store(rows, self.kv, batch)
-        out = self.kind.attend(self.kernels, rows[0], self.kv, batch)
+        out = self.attend(rows[0], [part for _, part in parts], batch)
         return list(out.split([len(part.places) for _, part in parts]))
+
+    def attend(self, q: torch.Tensor, parts: Sequence[Part], batch: RaggedBatch) -> torch.Tensor:
+        """Each row's output."""
+        return self.kind.attend(self.kernels, q, self.kv, batch)
 
     def line(self, request: Request, path: Sequence[int]) -> torch.Tensor:
         """The output of a path's rows in a request of its own, whose tokens are the path's, one behind the other."""
@@ -201,17 +209,17 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def check(kind: Heads, kernels: Kernels, rng: random.Random) -> None:
+def check(world_of: type[World], kind: Heads, kernels: Kernels, rng: random.Random, most: int = 24) -> None:
     """Trees beside spans whose rows continue one another, all in one step: each as it would be alone."""
-    trees = [random_tree(rng) for _ in range(2)]
-    size, bases = rng.choice(BLOCK_SIZES), [rng.choice(BASES) for _ in trees]
-    world = World(kind, kernels, size, max(*bases, 150) + 70, 5)
+    trees = [random_tree(rng, most) for _ in range(2)]
+    size, bases = rng.choice(BLOCK_SIZES), [rng.choice(world_of.bases) for _ in trees]
+    world = world_of(kind, kernels, size, max(*bases, 150) + 70, 5)
     branching = [
         world.request(base, len(tree.paths), rng.randrange(999)) for base, tree in zip(bases, trees, strict=True)
     ]
     chunk, decode = world.request(rng.randrange(150), 60, 1), world.request(rng.randrange(150), 1, 2)
     linear = [
-        (chunk, Part(chunk.table, chunk.start, rng.choice([2, 60]))),
+        (chunk, Part(chunk.table, chunk.start, rng.choice(world.chunks))),
         (decode, Part(decode.table, decode.start, 1)),
     ]
     before = [world.step([part])[0] for part in linear]
@@ -236,7 +244,7 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
     torch.manual_seed(0)
     for seed, shape in enumerate(SHAPES):
         rng = random.Random(f"{seed} {stored} {dtype}")
-        check(Heads(shape, dtype, stored, rng.choice([None, None, 1, 3, 20, 200])), kernels, rng)
+        check(World, Heads(shape, dtype, stored, rng.choice([None, None, 1, 3, 20, 200])), kernels, rng)
 
 
 @EACH_KERNELS
@@ -244,7 +252,7 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
 def test_a_window_passes_over_a_row_s_ancestors(kernels: Kernels, window: int) -> None:
     torch.manual_seed(0)
     for seed in range(2):
-        check(Heads((4, 2, 16), torch.float32, "auto", window), kernels, random.Random(seed))
+        check(World, Heads((4, 2, 16), torch.float32, "auto", window), kernels, random.Random(seed))
 
 
 @EACH_KERNELS
@@ -255,7 +263,7 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone_in_latent_attention(
     torch.manual_seed(0)
     for seed, shape in enumerate([(5, 32, 8), (16, 72, 16), (70, 24, 2)]):
         for dtype in (torch.bfloat16, torch.float32):
-            check(Latent(shape, dtype, stored, None), kernels, random.Random(f"{seed} {stored} {dtype}"))
+            check(World, Latent(shape, dtype, stored, None), kernels, random.Random(f"{seed} {stored} {dtype}"))
 
 
 KINDS = [
@@ -317,6 +325,17 @@ def test_a_path_that_is_moved_into_place_goes_on_as_if_nothing_else_had_been(ker
 def _ends(base: int, path: Sequence[int]) -> tuple[list[int], list[int]]:
     """Where a path's tokens lie, and where they would if it were all there is."""
     return [base + slot for slot in path], [base + depth for depth in range(len(path))]
+
+
+@EACH_KERNELS
+def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it(kernels: Kernels) -> None:
+    for kind in KINDS:
+        world = World(kind, kernels, 16, 20, 1)
+        request = world.request(10, 5, 5)
+        for rows in request.rows[1:]:
+            rows[11] = float("inf")
+        (out,) = world.step([(request, Part(request.table, 10, paths=Tree([-1, 0, 0, 1, 2]).paths))])
+        assert out.isfinite().all(1).tolist() == [True, False, True, False, True]
 
 
 # -- caches beside one another -------------------------------------------------------------------------------------

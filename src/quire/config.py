@@ -163,6 +163,8 @@ class EngineConfig:
                 f"speculative_acceptance={self.speculative_acceptance} is for drafts, and nothing drafts: set "
                 "speculative_config, or leave it out"
             )
+        if spec is not None and spec.model is not None:  # found for the demo: a path in its place must not lose it
+            object.__setattr__(self, "speculative_config", {**(self.speculative_config or {}), "model": spec.model})
         if spec is not None and spec.tree_width > 1 and self.speculative_acceptance == "rejection":
             raise ConfigError(
                 "speculative_acceptance=rejection verifies drafts that follow one another; leave tree_width out, or "

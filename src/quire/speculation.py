@@ -49,7 +49,7 @@ class SpeculativeConfig:
     tree_depth: int = 6
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if not isinstance(self.method, str) or self.method not in METHODS:
             raise ConfigError(f"speculative_config: method is {_shown(self.method)}; allowed: {', '.join(METHODS)}")
         for name, low, high in (
             ("prompt_lookup_min", 1, 32),

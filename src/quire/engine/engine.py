@@ -112,8 +112,9 @@ class EngineStats:
         self.steps += 1
         sampled = sum(len(span.tokens) for span in result.spans)
         self.output_tokens += sampled
-        if plan.num_tokens > sum(span.num_sampled for span in plan.spans):
-            self.prefill_tokens += plan.num_tokens
+        drafts = sum(max(0, span.num_sampled - 1) for span in plan.spans)
+        if plan.num_tokens - drafts > len(plan.spans):
+            self.prefill_tokens += plan.num_tokens - drafts
             self.prefill_seconds += result.seconds
         else:
             self.decode_tokens += sampled

@@ -55,7 +55,8 @@ class DeepseekV3(DeepseekV2):
         """See Model."""
         if not isinstance(config, DeepseekConfig) or len(config.skipped) != 1:
             raise ConfigError(
-                "mtp=True loads one layer behind the last, but num_nextn_predict_layers is not 1; leave mtp out"
+                "mtp=True, and speculation with method mtp, need one layer behind the last, but "
+                "num_nextn_predict_layers is not 1; choose another method"
             )
         return replace(config, mtp=True)
 

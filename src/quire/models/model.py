@@ -16,6 +16,11 @@ from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype, kv_bytes_per_token
 
+NO_MTP = (
+    "this model has no layer that predicts one token more, which mtp=True and speculation with method mtp need; "
+    "choose another method"
+)
+
 
 class Taps:
     """What enters some layers in one step: the residual stream, as EAGLE-3 reads it.
@@ -116,7 +121,7 @@ class Model(ABC):
     @staticmethod
     def with_mtp(config: DecoderConfig) -> DecoderConfig:
         """The configuration with the layer that predicts one token more; raises ConfigError where there is none."""
-        raise ConfigError("mtp=True, but this architecture has no multi-token-prediction layer; leave mtp out")
+        raise ConfigError(NO_MTP)
 
     def new_cache(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> KVCache:
         """Blocks for its KV; raises what `KVCache` does."""

@@ -128,9 +128,7 @@ class DeviceForward:
         inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
         return self._batch(inputs, size, self._trees(spans, row_starts, branches) if branches else None)
 
-    def _trees(
-        self, spans: list[Span], row_starts: NDArray[np.int64], branches: Mapping[int, Branch]
-    ) -> DeviceTrees:
+    def _trees(self, spans: list[Span], row_starts: NDArray[np.int64], branches: Mapping[int, Branch]) -> DeviceTrees:
         width = max(len(path) for branch in branches.values() for path in branch.paths)
         bases, depths = np.zeros(len(spans), np.int32), np.full(row_starts[-1], -1, np.int32)
         paths = np.zeros((row_starts[-1], width), np.int32)

@@ -10,6 +10,9 @@ https://pytorch.org/blog/flash-decoding). Which way a row goes changes none of i
 its tile: a key tile or a split that it does not see leaves its numbers as they are (but for the sign of a zero, which
 the last addition settles), and no product, sum or maximum mixes rows.
 
+Rows of a tree see the same keys up to the tree's base. A program takes the key tiles before it as ever; from there on
+it takes them once a token, with the keys of that token's path, which only the token's rows see.
+
 Quantized keys and values are multiplied as codes, which bf16 and fp16 hold exactly. A key's scale then multiplies
 its scores, and a value's scale the softmax's weights, before these are rounded to the queries' data type.
 """
@@ -99,6 +102,30 @@ def _seen(start, rows, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _reach(start, rows, row, span, bases, depths, context_lens, path_width, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """What `rows` rows of a span from `start` on see, as `_seen` says it; `row` is the first.
+
+    Before that, the base of the tree that they belong to, or -1. Of a tree, it is what all of its rows see.
+    """
+    base = -1
+    if depths is not None:
+        root = tl.load(bases + span)
+        in_tree = tl.load(depths + row, mask=rows > 0, other=-1) >= 0
+        base = tl.where(in_tree, root, -1)
+        start = tl.where(in_tree, root, start)
+        rows = tl.where(in_tree, tl.minimum(tl.load(context_lens + span) - root, path_width), rows)
+    low, high, first_split, last_split = _seen(start, rows, WINDOW, SPLIT)
+    return base, low, high, first_split, last_split
+
+
+@triton.jit
+def _place_of(path, base, key, there):
+    """Positions at which a tree's request has the keys [keys] of a path: those from the base on lie in its slots."""
+    slot = tl.load(path + key - base, mask=there & (key >= base), other=0)
+    return tl.where(key >= base, base + slot, key)
+
+
+@triton.jit
 def _merge(top, total, out, other_top, other_total, other_out):
     """The softmax over two sets of keys, from each one's maximum [rows], sum [rows] and output [rows, dim]."""
     highest = tl.maximum(top, other_top)
@@ -145,7 +172,52 @@ def _blocks(table, key, low, high, BLOCK_SIZE: tl.constexpr):
     return tl.load(table + key // BLOCK_SIZE, mask=(key >= low) & (key < high), other=0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer"])
+@triton.jit
+def _take_in(
+    top,
+    total,
+    out,
+    queries,
+    numbers,
+    scales,
+    plane,
+    offset,
+    there,
+    seen,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    PLANE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM].
+
+    Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS].
+    """
+    dim = tl.arange(0, DIM)
+    at = numbers + (plane + offset * HEAD_DIM)[:, None] + dim[None, :]
+    in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
+    k = _widen(tl.load(at, mask=in_keys, other=0), queries.dtype)
+    v = _widen(tl.load(at + PLANE, mask=in_keys, other=0), queries.dtype)
+
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
+    if QUANTIZED:
+        scale_at = scales + plane // 4 + offset  # PLANE is in bytes
+        scores *= (tl.load(scale_at, mask=there, other=0.0) * scale)[None, :]
+    else:
+        scores *= scale
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - highest)
+    weights = tl.exp2(scores - highest[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    if QUANTIZED:
+        weights *= (tl.load(scale_at + PLANE // 4, mask=there, other=0.0) * VALUE_UNIT)[None, :]
+    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+    return highest, total, out
+
+
+@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer", "path_width"])
 def _attend(
     q,
     numbers,
@@ -157,6 +229,11 @@ def _attend(
     result,
     split_out,
     split_sums,
+    bases,
+    depths,
+    paths,
+    context_lens,
+    path_width,
     table_stride,
     spans,
     tiles,
@@ -193,7 +270,9 @@ def _attend(
         return
     start = tl.load(starts + span) + first_row - span_first
     tokens = tl.minimum(span_last - first_row, TOKENS)
-    low, high, first_split, last_split = _seen(start, tokens, WINDOW, SPLIT)
+    base, low, high, first_split, last_split = _reach(
+        start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
+    )
     side_by_side = (span_last - span_first <= short) & (last_split - first_split > 1)
     stride = 1
     if side_by_side:
@@ -208,6 +287,10 @@ def _attend(
     q_at = (first_row + token).to(tl.int64) * Q_STRIDE + head * Q_HEAD_STRIDE
     queries = tl.load(q + q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
     position = (start + token)[:, None]
+    if paths is not None:
+        turns = tl.where(base < 0, 0, tokens)
+        depth = tl.load(depths + first_row + token, mask=is_row, other=0)
+        position = tl.where(base < 0, start + token, base + depth)[:, None]
     table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
 
     all_top = tl.full((ROWS,), LOWEST, tl.float32)
@@ -219,6 +302,9 @@ def _attend(
         out = tl.zeros((ROWS, DIM), tl.float32)
         first = tl.maximum(split * TILES_PER_SPLIT, low // KEYS)
         last = tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+        if paths is not None:
+            behind = last
+            last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
         # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
         block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
         for key_tile in range(first, last):
@@ -226,29 +312,32 @@ def _attend(
             there = (key >= low) & (key < high)
             plane = ((block.to(tl.int64) * LAYERS + layer) * KV_HEADS + kv_head) * 2 * PLANE
             block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-            at = numbers + (plane + key % BLOCK_SIZE * HEAD_DIM)[:, None] + dim[None, :]
-            in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
-            k = _widen(tl.load(at, mask=in_keys, other=0), queries.dtype)
-            v = _widen(tl.load(at + PLANE, mask=in_keys, other=0), queries.dtype)
-
-            scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
-            if QUANTIZED:
-                scale_at = scales + plane // 4 + key % BLOCK_SIZE  # PLANE is in bytes
-                scores *= (tl.load(scale_at, mask=there, other=0.0) * scale)[None, :]
-            else:
-                scores *= scale
             seen = key[None, :] <= position
             if WINDOW:
                 seen &= key[None, :] > position - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-            highest = tl.maximum(top, tl.max(scores, 1))
-            shrink = tl.exp2(top - highest)
-            weights = tl.exp2(scores - highest[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            if QUANTIZED:
-                weights *= (tl.load(scale_at + PLANE // 4, mask=there, other=0.0) * VALUE_UNIT)[None, :]
-            out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-            top = highest
+            top, total, out = _take_in(
+                *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
+                *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+            )
+        if paths is not None:
+            for turn in range(turns):
+                path = paths + (first_row + turn).to(tl.int64) * path_width
+                end = base + tl.load(depths + first_row + turn) + 1
+                mine = (token == turn)[:, None]
+                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(behind, tl.cdiv(end, KEYS))):
+                    key = key_tile * KEYS + tl.arange(0, KEYS)
+                    there = (key >= low) & (key < end)
+                    place = _place_of(path, base, key, there)
+                    block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+                    plane = ((block.to(tl.int64) * LAYERS + layer) * KV_HEADS + kv_head) * 2 * PLANE
+                    seen = mine & (key[None, :] <= position)
+                    if WINDOW:
+                        seen &= key[None, :] > position - WINDOW
+                    top, total, taken = _take_in(
+                        *(top, total, out, queries, numbers, scales, plane, place % BLOCK_SIZE, there, seen, scale),
+                        *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+                    )
+                    out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
         if side_by_side:
             slot = ((span * short + token) * (KV_HEADS * GROUP) + head) * slots + split - first_split
             tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
@@ -261,13 +350,17 @@ def _attend(
         tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
 
 
-@triton.jit(do_not_specialize=["short", "slots"])
+@triton.jit(do_not_specialize=["short", "slots", "path_width"])
 def _merge_splits(
     split_out,
     split_sums,
     row_starts,
     starts,
     result,
+    bases,
+    depths,
+    context_lens,
+    path_width,
     short,
     slots,
     HEADS: tl.constexpr,
@@ -282,7 +375,10 @@ def _merge_splits(
     span, token = tl.program_id(0) // short, tl.program_id(0) % short
     first_row = tl.load(row_starts + span)
     rows = tl.load(row_starts + span + 1) - first_row
-    _, _, first_split, last_split = _seen(tl.load(starts + span), rows, WINDOW, SPLIT)
+    start = tl.load(starts + span)
+    _, _, _, first_split, last_split = _reach(
+        start, rows, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
+    )
     splits = last_split - first_split
     if (token >= rows) | (rows > short) | (splits <= 1):
         return
@@ -342,7 +438,8 @@ def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | N
     short = min(SHORT, rows // group, max(1, tokens // count))
     slots = -(-spans.block_tables.shape[1] * kv.block_size // SPLIT)
     if window is not None:
-        slots = min(slots, (window + short - 3) // SPLIT + 2)
+        deepest = 1 if spans.trees is None else spans.trees.paths.shape[1]
+        slots = min(slots, (window + max(short, deepest) - 3) // SPLIT + 2)
     short = min(short, SCRATCH_BYTES // (4 * count * heads * slots * (head_dim + 2)))
     lanes = min(slots, -(-PROGRAMS // (count * kv.kv_heads))) if short else 1
     scratch = count * short * heads * slots if lanes > 1 else 0
@@ -372,6 +469,19 @@ def _row_tile(group: int, rows_per_span: int, head_bytes: int, deterministic: bo
     elif not deterministic and rows_per_span >= 512 and head_bytes <= 256:
         rows = 128
     return max(rows, _power_of_two(group))
+
+
+def of_trees(spans: DeviceSpans) -> dict[str, Any]:
+    """The arguments of kernels that say how rows of trees follow their paths; None where there are no trees."""
+    if spans.trees is None:
+        return {"bases": None, "depths": None, "context_lens": None, "path_width": 0}
+    trees = spans.trees
+    return {
+        "bases": trees.bases,
+        "depths": trees.depths,
+        "context_lens": spans.context_lens,
+        "path_width": trees.paths.shape[1],
+    }
 
 
 def _power_of_two(n: int) -> int:
@@ -413,7 +523,7 @@ def attend(
         "DIM": plan.dim,
         "enable_fp_fusion": False,  # both kernels merge, and must agree
     }
-    count = len(spans.starts)
+    trees, count = of_trees(spans), len(spans.starts)
     _attend[(plan.tiles + count * (plan.lanes - 1), kv.kv_heads)](
         q,
         kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
@@ -425,14 +535,15 @@ def attend(
         result,
         plan.split_out,
         plan.split_sums,
-        spans.block_tables.stride(0),
-        count,
-        plan.tiles,
-        plan.lanes,
-        plan.short,
-        plan.slots,
-        layer,
-        scale * LOG2_E,
+        paths=spans.trees and spans.trees.paths,
+        table_stride=spans.block_tables.stride(0),
+        spans=count,
+        tiles=plan.tiles,
+        lanes=plan.lanes,
+        short=plan.short,
+        slots=plan.slots,
+        layer=layer,
+        scale=scale * LOG2_E,
         Q_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
         LAYERS=kv.layers,
@@ -444,6 +555,7 @@ def attend(
         KEYS=plan.keys,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        **trees,
         **shape,
     )
     if plan.lanes > 1:
@@ -453,10 +565,11 @@ def attend(
             spans.row_starts,
             spans.starts,
             result,
-            plan.short,
-            plan.slots,
+            short=plan.short,
+            slots=plan.slots,
             HEADS=heads,
             num_warps=1,
+            **trees,
             **shape,
         )
     return result

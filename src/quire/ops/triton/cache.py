@@ -39,9 +39,10 @@ def place(
     rows, count, tables = len(tokens), len(spans.starts), spans.block_tables
     ids, positions, slots = (torch.empty(rows, dtype=torch.int64, device=tokens.device) for _ in range(3))
     grid = (-(-max(rows, count) // PLACED),)
+    trees = (None, None) if spans.trees is None else (spans.trees.bases, spans.trees.depths)
     _place[grid](
         *(tokens, span_of_row, last_tokens, spans.row_starts, spans.starts, spans.table_rows, tables),
-        *(spans.context_lens, ids, positions, slots, rows, count, tables.stride(0)),
+        *(spans.context_lens, ids, positions, slots, *trees, rows, count, tables.stride(0)),
         BLOCK_SIZE=block_size,
         PLACED=PLACED,
         num_warps=4,
@@ -118,6 +119,8 @@ def _place(
     ids,
     positions,
     slots,
+    bases,
+    depths,
     rows,
     count,
     table_stride,
@@ -133,13 +136,17 @@ def _place(
     real = i < tl.load(row_starts + count)
     span = tl.load(span_of_row + i, mask=real, other=0)
     table = tl.load(table_rows + span, mask=real, other=0).to(tl.int64)
-    position = tl.load(starts + span, mask=real, other=0) + i - tl.load(row_starts + span, mask=real, other=0)
-    block = tl.load(block_tables + table * table_stride + position // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+    place = tl.load(starts + span, mask=real, other=0) + i - tl.load(row_starts + span, mask=real, other=0)
+    block = tl.load(block_tables + table * table_stride + place // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+    position = place
+    if depths is not None:
+        depth = tl.load(depths + i, mask=real, other=-1)
+        position = tl.where(depth < 0, place, tl.load(bases + span, mask=real, other=0) + depth)
     token = tl.load(tokens + i, mask=real, other=0).to(tl.int64)
     last = tl.load(last_tokens + table, mask=real, other=0)
     tl.store(ids + i, tl.where(token < 0, tl.maximum(last, 0), token), mask=i < rows)
     tl.store(positions + i, tl.where(real, position, 0), mask=i < rows)
-    tl.store(slots + i, tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, 0), mask=i < rows)
+    tl.store(slots + i, tl.where(real, block * BLOCK_SIZE + place % BLOCK_SIZE, 0), mask=i < rows)
 
 
 @triton.jit

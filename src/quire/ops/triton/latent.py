@@ -32,9 +32,11 @@ from quire.ops.triton.attention import (
     _locate,
     _merge,
     _merge_splits,
+    _place_of,
     _power_of_two,
-    _seen,
+    _reach,
     _widen,
+    of_trees,
 )
 from quire.ops.triton.cache import _quantized
 from quire.ops.triton.rows import inverse_rms, normalized
@@ -162,7 +164,56 @@ def _store_latent(
     tl.store(into + WIDTH, key, mask=i < ROPE)
 
 
-@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer"])
+@triton.jit
+def _take_in(
+    top,
+    total,
+    out,
+    queries,
+    rope_queries,
+    numbers,
+    scales,
+    plane,
+    offset,
+    there,
+    seen,
+    scale,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+):
+    """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM].
+
+    Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS].
+    """
+    dim, rope_dim = tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
+    at = (numbers + plane + offset * (WIDTH + ROPE))[:, None]
+    in_keys = there[:, None] & (dim < WIDTH)[None, :]  # all else is 0, whatever lies in memory
+    vectors = _widen(tl.load(at + dim[None, :], mask=in_keys, other=0), queries.dtype)
+    in_keys = there[:, None] & (rope_dim < ROPE)[None, :]
+    keys = _widen(tl.load(at + WIDTH + rope_dim[None, :], mask=in_keys, other=0), queries.dtype)
+
+    scores = tl.dot(rope_queries, tl.trans(keys), input_precision="ieee")  # [ROWS, KEYS]
+    scores = tl.dot(queries, tl.trans(vectors), scores, input_precision="ieee")
+    if QUANTIZED:
+        row_scales = tl.load(scales + plane // 4 + offset, mask=there, other=0.0)  # the plane is in bytes
+        scores *= (row_scales * scale)[None, :]
+    else:
+        scores *= scale
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - highest)
+    weights = tl.exp2(scores - highest[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    if QUANTIZED:
+        weights *= (row_scales * VALUE_UNIT)[None, :]
+    out = tl.dot(weights.to(vectors.dtype), vectors, out * shrink[:, None], input_precision="ieee")
+    return highest, total, out
+
+
+@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer", "path_width"])
 def _attend_latent(
     q,
     numbers,
@@ -174,6 +225,11 @@ def _attend_latent(
     result,
     split_out,
     split_sums,
+    bases,
+    depths,
+    paths,
+    context_lens,
+    path_width,
     table_stride,
     spans,
     tiles,
@@ -209,7 +265,9 @@ def _attend_latent(
         return
     start = tl.load(starts + span) + first_row - span_first
     tokens = tl.minimum(span_last - first_row, TOKENS)
-    low, high, first_split, last_split = _seen(start, tokens, 0, SPLIT)
+    base, low, high, first_split, last_split = _reach(
+        start, tokens, first_row, span, bases, depths, context_lens, path_width, 0, SPLIT
+    )
     side_by_side = (span_last - span_first <= short) & (last_split - first_split > 1)
     stride = 1
     if side_by_side:
@@ -226,6 +284,10 @@ def _attend_latent(
     in_rope = is_row[:, None] & (rope_dim < ROPE)[None, :]
     rope_queries = tl.load(q_at[:, None] + WIDTH + rope_dim[None, :], mask=in_rope, other=0.0)
     position = (start + token)[:, None]
+    if paths is not None:
+        turns = tl.where(base < 0, 0, tokens)
+        depth = tl.load(depths + first_row + token, mask=is_row, other=0)
+        position = tl.where(base < 0, start + token, base + depth)[:, None]
     table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
 
     all_top = tl.full((ROWS,), LOWEST, tl.float32)
@@ -237,6 +299,9 @@ def _attend_latent(
         out = tl.zeros((ROWS, DIM), tl.float32)
         first = split * TILES_PER_SPLIT
         last = tl.minimum(first + TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+        if paths is not None:
+            behind = last
+            last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
         # A tile's blocks are looked up one tile ahead: otherwise its rows could not be on their way by then.
         block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
         for key_tile in range(first, last):
@@ -244,28 +309,28 @@ def _attend_latent(
             there = key < high
             plane = (block.to(tl.int64) * LAYERS + layer) * PLANE
             block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-            at = (numbers + plane + key % BLOCK_SIZE * ROW)[:, None]
-            in_keys = there[:, None] & (dim < WIDTH)[None, :]  # all else is 0, whatever lies in memory
-            vectors = _widen(tl.load(at + dim[None, :], mask=in_keys, other=0), queries.dtype)
-            in_keys = there[:, None] & (rope_dim < ROPE)[None, :]
-            keys = _widen(tl.load(at + WIDTH + rope_dim[None, :], mask=in_keys, other=0), queries.dtype)
-
-            scores = tl.dot(rope_queries, tl.trans(keys), input_precision="ieee")  # [ROWS, KEYS]
-            scores = tl.dot(queries, tl.trans(vectors), scores, input_precision="ieee")
-            if QUANTIZED:
-                row_scales = tl.load(scales + plane // 4 + key % BLOCK_SIZE, mask=there, other=0.0)  # PLANE: in bytes
-                scores *= (row_scales * scale)[None, :]
-            else:
-                scores *= scale
-            scores = tl.where(key[None, :] <= position, scores, float("-inf"))
-            highest = tl.maximum(top, tl.max(scores, 1))
-            shrink = tl.exp2(top - highest)
-            weights = tl.exp2(scores - highest[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            if QUANTIZED:
-                weights *= (row_scales * VALUE_UNIT)[None, :]
-            out = tl.dot(weights.to(vectors.dtype), vectors, out * shrink[:, None], input_precision="ieee")
-            top = highest
+            seen = key[None, :] <= position
+            top, total, out = _take_in(
+                *(top, total, out, queries, rope_queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
+                *(WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
+            )
+        if paths is not None:
+            for turn in range(turns):
+                path = paths + (first_row + turn).to(tl.int64) * path_width
+                end = base + tl.load(depths + first_row + turn) + 1
+                mine = (token == turn)[:, None]
+                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(behind, tl.cdiv(end, KEYS))):
+                    key = key_tile * KEYS + tl.arange(0, KEYS)
+                    there = key < end
+                    place = _place_of(path, base, key, there)
+                    block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+                    plane = (block.to(tl.int64) * LAYERS + layer) * PLANE
+                    seen = mine & (key[None, :] <= position)
+                    top, total, taken = _take_in(
+                        *(top, total, out, queries, rope_queries, numbers, scales, plane, place % BLOCK_SIZE, there),
+                        *(seen, scale, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
+                    )
+                    out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
         if side_by_side:
             slot = ((span * short + token) * HEADS + head) * slots + split - first_split
             tl.store(split_out + slot[:, None] * WIDTH + dim[None, :], out, mask=in_tile)
@@ -377,7 +442,7 @@ def attend_latent(
         "DIM": max(16, _power_of_two(width)),
         "enable_fp_fusion": False,  # both kernels merge, and must agree
     }
-    count = len(spans.starts)
+    trees, count = of_trees(spans), len(spans.starts)
     _attend_latent[(plan.tiles + count * (plan.lanes - 1), -(-heads // plan.group))](
         q,
         kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
@@ -389,14 +454,15 @@ def attend_latent(
         result,
         plan.split_out,
         plan.split_sums,
-        spans.block_tables.stride(0),
-        count,
-        plan.tiles,
-        plan.lanes,
-        plan.short,
-        plan.slots,
-        layer,
-        scale * LOG2_E,
+        paths=spans.trees and spans.trees.paths,
+        table_stride=spans.block_tables.stride(0),
+        spans=count,
+        tiles=plan.tiles,
+        lanes=plan.lanes,
+        short=plan.short,
+        slots=plan.slots,
+        layer=layer,
+        scale=scale * LOG2_E,
         LAYERS=kv.layers,
         HEADS=heads,
         GROUP=plan.group,
@@ -409,6 +475,7 @@ def attend_latent(
         ROPE_DIM=max(16, _power_of_two(size - width)),
         num_warps=plan.tile.warps,
         num_stages=plan.tile.stages,
+        **trees,
         **shape,
     )
     if plan.lanes > 1:
@@ -418,12 +485,13 @@ def attend_latent(
             spans.row_starts,
             spans.starts,
             result,
-            plan.short,
-            plan.slots,
+            short=plan.short,
+            slots=plan.slots,
             HEADS=heads,
             HEAD_DIM=width,
             WINDOW=0,
             num_warps=4,
+            **trees,
             **shape,
         )
     return result
