@@ -6,8 +6,8 @@
 2. **An edit**: the same model is forced along a text, as if it had answered "rename the parameter": a file of Python's
    standard library stands in the prompt, its edited form is the output, and n-grams draft.
 3. **The demo model** with its draft model and its EAGLE head, one request after the other and eight at once.
-4. **Proposing with n-grams** at a context of 32,768 tokens, and **noise**: how often drafts of `demo-draft` are accepted
-   at temperature 1 with the target's own noise, and with noise of their own.
+4. **Noise**: how often drafts of `demo-draft` are accepted at temperature 1 with the target's own noise, and with noise of
+   their own; and **proposing with n-grams** at a context of 32,768 tokens.
 
 What is compared runs in turns, and the best of each counts.
 """
@@ -34,7 +34,6 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.engine.engine import Engine
 from quire.engine.tokenizer import Tokenizer
-from quire.runner.drafter import RunnerContext
 from quire.runner.proposer import Computed, Proposer, Wanted
 from quire.runner.sampler import Sampled, Sampler
 from quire.speculate.ngram import NgramProposer
@@ -302,7 +301,8 @@ def ngrams(result: Result) -> None:
     draw = random.Random(0)
     phrases = [draw.choices(range(3000), k=12) for _ in range(400)]
     text = [token for _ in range(3000) for token in draw.choice(phrases)][: 32768 + 2000]
-    proposer, context: tuple[NgramProposer, Any] = NgramProposer(2, 5), None
+    proposer = NgramProposer(2, 5)
+    context: Any = None  # it needs none
     proposer.start(RequestInfo(0, GREEDY, 0, text[:32768]))
     begin = time.perf_counter()
     proposer.propose([Wanted(0, 32768, text[32767], 8)], context)

@@ -127,8 +127,9 @@ class EngineConfig:
     generation_config: Literal["auto", "off"] = option(
         "auto", "sampling defaults: the checkpoint's generation_config.json, or neutral ones"
     )
-    speculative_config: dict[str, Any] | None = option(
-        None, "draft tokens and verify several a step, as JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ..."
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        "draft tokens and verify several a step; JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ...",
     )
     speculative_acceptance: Literal["exact", "rejection"] = option(
         "exact", "accept drafts that are the very tokens, or by the classic rule, which keeps the distribution alone"
@@ -252,9 +253,9 @@ def check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
             allowed = ", ".join(str(choice) for choice in get_args(hint))
             raise ConfigError(f"{field.name}={value!r} is not supported; allowed: {allowed}")
         return
-    if get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{field.name}={value!r} is of type {type(value).__name__}; it must be a mapping of names")
+    if get_origin(hint) is Mapping:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{field.name}={value!r} is of type {type(value).__name__}; it must map names to values")
         return
     accepted = (int, float) if hint is float else hint
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):

@@ -144,9 +144,7 @@ def make_scheduler(
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "min_chunk": 4}
     config = EngineConfig(model="fake", **(defaults | options))
     kv = KVManager(num_blocks, block_size, config.prefix_cache, BlockHasher(bytes(32), "fake"), window, looks_ahead)
-    return Scheduler(config, kv, max_model_len), FakeRunner(
-        num_blocks, block_size, window, (drafts and drafter) or None
-    )
+    return Scheduler(config, kv, max_model_len), FakeRunner(num_blocks, block_size, window, drafter if drafts else None)
 
 
 def make_request(id: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:

@@ -199,9 +199,7 @@ def _kind_name(kind: Any) -> str:
     """`kind` as a key of `_CONVERTERS`. A Literal is of its choices' type."""
     if get_origin(kind) is Literal:
         return type(get_args(kind)[0]).__name__
-    if get_origin(kind) is dict and get_args(kind)[0] is str:
-        return "mapping"
-    return {Sequence: "list", dict: "dict"}.get(get_origin(kind), getattr(kind, "__name__", ""))
+    return {Sequence: "list", dict: "dict", Mapping: "mapping"}.get(get_origin(kind), getattr(kind, "__name__", ""))
 
 
 def _takes_texts(hint: Any) -> bool:

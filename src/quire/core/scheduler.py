@@ -479,7 +479,7 @@ class Scheduler:
         return update
 
     def _commit_rows(self, request: Request, rows: int, surplus: int) -> None:
-        """Count a span's rows as computed but for the `surplus` of rejected drafts, and publish what blocks they fill."""
+        """Count a span's rows as computed, all but the `surplus` of rejected drafts; publish the blocks they fill."""
         request.num_computed -= surplus
         request.num_committed = min(request.num_committed + rows - surplus, len(request.tokens))
         if surplus:

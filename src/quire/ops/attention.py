@@ -51,7 +51,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of q [tokens, heads, head_dim] over what each span's request has in the cache.
 
-    With a `window`, a row at position p sees the keys at p - window + 1 .. p.
+    With a `window`, a row at position p sees the keys at p - window + 1 .. p. A row of a tree sees those of its
+    path there: see `Trees`.
     Returns [tokens, heads, head_dim], contiguous, in q's data type.
     """
     if kv.scales is not None:

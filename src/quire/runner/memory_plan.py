@@ -24,7 +24,8 @@ class MemoryPlan:
     """What the memory is used for. Sizes are bytes.
 
     Attributes:
-        weights: packed weights, of what drafts too. quantization: how they are quantized, for people; None: they are not.
+        weights: packed weights, of what drafts too.
+        quantization: how they are quantized, for people; None: they are not.
         activations: the largest step's intermediate results.
         kv_bytes_per_token: all layers.
         kv_saving: see `Model`.

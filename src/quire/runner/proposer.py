@@ -1,7 +1,7 @@
 """What drafts tokens, and what it is given: all that passes between a step and whoever guesses the next one.
 
 A plan says how many drafts of which requests a step verifies; which tokens they are, a `Proposer` says when the step
-begins, and it is told what the step computed when it ends. What it proposes changes a request's speed, never its tokens.
+begins, and it is told what the step computed when it ends. What it says changes a request's speed, never its tokens.
 """
 
 from __future__ import annotations

@@ -1,0 +1,193 @@
+"""Every method of speculation through the whole engine: the output is the same, and something was drafted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ConfigError
+from quire.models.checkpoint import resolve
+from tests.oracle import save_checkpoint
+from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
+from tests.test_speculation import Outcome, run
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "draft_model": {"method": "draft_model"},
+    "draft_model, trees": {"method": "draft_model", "tree_width": 3, "num_speculative_tokens": 9},
+    "eagle": {"method": "eagle"},
+    "eagle, trees": {"method": "eagle", "tree_width": 4, "num_speculative_tokens": 12, "tree_depth": 4},
+    "eagle3": {"method": "eagle3"},
+    "eagle3, trees": {"method": "eagle3", "tree_width": 2, "num_speculative_tokens": 7},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "mtp, trees": {"method": "mtp", "num_speculative_tokens": 8, "tree_width": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """A target and what drafts for it; DeepSeek's target drafts for itself."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("target", "draft_model", "eagle", "eagle3", "mtp")}
+    save_checkpoint(made["target"], "llama", num_hidden_layers=7)
+    save_checkpoint(made["draft_model"], "llama", num_hidden_layers=1)
+    write(made["eagle"], eagle_tensors())
+    write(made["eagle3"], eagle3_tensors(), draft_vocab_size=len(eagle3_tensors()["lm_head.weight"]))
+    save_checkpoint(made["mtp"], "deepseek_v3", num_nextn_predict_layers=1)
+    add_mtp(made["mtp"])
+    return {name: str(folder) for name, folder in made.items()}
+
+
+def add_mtp(folder: Path) -> None:
+    """The layer that predicts one token more, which transformers does not write: random, in shapes of the others'."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    last = max(int(found[1]) for name in tensors if (found := re.match(r"model\.layers\.(\d+)\.", name)))
+    layer = f"model.layers.{last}."
+    own = f"model.layers.{last + 1}."
+    tensors |= {own + name.removeprefix(layer): t.clone() for name, t in tensors.items() if name.startswith(layer)}
+    hidden = tensors["model.norm.weight"].shape[0]
+    tensors |= {f"{own}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{own}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(1)) * 0.2
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def engine_of(folders: dict[str, str], method: str, drafted: bool = True, **more: Any) -> Engine:
+    spec = {"adaptive": False, **METHODS[method]}
+    if spec["method"] not in ("ngram", "mtp"):
+        spec["model"] = folders[spec["method"]]
+    options = {"threads": 1, "max_num_seqs": 16, "max_model_len": 200, "check_invariants": True} | more
+    model = folders["mtp" if method.startswith("mtp") else "target"]
+    return Engine(EngineConfig(model=model, **options, speculative_config=spec if drafted else None))
+
+
+@pytest.fixture(scope="module")
+def alone(folders) -> dict[str, list[Outcome]]:
+    """What each request gets without drafts, by method's target."""
+    outcomes = {}
+    for method in ("ngram", "mtp"):
+        engine = engine_of(folders, method, drafted=False, prefix_cache="off")
+        outcomes[method] = [run(engine, [index])[0] for index in range(16)]
+    return outcomes
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_methods_drafts_change_nothing(folders, alone, method, overlap):
+    outcomes = alone["mtp" if method.startswith("mtp") else "ngram"]
+    cache = "hash" if overlap else "radix"
+    engine = engine_of(folders, method, async_scheduling=overlap, prefix_cache=cache, max_num_batched_tokens=64)
+    assert run(engine, range(16)) == outcomes
+    assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes, "warm"
+    assert engine.stats.drafted > 100 and engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_methods_drafts_change_nothing_while_requests_preempt_each_other(folders, alone, method):
+    outcomes = alone["mtp" if method.startswith("mtp") else "ngram"]
+    engine = engine_of(folders, method, num_kv_blocks=20, max_num_batched_tokens=40, async_scheduling=True)
+    assert run(engine, range(16)) == outcomes
+    assert engine.stats.preemptions > 0 and engine.stats.drafted > 0
+
+
+def test_a_draft_model_that_is_the_target_is_accepted_whatever_is_cached_or_chunked(folders):
+    """Its keys and values lie in the target's blocks: where a prefix is found, its part is found too."""
+    spec = {"method": "draft_model", "model": folders["target"], "adaptive": False, "num_speculative_tokens": 5}
+    config = EngineConfig(
+        model=folders["target"], threads=1, max_model_len=200, max_num_batched_tokens=48, max_num_seqs=4,
+        speculative_config=spec,
+    )  # fmt: skip
+    engine = Engine(config)
+    prompt = [5 + i * 7 % 90 for i in range(100)]
+    for id in range(3):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=id, ignore_eos=True).resolved()
+            engine.add(Request(2 * id + int(temperature), prompt, params, max_tokens=31))
+            while not engine.idle:
+                engine.step()
+    stats = engine.stats
+    assert stats.cached_tokens > 400
+    assert stats.accepted == stats.drafted > 100
+
+
+def test_heads_compute_one_position_again_behind_a_cached_head(folders):
+    prompt = [5 + i * 7 % 90 for i in range(65)]
+    for method, cached in (("draft_model", 64), ("eagle", 63)):
+        engine = engine_of(folders, method)
+        for id in range(2):
+            engine.add(Request(id, prompt, SamplingParams(temperature=0.0, seed=0).resolved(), max_tokens=3))
+            while not engine.idle:
+                engine.step()
+        assert engine.stats.cached_tokens == cached
+
+
+def test_what_drafts_is_part_of_the_memory_plan(folders):
+    with_head, without = engine_of(folders, "eagle").memory_plan, engine_of(folders, "eagle", False).memory_plan
+    assert with_head.weights > without.weights
+    assert with_head.kv_bytes_per_token > without.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_the_demo_has_its_own_and_drafts_well(method):
+    engine = Engine(EngineConfig(model="demo", speculative_config={"method": method, "adaptive": False}, threads=1))
+    assert engine.config.speculative_config == {"method": method, "adaptive": False, "model": f"demo-{method[:5]}"}
+    tokenizer = Tokenizer.load(engine.path)
+    for id, text in enumerate(("def read(self, size=-1):\n", "import os\nimport sys\n\nclass Parser:\n")):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=id, ignore_eos=True).resolved()
+            engine.add(Request(2 * id + int(temperature), tokenizer.encode(text), params, max_tokens=100))
+    while not engine.idle:
+        engine.step()
+    stats = engine.stats
+    assert 0.35 < stats.accepted / stats.drafted < 0.8
+    assert 0.55 < stats.accepted_by_position[0] / stats.verifications < 0.95
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({}, "names no method; allowed: ngram, draft_model, eagle, eagle3, mtp"),
+        ({"method": "medusa"}, "method is 'medusa'; allowed: ngram"),
+        ({"method": ["ngram"]}, r"method is \['ngram'\]; allowed: ngram"),
+        ({"method": "ngram", "num_speculative_token": 3}, "unknown key 'num_speculative_token'; did you mean"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "it must be an integer from 1 to 64"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "it must be an integer from 1 to 64"),
+        ({"method": "ngram", "num_speculative_tokens": 2.0}, "num_speculative_tokens is 2.0"),
+        ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min=6 is above prompt_lookup_max=5"),
+        ({"method": "ngram", "adaptive": 1}, "adaptive is 1; it must be true or false"),
+        ({"method": "ngram", "tree_width": 2}, "n-grams grow no trees"),
+        ({"method": "ngram", "model": "x"}, "method ngram reads no other model"),
+        ({"method": "draft_model"}, "needs 'model', the folder of a smaller checkpoint"),
+        ({"method": "eagle3"}, "needs 'model', the folder of a head made for this model"),
+        ({"method": "eagle", "model": 3}, "model is 3; it must be a folder"),
+    ],
+)
+def test_what_speculative_config_cannot_say_is_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", speculative_config=spec)
+
+
+def test_what_cannot_draft_for_a_model_is_refused_before_anything_runs(folders, tmp_path):
+    def start(target: str, **spec: Any) -> None:
+        Engine(EngineConfig(model=target, threads=1, speculative_config=spec))
+
+    with pytest.raises(ConfigError, match="hidden size"):
+        start("demo", method="eagle", model=folders["eagle"])
+    with pytest.raises(ConfigError, match="its vocabulary has 160 tokens, the target's 4096"):
+        start("demo", method="draft_model", model=folders["draft_model"])
+    with pytest.raises(ConfigError, match="no layer that predicts one token more"):
+        start(folders["target"], method="mtp")
+    with pytest.raises(ConfigError, match="cannot draft: it holds no tensor 'fc"):
+        start(folders["target"], method="eagle", model=folders["draft_model"])
+    with pytest.raises(ConfigError, match="num_speculative_tokens=8 leaves no room in a context of 8 tokens"):
+        Engine(EngineConfig(model=folders["target"], max_model_len=8, speculative_config={"method": "ngram"}))
+    assert resolve("demo-draft").name == "demo-draft"
