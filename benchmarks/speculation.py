@@ -6,8 +6,8 @@
 2. **An edit**: the same model is forced along a text, as if it had answered "rename the parameter": a file of Python's
    standard library stands in the prompt, its edited form is the output, and n-grams draft.
 3. **The demo model** with its draft model and its EAGLE head, one request after the other and eight at once.
-4. **Noise**: how often drafts of `demo-draft` are accepted at temperature 1 with the target's own noise, and with noise of
-   their own; and **proposing with n-grams** at a context of 32,768 tokens.
+4. **Noise**: how often drafts of `demo-draft` are accepted at temperature 1 with the target's own noise, and with other
+   noise; and **proposing with n-grams** at a context of 32,768 tokens.
 
 What is compared runs in turns, and the best of each counts.
 """
@@ -98,8 +98,8 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
             tokens[update.request - first] += update.tokens
     after = _counters(engine)
     verified = after[0] - before[0]
-    by_position = [(b - a) / verified for a, b in zip([*before[1], *[0] * len(after[1])], after[1], strict=False)]
-    return Run(tokens, seconds, steps, made, by_position if verified else [])
+    counts = zip([*before[1], *[0] * len(after[1])], after[1], strict=False)
+    return Run(tokens, seconds, steps, made, [(b - a) / verified for a, b in counts] if verified else [])
 
 
 def _counters(engine: Engine) -> tuple[int, list[int]]:
@@ -208,7 +208,8 @@ def edit(result: Result, options: Options) -> None:
     for engine in engines:
         Forced(engine, prompt, text)
     plain, drafted = best_of(
-        1 if options.quick else 2, [lambda e=e: generate(e, [prompt], GREEDY, len(text)) for e in engines]  # type: ignore[misc]
+        1 if options.quick else 2,
+        [lambda e=e: generate(e, [prompt], GREEDY, len(text)) for e in engines],  # type: ignore[misc]
     )
     if plain.tokens[0] != text:
         raise RuntimeError("the engine did not follow the text")

@@ -320,7 +320,7 @@ def test_a_layer_behind_the_last_that_is_not_there_cannot_be_asked_for(tmp_path:
     edit_json(folder / "config.json", {"num_nextn_predict_layers": 0})
     with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
         load_model(folder, mtp=True)
-    with pytest.raises(ConfigError, match="no multi-token-prediction layer"):
+    with pytest.raises(ConfigError, match="no layer that predicts one token more"):
         load_model(save_checkpoint(tmp_path / "v2", "deepseek_v2"), mtp=True)
 
 

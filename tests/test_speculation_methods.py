@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.models.checkpoint import resolve
 from tests.oracle import save_checkpoint
+from tests.test_models_deepseek import save_with_mtp
 from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
 from tests.test_speculation import Outcome, run
 
@@ -40,25 +39,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
     save_checkpoint(made["draft_model"], "llama", num_hidden_layers=1)
     write(made["eagle"], eagle_tensors())
     write(made["eagle3"], eagle3_tensors(), draft_vocab_size=len(eagle3_tensors()["lm_head.weight"]))
-    save_checkpoint(made["mtp"], "deepseek_v3", num_nextn_predict_layers=1)
-    add_mtp(made["mtp"])
+    save_with_mtp(made["mtp"])
     return {name: str(folder) for name, folder in made.items()}
-
-
-def add_mtp(folder: Path) -> None:
-    """The layer that predicts one token more, which transformers does not write: random, in shapes of the others'."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    last = max(int(found[1]) for name in tensors if (found := re.match(r"model\.layers\.(\d+)\.", name)))
-    layer = f"model.layers.{last}."
-    own = f"model.layers.{last + 1}."
-    tensors |= {own + name.removeprefix(layer): t.clone() for name, t in tensors.items() if name.startswith(layer)}
-    hidden = tensors["model.norm.weight"].shape[0]
-    tensors |= {f"{own}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    tensors[f"{own}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(1)) * 0.2
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def engine_of(folders: dict[str, str], method: str, drafted: bool = True, **more: Any) -> Engine:

@@ -16,6 +16,7 @@ from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import attention
 from tests.test_cpu_attention import LAYER, Request, Span, batch_of, poisoned_cache
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 SPLIT = 128
 """Keys a split in these tests, so that short contexts have some."""

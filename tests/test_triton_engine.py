@@ -23,6 +23,7 @@ from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
 from tests.devices import DelayedDevice, on_device
 from tests.oracle import VOCAB, save_checkpoint
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 MAX_TOKENS = 3
 INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}

@@ -15,6 +15,7 @@ from quire.ops.triton import routing as routing_kernel
 from quire.ops.triton.experts import GroupedExperts, GroupedHeads
 from quire.ops.triton.experts_quantized import QuantizedExperts
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)

@@ -25,6 +25,7 @@ from tests.test_triton_attention import on_device
 from tests.test_triton_engine import run, start
 from tests.test_triton_rows import DTYPES, TOLERANCE, as_on_a_gpu
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 __all__ = ["as_on_a_gpu"]
 

@@ -12,6 +12,7 @@ from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, dequant
 from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
 from quire.ops.triton.linear_chunks import PROGRAMS, Chunks
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
 
 from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
@@ -20,6 +17,7 @@ from quire.ops.triton.kernels import TritonKernels
 from tests.devices import SpanKernels
 from tests.test_trees import Heads, Latent, Part, Tree, World, batch_of, check, equal
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 TRITON = TritonKernels("cpu", deterministic=True)
 
@@ -31,23 +29,6 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SPLIT", 128)
     monkeypatch.setattr(latent, "SPLIT", 64)
     monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
-
-
-@pytest.fixture(autouse=True)
-def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU's products do not mix rows; numpy's, on some machines, depend on where in the matrix a row stands."""
-
-    def dot(builder: Any, a: Any, b: Any, sums: Any, *settings: Any) -> Any:
-        dtype = sums.data.dtype
-        left, right = a.data.astype(dtype), b.data.astype(dtype)
-        total = sums.data.copy()
-        for k in range(left.shape[1]):
-            total += left[:, k : k + 1] * right[k]
-        return interpreter.TensorHandle(total, sums.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    with np.errstate(all="ignore"):
-        yield
 
 
 def on_device(parts: Sequence[Part], size: int, kernels: Kernels, padding: tuple[int, int] = (0, 0)) -> RaggedBatch:

@@ -145,7 +145,7 @@ class LatentAttention:
         config, kernels = self.config, self._kernels
         still, turned = self._project(x, tables, kv, batch)
         restored = None
-        if self._restoring:
+        if self._restoring and batch.trees is None:
             key = ("expanded", config, self.heads, id(kv))
             restored = batch.once(key, lambda: restored_of(config, self.heads, kv, batch))
         if restored is None:
