@@ -9,7 +9,8 @@
 4. **Noise**: how often drafts of `demo-draft` are accepted at temperature 1 with the target's own noise, and with other
    noise; and **proposing with n-grams** at a context of 32,768 tokens.
 
-What is compared runs in turns, and the best of each counts.
+What is compared runs in turns. Parts 1 and 2 compare all runs of one engine, with `speculate` on and off; part 3 the best
+run of several engines.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from benchmarks.common import Options, Result, checkpoint, main, tell
@@ -38,7 +40,7 @@ from quire.runner.proposer import Computed, Proposer, Wanted
 from quire.runner.sampler import Sampled, Sampler
 from quire.speculate.ngram import NgramProposer
 
-PROMPT, OUTPUT, DRAFTS, TURNS = 128, 96, 4, 3
+PROMPT, OUTPUT, DRAFTS, TURNS = 128, 128, 4, 3
 SEEDED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True).resolved()
 GREEDY = SamplingParams(temperature=0.0, seed=1, ignore_eos=True).resolved()
 PROMPTS = (
@@ -73,6 +75,7 @@ class Run:
     steps: int
     made: int
     by_position: list[float]
+    company: int
 
     @property
     def rate(self) -> float:
@@ -99,7 +102,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
     after = _counters(engine)
     verified = after[0] - before[0]
     counts = zip([*before[1], *[0] * len(after[1])], after[1], strict=False)
-    return Run(tokens, seconds, steps, made, [(b - a) / verified for a, b in counts] if verified else [])
+    return Run(tokens, seconds, steps, made, [(b - a) / verified for a, b in counts] if verified else [], len(prompts))
 
 
 def _counters(engine: Engine) -> tuple[int, list[int]]:
@@ -120,6 +123,12 @@ def engine_of(model: str, options: Options, spec: dict[str, Any] | None, propose
     return Engine(config, proposer=proposer)
 
 
+def all_of(turns: int, runs: Sequence[Callable[[], Run]]) -> list[Run]:
+    """All runs of each, taken in turns."""
+    made = [[each() for each in runs] for _ in range(turns)]
+    return [joined(column) for column in zip(*made, strict=True)]
+
+
 def best_of(turns: int, runs: Sequence[Callable[[], Run]]) -> list[Run]:
     """The fastest run of each, taken in turns."""
     best: list[Run | None] = [None] * len(runs)
@@ -134,7 +143,7 @@ def add(result: Result, what: str, made: Run, plain: Run, **raw: Any) -> None:
     """A row; the tokens must be those of the plain run."""
     if made.tokens != plain.tokens:
         raise RuntimeError(f"{what}: the tokens differ from those without speculation")
-    row = {"tokens_a_step": made.made / made.steps / len(made.tokens), "tok_s": made.rate}
+    row = {"tokens_a_step": made.made / made.steps / made.company, "tok_s": made.rate, "plain_tok_s": plain.rate}
     positions = ", ".join(f"{share:.0%}" for share in made.by_position)
     ratio = made.rate / plain.rate
     result.add(
@@ -149,30 +158,22 @@ def add(result: Result, what: str, made: Run, plain: Run, **raw: Any) -> None:
 
 
 def replay(result: Result, options: Options) -> None:
-    """Part 1."""
+    """Part 1. What is compared is computed with the same weights in the same memory, since speeds differ by that."""
     folder, count = str(checkpoint(options)), 24 if options.quick else OUTPUT
     prompt = random.Random(0).choices(range(500), k=PROMPT)
-    engine = engine_of(folder, options, None)
-    spec = {"method": "ngram", "num_speculative_tokens": DRAFTS}
-    for name, params in (("greedy", GREEDY), ("temperature 0.8", SEEDED)):
-        recorded = [[*prompt, *generate(engine, [prompt], params, count).tokens[0]]]
-        runs: dict[str, Engine] = {}
-        for what, accuracy, adaptive in (
-            ("a = 0.8", 0.8, False),
-            ("a = 0.8, self-tuned", 0.8, True),
-            ("a = 0, self-tuned", 0.0, True),
-        ):
-            proposer = ReplayProposer(recorded, accuracy, 500)
-            runs[f"{DRAFTS} drafts, {name}, {what}"] = engine_of(
-                folder, options, {**spec, "adaptive": adaptive}, proposer
-            )
-        measured = best_of(
-            1 if options.quick else TURNS,
-            [lambda e=e, p=params: generate(e, [prompt], p, count) for e in (engine, *runs.values())],  # type: ignore[misc]
-        )
-        add(result, f"plain, {name}", measured[0], measured[0])
-        for what, made in zip(runs, measured[1:], strict=True):
-            add(result, what, made, measured[0])
+    for adaptive in (False, True):
+        proposer = ReplayProposer([], 0.0, 500)
+        spec = {"method": "ngram", "num_speculative_tokens": DRAFTS, "adaptive": adaptive}
+        engine = engine_of(folder, options, spec, proposer)
+        for name, params in (("greedy", GREEDY), ("temperature 0.8", SEEDED)):
+            plain = replace(params, speculate=False)
+            proposer.recordings = [[*prompt, *generate(engine, [prompt], plain, count).tokens[0]]]
+            for accuracy in (0.8, 0.0) if adaptive else (0.8,):
+                proposer.accuracy = accuracy
+                runs = [lambda p=p: generate(engine, [prompt], p, count) for p in (plain, params)]  # type: ignore[misc]
+                without, drafted = all_of(1 if options.quick else TURNS, runs)
+                tuned = ", self-tuned" if adaptive else ""
+                add(result, f"{DRAFTS} drafts, {name}, a = {accuracy:g}{tuned}", drafted, without)
 
 
 class Forced:
@@ -204,16 +205,13 @@ def edit(result: Result, options: Options) -> None:
     text = tokenizer.encode(edited)[: 40 if options.quick else 500]
     if options.quick:
         prompt, text = [t % 500 for t in prompt], [t % 500 for t in text]
-    engines = [engine_of(folder, options, spec) for spec in (None, {"method": "ngram"})]
-    for engine in engines:
-        Forced(engine, prompt, text)
-    plain, drafted = best_of(
-        1 if options.quick else 2,
-        [lambda e=e: generate(e, [prompt], GREEDY, len(text)) for e in engines],  # type: ignore[misc]
-    )
+    engine = engine_of(folder, options, {"method": "ngram"})
+    Forced(engine, prompt, text)
+    both = (replace(GREEDY, speculate=False), GREEDY)
+    runs = [lambda p=p: generate(engine, [prompt], p, len(text)) for p in both]  # type: ignore[misc]
+    plain, drafted = all_of(1 if options.quick else 2, runs)
     if plain.tokens[0] != text:
         raise RuntimeError("the engine did not follow the text")
-    add(result, "an edit, plain", plain, plain)
     add(result, "an edit, n-grams", drafted, plain, prompt=len(prompt), output=len(text))
 
 
@@ -256,13 +254,13 @@ def joined(runs: Sequence[Run]) -> Run:
     """Runs one after the other, as one; acceptance is the mean."""
     longest = max(len(each.by_position) for each in runs)
     padded = [[*each.by_position, *[0.0] * (longest - len(each.by_position))] for each in runs if each.by_position]
-    size = len(runs[0].tokens)
     return Run(
-        {i * size + k: tokens for i, each in enumerate(runs) for k, tokens in each.tokens.items()},
+        {len(runs) * k + i: tokens for i, each in enumerate(runs) for k, tokens in each.tokens.items()},
         sum(each.seconds for each in runs),
-        sum(each.steps for each in runs) // len(runs),
+        sum(each.steps for each in runs),
         sum(each.made for each in runs),
         [statistics.mean(column) for column in zip(*padded, strict=True)],
+        runs[0].company,
     )
 
 

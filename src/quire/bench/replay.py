@@ -19,10 +19,13 @@ class ReplayProposer:
         recordings: prompt and output of each; a request is told by its prompt.
         accuracy: the share of drafts that are right.
         vocab_size: spoiled tokens are others of it.
+
+    Attributes:
+        recordings, accuracy: the same; they may be changed.
     """
 
     def __init__(self, recordings: Sequence[Sequence[int]], accuracy: float, vocab_size: int, seed: int = 0) -> None:
-        self._recordings, self._accuracy, self._vocab_size = recordings, accuracy, vocab_size
+        self.recordings, self.accuracy, self._vocab_size = recordings, accuracy, vocab_size
         self._random = np.random.default_rng(seed)
         self._texts: dict[int, Sequence[int]] = {}
 
@@ -30,7 +33,7 @@ class ReplayProposer:
         """See `Proposer`."""
         prompt = info.prompt_token_ids
         self._texts[info.request] = next(
-            (text for text in self._recordings if list(text[: len(prompt)]) == prompt), prompt
+            (text for text in self.recordings if list(text[: len(prompt)]) == prompt), prompt
         )
 
     def end(self, request: int) -> None:
@@ -42,7 +45,7 @@ class ReplayProposer:
         return [Drafts(self._spoiled(self._texts[want.request][want.position :][: want.count])) for want in wanted]
 
     def _spoiled(self, tokens: Sequence[int]) -> list[int]:
-        wrong = self._random.random(len(tokens)) >= self._accuracy
+        wrong = self._random.random(len(tokens)) >= self.accuracy
         return [(token + 1) % self._vocab_size if bad else token for token, bad in zip(tokens, wrong, strict=True)]
 
     def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:

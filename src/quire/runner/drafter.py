@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,18 +36,22 @@ class _Text:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step made of a span.
+    """What a step made of its spans, or of some of them.
 
     Attributes:
-        path: rows of the span whose tokens count, in the order of positions: all of a prompt's, and of those that
-            verify drafts the accepted ones.
-        row: the span's first row in `features`.
+        results: one a span.
+        row_starts: first row of each span in `features`, and one entry more.
+        features: [rows, width], see `Forwarded`.
+        drafts: by request, what its span verified.
+        paths: by index of a span that verified drafts, the rows whose tokens count, in the order of positions.
     """
 
-    span: Span
-    result: SpanResult
-    path: list[int]
-    row: int
+    spans: Sequence[Span]
+    results: Sequence[SpanResult]
+    row_starts: Sequence[int]
+    features: Tensor
+    drafts: Mapping[int, Drafts]
+    paths: Mapping[int, list[int]]
 
 
 class Drafter:
@@ -87,26 +91,27 @@ class Drafter:
     def resolve(self, spans: Sequence[Span]) -> tuple[list[Span], dict[int, Drafts]]:
         """Spans with true starts and ids in place of what stood for them; by request, the drafts that they verify."""
         begin = time.monotonic()
-        known = [self._known(span) for span in spans]
+        known = [span if span.tokens[-1] >= 0 else self._known(span) for span in spans]
         wanted = [
             Wanted(span.request, span.start + len(span.tokens), span.tokens[-1], len(given.tokens) - len(span.tokens))
             for span, given in zip(known, spans, strict=True)
             if len(span.tokens) < len(given.tokens)
         ]
         drafts = self._propose(wanted) if wanted else {}
-        for span in known:
+        for span in known if drafts else ():
             if span.request in drafts:
                 guesses = drafts[span.request].tokens
-                span.tokens = [*span.tokens, *guesses]
+                span.tokens += guesses
                 span.num_sampled += len(guesses)
         self.seconds += time.monotonic() - begin
         return known, drafts
 
     def _known(self, span: Span) -> Span:
+        """The span with a true start, and without placeholders."""
         text = self._texts[span.request]
         tokens = [text.last if token == FROM_PREVIOUS else token for token in span.tokens if token != DRAFT]
         start = text.length - 1 if span.start_follows else span.start
-        return replace(span, start=start, tokens=tokens, num_sampled=min(1, span.num_sampled), start_follows=False)
+        return Span(span.request, start, tokens, 1, span.targets)
 
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
         """By request; a proposer that fails proposes nothing, and one that says too much is not listened to."""
@@ -123,32 +128,31 @@ class Drafter:
         }
         return {request: drafts for request, drafts in usable.items() if drafts.tokens}
 
-    def settle(self, outcomes: Sequence[Outcome], features: Tensor) -> None:
-        """A step has run: take in its tokens, put accepted rows into place, and tell the proposer.
-
-        Args:
-            features: [rows, width] of the step's rows.
-        """
+    def settle(self, outcome: Outcome) -> None:
+        """A step has run: take in its tokens, put accepted rows into place, and tell the proposer."""
         begin = time.monotonic()
         computed = []
-        for outcome in outcomes:
-            span, result = outcome.span, outcome.result
+        for index, (span, result) in enumerate(zip(outcome.spans, outcome.results, strict=True)):
             if result.error is not None:
                 continue
-            text = self._texts[span.request]
+            next_token = None
             if result.tokens:
-                self._context.sampler.take(span.request, result.tokens)
-                text.last = result.tokens[-1]
+                next_token, text = result.tokens[-1], self._texts[span.request]
+                text.last = next_token
                 text.length += len(result.tokens)
-            ends = range(span.start, span.start + len(outcome.path))
-            if outcome.path[-1] >= len(ends):
-                self._move(span.request, [span.start + row for row in outcome.path], ends)
-            next_token = result.tokens[-1] if result.tokens else None
-            tokens = [span.tokens[row] for row in outcome.path]
-            rows = [outcome.row + row for row in outcome.path]
+                if outcome.drafts:  # else the sampler knows
+                    self._context.sampler.take(span.request, result.tokens)
+            first, path = outcome.row_starts[index], outcome.paths.get(index)
+            tokens: list[int] = span.tokens
+            rows: Sequence[int] = range(first, outcome.row_starts[index + 1])
+            if path is not None:
+                tokens, rows = [tokens[row] for row in path], [first + row for row in path]
+                if path[-1] >= len(path):
+                    places = range(span.start, span.start + len(path))
+                    self._move(span.request, [span.start + row for row in path], places)
             computed.append(Computed(span.request, span.start, tokens, next_token, rows))
         try:
-            self._proposer.follow(computed, features, self._context)
+            self._proposer.follow(computed, outcome.features, self._context)
         except torch.AcceleratorError:
             raise
         except Exception:

@@ -134,9 +134,9 @@ class ModelRunner:
         if step is None or self._drafter is None:
             return
         for part, results in zip(step.parts, step.results(), strict=True):
-            outcomes = part.outcomes(results)
-            self._failed.update(outcome.span.request for outcome in outcomes if outcome.result.error is not None)
-            self._drafter.settle(outcomes, part.features)
+            pairs = zip(part.spans, results, strict=True)
+            self._failed.update(span.request for span, result in pairs if result.error is not None)
+            self._drafter.settle(part.outcome(results))
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
@@ -189,12 +189,9 @@ class ModelRunner:
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
-        if self._drafter is not None:
-            part.drafts, part.features = drafts, features
-            if part.chosen:
-                part.sampled = self._sample_behind(part, hidden)
-        elif part.chosen:
-            part.sampled = self._sample(part, hidden, rows)
+        part.drafts, part.features = drafts, features
+        if part.chosen:
+            part.sampled = self._sample_behind(part, hidden) if drafts else self._sample(part, hidden, rows)
         [part.finite] = self.device.download(finite)
         return part
 
@@ -286,7 +283,8 @@ class _Part:
         finite: [tokens] whether each row's hidden state is.
         scored: by index of the span, the slices of its prompt's scores.
         chosen: indices of the spans that sample, in the order of `sampled`.
-        drafts: by request, those that its span verifies. features: see `Forwarded`. Both where tokens are drafted.
+        drafts: by request, those that its span verifies.
+        features: see `Forwarded`.
         error: why none of them has a result.
     """
 
@@ -298,7 +296,7 @@ class _Part:
         self.sampled: Sampled | None = None
         self.drafts: Mapping[int, Drafts] = {}
         self.features = torch.empty(0)
-        self._paths: dict[int, list[int]] = {}  # by index of the span, rows that count
+        self._paths: dict[int, list[int]] = {}  # see `Outcome`
 
     def results(self) -> list[SpanResult]:
         """One a span."""
@@ -310,39 +308,37 @@ class _Part:
             _take_scores(results[index], entries)
         rows = iter(self.sampled.finish() if self.sampled else ())
         for index in self.chosen:
-            sampled = list(islice(rows, self.spans[index].num_sampled))
-            self._take_sampled(index, results[index], sampled)
+            result, drafts = results[index], self.drafts.get(self.spans[index].request)
+            row = next(rows)
+            if drafts is not None:
+                self._take_verified(index, result, drafts, [row, *islice(rows, len(drafts.tokens))])
+                continue
+            result.error = result.error or row.error
+            if result.error is None:
+                result.tokens = [row.token]
+                result.logprobs = None if row.logprobs is None else [row.logprobs]
         return results
 
-    def _take_sampled(self, index: int, result: SpanResult, rows: list[SampledRow]) -> None:
-        """What a span has sampled: a token, or the drafts that were accepted and one more.
+    def _take_verified(self, index: int, result: SpanResult, drafts: Drafts, rows: list[SampledRow]) -> None:
+        """The drafts that were accepted, and one token more.
 
-        Rows that failed behind drafts count for nothing: the next step computes them again, as it would without drafts.
+        A row that failed behind drafts counts for nothing: the next step computes it again, as it would without drafts.
         """
-        drafts = self.drafts.get(self.spans[index].request)
-        if drafts is None:
-            path, good = [0], [result.error or rows[0].error]
-        else:
-            result.num_drafted = len(drafts.tokens)
-            path = accepted_path([row.token for row in rows], drafts)
-            first = self.row_starts[index + 1] - len(rows)
-            hidden = self.finite[first : first + len(rows)].tolist()
-            good = [rows[row].error or (None if hidden[row] else NOT_FINITE) for row in path]
-        path = path[: next((i for i, error in enumerate(good) if error is not None), len(path))]
-        result.error = None if path else good[0]
+        first = self.row_starts[index + 1] - len(rows)
+        finite = self.finite[first : first + len(rows)].tolist()
+        path = accepted_path([row.token for row in rows], drafts)
+        errors = [rows[row].error or (None if finite[row] else NOT_FINITE) for row in path]
+        path = path[: next((i for i, error in enumerate(errors) if error is not None), len(path))]
+        result.num_drafted = len(drafts.tokens)
+        result.error = None if path else errors[0]
         result.tokens = [rows[row].token for row in path]
-        entries = [entry for row in path if (entry := rows[row].logprobs) is not None]
-        result.logprobs = entries or None
+        result.logprobs = [entry for row in path if (entry := rows[row].logprobs) is not None] or None
         known = len(self.spans[index].tokens) - len(rows)
         self._paths[index] = [*range(known), *(known + row for row in path)]
 
-    def outcomes(self, results: list[SpanResult]) -> list[Outcome]:
-        """The spans with what came of them, which are this part's `results`."""
-        rows = [list(range(len(span.tokens))) for span in self.spans]
-        return [
-            Outcome(span, result, self._paths.get(index, rows[index]), self.row_starts[index])
-            for index, (span, result) in enumerate(zip(self.spans, results, strict=True))
-        ]
+    def outcome(self, results: list[SpanResult]) -> Outcome:
+        """What the drafter is told, with this part's `results`."""
+        return Outcome(self.spans, results, self.row_starts, self.features, self.drafts, self._paths)
 
     def _finite_results(self) -> list[SpanResult]:
         """An empty result a span, or an error for each span with a row that is not finite.
