@@ -29,7 +29,7 @@ from quire.runner.proposer import Computed, DraftContext, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
 CHUNK = 16
-"""Rows that a request may lag behind before it catches up without being drafted."""
+"""Rows that a request may lag behind before it catches up without being drafted. Those that lag half as far join it."""
 
 
 class DraftingModel(Protocol):
@@ -160,8 +160,9 @@ class DraftingProposer:
         self._kv: KVCache  # see `beside`
 
     def start(self, info: RequestInfo) -> None:
-        """See `Proposer`."""
-        self._requests[info.request] = _Request()
+        """See `Proposer`. One that switches speculation off is not followed; drafts behind its cached head are worse."""
+        if info.params.speculate:
+            self._requests[info.request] = _Request()
 
     def end(self, request: int) -> None:
         """See `Proposer`; one that is not known is ignored."""
@@ -182,9 +183,11 @@ class DraftingProposer:
 
     def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
         """See `Proposer`."""
+        computed = [each for each in computed if each.request in self._requests]
         hidden = self._model.fuse(features) if features is not None and self._lead and computed else None
         waiting = [self._take(each) for each in computed]
-        full = [i for i, each in enumerate(computed) if len(self._requests[each.request].tokens) >= CHUNK]
+        lags = [len(self._requests[each.request].tokens) for each in computed]
+        full = [i for i, lag in enumerate(lags) if lag >= CHUNK // 2] if max(lags, default=0) >= CHUNK else []
         try:
             if full:
                 parts = [part for i in full for part in self._parts(computed[i], waiting[i], hidden)]
