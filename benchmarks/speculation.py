@@ -40,7 +40,7 @@ from quire.runner.proposer import Computed, Proposer, Wanted
 from quire.runner.sampler import Sampled, Sampler
 from quire.speculate.ngram import NgramProposer
 
-PROMPT, OUTPUT, DRAFTS, TURNS = 128, 128, 4, 3
+PROMPT, OUTPUT, DRAFTS, TURNS = 128, 128, 4, 4
 SEEDED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True).resolved()
 GREEDY = SamplingParams(temperature=0.0, seed=1, ignore_eos=True).resolved()
 PROMPTS = (
@@ -124,9 +124,13 @@ def engine_of(model: str, options: Options, spec: dict[str, Any] | None, propose
 
 
 def all_of(turns: int, runs: Sequence[Callable[[], Run]]) -> list[Run]:
-    """All runs of each, taken in turns."""
-    made = [[each() for each in runs] for _ in range(turns)]
-    return [joined(column) for column in zip(*made, strict=True)]
+    """All runs of each, taken in turns, every other time backwards."""
+    made: list[list[Run]] = [[] for _ in runs]
+    for turn in range(turns):
+        order = range(len(runs)) if turn % 2 else range(len(runs) - 1, -1, -1)
+        for i in order:
+            made[i].append(runs[i]())
+    return [joined(column) for column in made]
 
 
 def best_of(turns: int, runs: Sequence[Callable[[], Run]]) -> list[Run]:
