@@ -9,8 +9,8 @@
 4. **Noise**: how often drafts of `demo-draft` are accepted at temperature 1 with the target's own noise, and with other
    noise; and **proposing with n-grams** at a context of 32,768 tokens.
 
-What is compared runs in turns. Parts 1 and 2 compare all runs of one engine, with `speculate` on and off; part 3 the best
-run of several engines.
+What is compared runs in turns. Parts 1 and 2 compare all runs of one engine, with `speculate` on and off; part 3
+compares the best runs of several engines.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def replay(result: Result, options: Options) -> None:
             proposer.recordings = [[*prompt, *generate(engine, [prompt], plain, count).tokens[0]]]
             for accuracy in (0.8, 0.0) if adaptive else (0.8,):
                 proposer.accuracy = accuracy
-                runs = [lambda p=p: generate(engine, [prompt], p, count) for p in (plain, params)]  # type: ignore[misc]
+                runs = [lambda e=engine, p=p: generate(e, [prompt], p, count) for p in (plain, params)]  # type: ignore[misc]
                 without, drafted = all_of(1 if options.quick else TURNS, runs)
                 tuned = ", self-tuned" if adaptive else ""
                 add(result, f"{DRAFTS} drafts, {name}, a = {accuracy:g}{tuned}", drafted, without)
@@ -212,7 +212,7 @@ def edit(result: Result, options: Options) -> None:
     engine = engine_of(folder, options, {"method": "ngram"})
     Forced(engine, prompt, text)
     both = (replace(GREEDY, speculate=False), GREEDY)
-    runs = [lambda p=p: generate(engine, [prompt], p, len(text)) for p in both]  # type: ignore[misc]
+    runs = [lambda e=engine, p=p: generate(e, [prompt], p, len(text)) for p in both]  # type: ignore[misc]
     plain, drafted = all_of(1 if options.quick else 2, runs)
     if plain.tokens[0] != text:
         raise RuntimeError("the engine did not follow the text")

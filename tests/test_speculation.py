@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.llm import LLM
 from quire.runner.proposer import Drafts, Wanted
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
@@ -268,3 +269,61 @@ def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overla
         assert run(engine, range(16)) == outcomes
         assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes
         assert engine.stats.accepted > 50
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("drafts", range(1, 9))
+def test_drafts_of_any_length_change_nothing_alone_and_in_company(plain, drafts):
+    folder, options, outcomes = plain
+    for choice in ("right, then wrong", "trees"):
+        proposer = Recorded(outcomes, CHOICES[choice])
+        engine = Engine(config(folder, options, drafts, max_num_batched_tokens=80), proposer=proposer)
+        alone = [run(engine, [index])[0] for index in (1, 2, 5)]
+        assert alone == [outcomes[index] for index in (1, 2, 5)]
+        assert run(engine, range(16), first_id=100) == outcomes
+
+
+def test_choices_and_stop_strings_are_those_without_drafts():
+    """Through the whole front: `n` choices share their prompt, and text is cut at stop strings."""
+    prompts = ["def read(self, size=-1):\n", "import os\nimport sys\n\nclass Parser:\n"]
+    asked = [
+        SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=40),
+        SamplingParams(temperature=0.0, max_tokens=60, stop=["self.", "\n\n"], min_tokens=5, logprobs=1),
+    ]
+    seen = []
+    for spec in (
+        None,
+        {"method": "eagle", "adaptive": False},
+        {"method": "draft_model", "tree_width": 2, "adaptive": False},
+    ):
+        with LLM("demo", threads=1, speculative_config=spec) as llm:
+            outputs = llm.generate(prompts, asked)
+            texts = [(c.text, tuple(c.token_ids), c.finish_reason, c.stop_reason) for o in outputs for c in o.outputs]
+            seen.append(texts)
+            if spec is not None:
+                assert sum(output.metrics.drafted for output in outputs) > 50
+                assert sum(output.metrics.accepted for output in outputs) > 20
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_a_request_whose_logits_are_not_finite_ends_alone(plain):
+    """A row that fails behind drafts counts for nothing; when it is the request's own turn, the request fails."""
+    folder, options, outcomes = plain
+    engine = Engine(config(folder, options, 4), proposer=Recorded(outcomes, CHOICES["right"]))
+    logits = engine.model.logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        made = logits(hidden)
+        made[made.argmax(-1) == outcomes[0][0][5]] = torch.nan  # what request 0 samples sixth
+        return made
+
+    engine.model.logits = broken  # type: ignore[method-assign]
+    engine.add(request(0, 0, logprobs=None))
+    tokens, error = [], None
+    while not engine.idle:
+        for update in engine.step():
+            tokens += update.tokens
+            error = error or update.error
+    assert error is not None and "not finite" in error
+    assert tokens == list(outcomes[0][0][: len(tokens)]) and len(tokens) <= 5

@@ -104,6 +104,9 @@ def plan_memory(
     rows = logit_rows(model)
     if activations is None:
         activations = activation_bytes(config, model, rows)
+    if speculation is not None:
+        features = len(speculation.taps) * model.config.layer.hidden_size * model.dtype.itemsize
+        activations += config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features
     most_useful = config.max_num_seqs * -(-longest // block_size) + 1
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks + 1

@@ -173,6 +173,7 @@ class Speculation:
         taps: layers of the target whose input it is fed; none: the target's hidden states.
         weight_bytes: of what it computes drafts with.
         kv_bytes_per_token: of what it keeps of each token.
+        bytes_per_request: of what it keeps of each request that runs.
         looks_ahead: what it keeps of a token depends on the next one.
         rejection: drafts are accepted by the classic rule, in place of being the very tokens.
     """
@@ -181,5 +182,6 @@ class Speculation:
     taps: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    bytes_per_request: int = 0
     looks_ahead: bool = False
     rejection: bool = False

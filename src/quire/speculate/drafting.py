@@ -160,7 +160,7 @@ class DraftingProposer:
         self._kv: KVCache  # see `beside`
 
     def start(self, info: RequestInfo) -> None:
-        """See `Proposer`. One that switches speculation off is not followed; drafts behind its cached head are worse."""
+        """See `Proposer`. One without speculation is not followed; drafts behind its cached head are worse."""
         if info.params.speculate:
             self._requests[info.request] = _Request()
 

@@ -10,7 +10,7 @@ from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.model import Model
 from quire.ops.kv_cache import kv_bytes_per_token
 from quire.runner.proposer import Speculation
-from quire.speculate.drafting import DraftingModel, DraftingProposer, DraftModel, MtpHead
+from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.tree import TreeShape
@@ -40,6 +40,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
         kv_bytes_per_token=kv_bytes_per_token(
             drafting.num_layers, drafting.num_kv_heads, drafting.head_dim, drafting.dtype, "auto", drafting.kv_sides
         ),
+        bytes_per_request=lead * CHUNK * target.config.layer.hidden_size * target.dtype.itemsize,
         looks_ahead=bool(lead),
         rejection=rejection,
     )
