@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import resolve
 from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.model import Model
@@ -24,8 +25,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
         folder: of the target's checkpoint.
 
     Raises:
-        ConfigError: what was named cannot draft for it.
-        CheckpointError: it was not found.
+        ConfigError: what was named was not found, or cannot draft for it.
     """
     rejection = config.speculative_acceptance == "rejection"
     if spec.method == "ngram":
@@ -52,7 +52,10 @@ def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[Draftin
         assert isinstance(target, DeepseekV3)  # another model is not loaded with such a layer
         return MtpHead(target), (), 0
     assert spec.model is not None
-    path = resolve(spec.model)
+    try:
+        path = resolve(spec.model)
+    except CheckpointError as error:
+        raise ConfigError(f"speculative_config: {error}") from error
     if spec.method == "draft_model":
         model = load_draft_model(path, target, folder)
         return DraftModel(model), (), model.weight_bytes
