@@ -26,7 +26,8 @@ SANITIZED := build/sanitize
 # Tests that neither talk to other processes nor look at a clock: they may run beside one another.
 COMPUTE := tests/core $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
     cpu_* triton_* models_* ops* quantization* sampling_* determinism experts latent* layers device* engine_properties \
-    memory_plan runner_batch checkpoint_* chat_template tokenizer config recorder timeline speculation* trees demo_*)))
+    memory_plan runner_batch checkpoint_* chat_template tokenizer config recorder timeline speculation* trees demo_* \
+    gpu_check)))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo test test-slow test-arm sanitize bench bench-peers gpu-check gpu-bundle format clean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from quire.cli.doctor import machine, memory, missing_packages, slow_instruction_sets
 from quire.cli.main import main
-from quire.ops import Kernels, choose_kernels, self_test
+from quire.ops import Kernels, KVCache, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
+from quire.ops.ragged import Trees
 
 CPUINFO = """\
 processor\t: 0
@@ -49,6 +51,7 @@ def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str
     names = [check["name"] for check in report["self_test"]]
     assert {"linear bfloat16", "linear int8", "norm and gate float32", "attention bfloat16, fp8 cache"} <= set(names)
     assert {"routing by groups", "experts bfloat16", "experts int4", "latent attention bfloat16"} <= set(names)
+    assert {"attention in trees, float32", "latent attention in trees, bfloat16, int8 cache"} <= set(names)
     assert all(check["passed"] and check["cases"] > 5 for check in report["self_test"])
     assert report["demo_model"]["present"]
 
@@ -85,6 +88,32 @@ def test_the_self_test_notices_attention_that_depends_on_chunks(monkeypatch: pyt
     monkeypatch.setattr(kernels, "attend", wrong)
     failures = self_test.check_attention(kernels, torch.float32).failures
     assert failures == ("block size 16, chunks [128, 128, 44]", "block size 16, chunks [255, 1, 44]")
+
+
+def test_the_self_test_notices_rows_of_a_tree_that_see_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Kernels):
+        def attend(self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, *rest: Any) -> torch.Tensor:
+            if batch.trees is not None:  # the last row goes on from the root
+                paths = batch.trees.paths.clone()
+                paths[-1, :-1] = paths[-1, 0]
+                batch = replace(batch, trees=Trees(batch.trees.bases, paths))
+            return super().attend(q, kv, batch, *rest)
+
+        def attend_latent(self, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+            out = super().attend_latent(q, *rest)
+            return out * 1.01 if rest[1].trees is not None else out  # all rows of a tree
+
+    monkeypatch.setattr(self_test, "TREE_BASES", (120,))
+    failures = self_test.check_trees(Wrong(), torch.float32).failures
+    assert [failure.partition(", path")[0] for failure in failures] == [
+        "block size 16, tree at 120",
+        "block size 64, tree at 120",
+        "tree at 120, against plain torch",
+    ]
+    assert all(failure.endswith("23]") for failure in failures[:2])
+    check = self_test.check_latent_trees(Wrong(), torch.bfloat16, "int8")
+    assert check.cases > 6 and len(check.failures) == check.cases - 1  # no row is far from plain torch's
+    assert self_test.check_trees(Kernels(), torch.bfloat16, "fp8").passed
 
 
 def test_the_self_test_notices_sparse_kernels_that_err_or_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:

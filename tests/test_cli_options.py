@@ -270,7 +270,7 @@ def test_a_configuration_file_says_how_to_speculate_in_a_mapping(
         file.write_text(f"speculative_config: {wrong}\n")
         assert main(["generate", "demo", "x", "--config", str(file)]) == 2
         error = capsys.readouterr().err
-        assert "speculative_config=" in error and "it must be a mapping of names" in error and error.count("\n") == 1
+        assert "speculative_config=" in error and "it must map names to values" in error and error.count("\n") == 1
 
 
 def test_an_empty_configuration_file_sets_nothing(tmp_path: Path) -> None:

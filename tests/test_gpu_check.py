@@ -65,14 +65,30 @@ def test_a_rehearsal_measures_every_workload_against_its_bound(rehearsal: tuple[
         *(("A", model) for model in ("0.6B", "14B")),
         *(("B", model) for model in ("0.6B", "14B")),
         *((workload, "0.6B") for workload in "CDE"),
+        ("G", "14B"),
         *(("F", model) for model in ("Qwen3-30B-A3B", "DeepSeek-V2-Lite", "DeepSeek-V3")),
     }
-    assert all(one["share"] > 0 and one["host_ms"] > 0 for one in figures if one["workload"] in "ABCD")
+    assert all(one["share"] > 0 and one["host_ms"] > 0 for one in figures if one["workload"] in "ABCDG")
     assert all(one["share"] > 0 and one["value"] > 0 for one in figures if one["workload"] == "F")
     assert all(0 < one["median_ms"] <= one["p99_ms"] <= one["worst_ms"] for one in figures if one["workload"] == "C")
     assert all(
         list(one["phases"].values()) == sorted(one["phases"].values()) for one in figures if one["workload"] == "E"
     )
+
+
+def test_a_rehearsal_drafts_from_a_recording_and_says_what_it_brings(rehearsal: tuple[int, Path, str]) -> None:
+    _, out, _ = rehearsal
+    figures = [one for one in json.loads((out / "results-gpu.json").read_text()) if one.get("workload") == "G"]
+    for batch in (1, 3):
+        none, off, drafted = (one for one in figures if one["setting"].startswith(f"{batch} x 8, "))
+        assert [one["setting"].partition(", ")[2] for one in (none, off, drafted)] == [
+            "no speculation",
+            "speculate=False",
+            "4 drafts, 80% right",
+        ]
+        assert none["tokens_a_step"] == off["tokens_a_step"] == 1.0 and "ratio" not in none
+        assert 1.5 < drafted["tokens_a_step"] <= 5
+        assert drafted["ratio"] == pytest.approx(drafted["value"] / none["value"])
 
 
 def test_a_rehearsal_writes_its_tables(rehearsal: tuple[int, Path, str]) -> None:
@@ -164,8 +180,25 @@ def test_sections_to_run_are_those_that_a_worker_knows_in_time() -> None:
     quick = plan.chosen(None, quick=True)
     assert sum(max(section.seconds for section in step) for step in quick) < 6 * 60
     assert [[section.name for section in step] for step in plan.chosen(["C"], quick=False)] == [["device"], ["C"]]
-    with pytest.raises(ValueError, match="unknown section 'G'; known: device, parity, "):
-        plan.chosen(["G"], quick=False)
+    with pytest.raises(ValueError, match="unknown section 'H'; known: device, parity, "):
+        plan.chosen(["H"], quick=False)
+
+
+def test_a_tree_is_read_alike_by_the_reference_and_on_the_device() -> None:
+    paths = parity.tree([0, 0, 1, 3])
+    assert paths == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
+    step = parity.Step([(3, 2), (14, 5)], 16, pad_rows=1, pad_spans=1, paths={1: paths})
+    host, device = step.host(), step.device_spans("cpu")
+    assert host.positions.tolist() == [3, 4, 14, 15, 15, 16, 17]
+    at = [3, 4, 14, 15, 16, 17, 18]
+    blocks = [int(step.tables[span, place // 16]) for span, place in zip([0] * 2 + [1] * 5, at, strict=True)]
+    assert host.slots.tolist() == [block * 16 + place % 16 for block, place in zip(blocks, at, strict=True)]
+    assert host.trees is not None and device.trees is not None
+    assert host.trees.bases.tolist() == [5, 14] and host.in_trees() == [False, True]
+    assert host.trees.paths.tolist() == [[0] * 4] * 3 + [[0, 1, 0, 0], [0, 2, 0, 0], [0, 1, 3, 0], [0, 1, 3, 4]]
+    assert device.trees.depths.tolist() == [-1, -1, 0, 1, 1, 2, 3, -1]
+    assert device.trees.paths[:7].tolist() == host.trees.paths.tolist()
+    assert int(device.trees.bases[1]) == 14 and device.trees.bases.dtype == torch.int32
 
 
 def test_a_difference_is_seen_against_its_own_row() -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from quire.config import EngineConfig
+from quire.core.draft_length import DraftState
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.runner.proposer import Drafts, Wanted
+from quire.speculation import SpeculativeConfig
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
 
@@ -143,6 +150,24 @@ def fail(coming: list[int], count: int) -> Drafts:
     raise RuntimeError("this proposer always fails")
 
 
+def nonsense(coming: list[int], count: int) -> Drafts:
+    """The right tokens, which only a reader who takes anything at its word would verify."""
+    tokens = coming[:count]
+    rows = range(len(tokens))
+    return RND.choice(
+        [
+            Drafts([str(token) for token in tokens]),  # type: ignore[misc]
+            Drafts(tokens, [0] * (len(tokens) + 1)),
+            Drafts(tokens, [0] * (len(tokens) - 1)),
+            Drafts(tokens, [row + 1 for row in rows]),
+            Drafts(tokens, [-1 for _ in rows]),
+            Drafts(tokens, [0.0 for _ in rows]),  # type: ignore[misc]
+            Drafts(tokens, distributions=torch.zeros(len(tokens), 3)),
+            Drafts(tokens, distributions=torch.zeros(len(tokens) + 1, VOCAB)),
+        ]
+    )
+
+
 RND = random.Random(3)
 CHOICES: dict[str, Callable[[list[int], int], Drafts]] = {
     "right": lambda coming, count: Drafts(coming[:count]),
@@ -152,6 +177,7 @@ CHOICES: dict[str, Callable[[list[int], int], Drafts]] = {
     "out of vocabulary": lambda coming, count: Drafts([*coming[:1], RND.choice([-1, -2, VOCAB, 2**40]), *coming[2:]]),
     "too many": lambda coming, count: Drafts([*coming, *[0] * 100]),
     "failing": fail,
+    "nonsense": nonsense,
     "trees": branching,
 }
 
@@ -327,3 +353,126 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(plain):
             error = error or update.error
     assert error is not None and "not finite" in error
     assert tokens == list(outcomes[0][0][: len(tokens)]) and len(tokens) <= 5
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_a_proposer_that_answers_for_others_is_not_listened_to_and_complained_of_once(plain, caplog):
+    folder, options, outcomes = plain
+    for answer in (lambda made: made[:-1], lambda made: [*made, Drafts([1])]):
+        proposer = Recorded(outcomes, CHOICES["right"])
+        proposer.propose = lambda *args, ask=proposer.propose, answer=answer: answer(ask(*args))
+        engine = Engine(config(folder, options, 4), proposer=proposer)
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            assert run(engine, range(16)) == outcomes
+        assert engine.stats.drafted == 0
+        assert len(caplog.records) == 1 and "the proposer failed to propose drafts" in caplog.text
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_trees_are_sampled_exactly_even_where_other_drafts_are_accepted_by_the_classic_rule(plain):
+    folder, options, outcomes = plain
+    proposer = Recorded(outcomes, CHOICES["trees"])
+    engine = Engine(config(folder, options, 6, speculative_acceptance="rejection"), proposer=proposer)
+    assert run(engine, range(16)) == outcomes
+    assert engine.stats.accepted > 50
+
+
+def ends(engine: Engine) -> list[tuple[Any, ...]]:
+    """Tokens, end and error of each request."""
+    found: dict[int, tuple[Any, ...]] = dict.fromkeys(range(16), ())
+    for index in range(16):
+        engine.add(request(index, index))
+    while not engine.idle:
+        for update in engine.step():
+            found[update.request] += (*update.tokens, *filter(None, (update.finish_reason, update.error)))
+    return [found[index] for index in range(16)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("choice", ["right", "wrong", "trees"])
+def test_drafts_that_are_not_finite_spoil_nothing(tmp_path, choice, overlap):
+    save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=2, tie_word_embeddings=False)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    bad = [20, 50, 77, 100, 130]
+    weights["model.embed_tokens.weight"][bad] = torch.nan
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    plain = ends(Engine(config(str(tmp_path), {}, 0)))
+    whole = [out for out in plain if out[-1] in ("length", "stop")]
+    assert 2 < len(whole) < 14
+
+    def choose(coming: list[int], count: int) -> Drafts:
+        drafts = CHOICES[choice](coming, count)
+        drafts.tokens = [RND.choice(bad) if RND.random() < 0.05 else token for token in drafts.tokens]
+        return drafts
+
+    outcomes: list[Outcome] = [(tuple(t for t in out if isinstance(t, int)), (), None) for out in plain]
+    engine = Engine(config(str(tmp_path), {}, 6, async_scheduling=overlap), proposer=Recorded(outcomes, choose))
+    assert ends(engine) == plain
+    stats = engine.stats
+    assert stats.drafted > 0 and sum(stats.accepted_by_position) == stats.accepted >= 0
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_sums_of_log_probabilities_do_not_depend_on_how_many_tokens_come_at_once(plain):
+    sums = []
+    for drafts in (False, True):
+        spec = {"method": "ngram", "adaptive": False} if drafts else None
+        engine = LLM(plain[0], threads=1, max_model_len=200, speculative_config=spec)
+        params = SamplingParams(max_tokens=60, temperature=0.0, logprobs=0, ignore_eos=True)
+        outputs = engine.generate([[token] * 20 for token in range(10)], params)
+        sums.append([output.outputs[0].cumulative_logprob for output in outputs])
+        assert not drafts or sum(output.metrics.accepted for output in outputs) > 50
+        engine.close()
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_a_request_waits_for_the_whole_head_that_another_computes_where_heads_look_ahead(plain):
+    engine = Engine(config(plain[0], {}, 0, max_num_batched_tokens=48))
+    engine.scheduler.kv.looks_ahead = True
+    first, second = request(10, 10), request(10, 110)  # 129 tokens, in three steps
+    engine.add(first)
+    engine.add(second)
+    while not engine.idle:
+        engine.step()
+    assert (first.num_cached, second.num_cached) == (0, 127)
+    assert first.tokens == second.tokens
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_a_request_of_which_nothing_was_proposed_is_probed_again_at_once(plain):
+    folder, options, outcomes = plain
+    asked: list[int] = []
+    proposer = Recorded(outcomes, lambda coming, count: asked.append(count) or Drafts([]))  # type: ignore[func-returns-value]
+    engine = Engine(config(folder, options, 4, adaptive=True), proposer=proposer)
+    one = request(8, 8)
+    one.max_tokens, one.draft_state = 60, DraftState(tried=20.0, accepted=0.0, level=0, wait=8)
+    engine.add(one)
+    while not engine.idle:
+        engine.step()
+    assert len(asked) > 10 and set(asked) == {1}  # every other step: the next one is decided before one has run
+
+
+@pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
+def test_a_closed_engine_frees_what_drafted(plain):
+    folder, options, outcomes = plain
+    engine = Engine(config(folder, options, 4), proposer=Recorded(outcomes, CHOICES["right"]))
+    assert engine.speculation is not None
+    proposer = weakref.ref(engine.speculation.proposer)
+    engine.close()
+    gc.collect()
+    assert proposer() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be an integer from 1"),
+        ({"method": "eagle", "prompt_lookup_max": 3}, "prompt_lookup_max is for ngram, and method is eagle"),
+        ({"method": "eagle", "tree_depth": 3}, "tree_depth is for trees"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.read(given, "demo")

@@ -6,21 +6,29 @@ What a GPU adds to this (streams, real graphs, matrix instructions, bf16) is che
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from quire.bench.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo, Span
 from quire.engine.engine import Engine
-from quire.ops import self_test
+from quire.ops import Kernels, KVCache, self_test
 from quire.ops.quantized import Quantization
 from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
+from quire.runner.device import Device
+from quire.runner.device_forward import DeviceForward
+from quire.runner.proposer import Branch, DraftContext, Drafts, Proposer, Row, Wanted
+from quire.runner.sampler import Sampler
 from tests.devices import DelayedDevice, on_device
 from tests.oracle import VOCAB, save_checkpoint
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
@@ -64,21 +72,22 @@ def params(index: int) -> SamplingParams:
     ).resolved()
 
 
-def start(folder: str, options: dict[str, Any], **more: Any) -> Engine:
+def start(folder: str, options: dict[str, Any], proposer: Proposer | None = None, **more: Any) -> Engine:
     kernels = TritonKernels("cpu", deterministic=True)
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "max_model_len": 32, "num_kv_blocks": 20}
     with on_device(DelayedDevice(), kernels):
-        return Engine(EngineConfig(model=folder, threads=1, device="cpu", **options, **{**config, **more}))
+        settings = EngineConfig(model=folder, threads=1, device="cpu", **options, **{**config, **more})
+        return Engine(settings, proposer=proposer)
 
 
-def run(engine: Engine, indices: list[int], stagger: int = 0) -> dict[int, list[Any]]:
+def run(engine: Engine, indices: list[int], stagger: int = 0, max_tokens: int = MAX_TOKENS) -> dict[int, list[Any]]:
     """Tokens and log-probabilities of each prompt."""
     found: dict[int, list[Any]] = {index: [] for index in indices}
     todo, step = list(indices), 0
     while todo or not engine.idle:
         if todo and (not stagger or step % stagger == 0):
             for index in todo if not stagger else todo[:1]:
-                engine.add(Request(index, prompts()[index], params(index), max_tokens=MAX_TOKENS))
+                engine.add(Request(index, prompts()[index], params(index), max_tokens=max_tokens))
             todo = todo[1:] if stagger else []
         for update in engine.step():
             assert update.error is None
@@ -109,6 +118,63 @@ def test_nothing_around_a_request_changes_its_tokens(setting):
     assert together.stats.cached_tokens > 0
 
 
+class Branching(ReplayProposer):
+    """What is recorded stands in a tree, behind a wrong token: where it is accepted, it must be moved."""
+
+    def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
+        made = []
+        for want, line in zip(wanted, super().propose(wanted, context), strict=True):
+            tokens = [0, *line.tokens[: want.count - 1]]
+            made.append(Drafts(tokens, [0, 0, *range(2, len(tokens))][: len(tokens)]))
+        return made
+
+
+def test_drafts_change_nothing(setting):
+    folder, options = setting
+    order = list(range(len(prompts())))
+    plain = run(start(folder, options, cuda_graphs="off"), order, max_tokens=6)
+    texts = [[*prompt, *(token for token, _ in plain[index])] for index, prompt in enumerate(prompts())]
+    spec = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    for kind in (ReplayProposer, Branching):
+        proposer = kind(texts, 0.7, VOCAB)
+        engine = start(folder, options, proposer, speculative_config=spec, check_invariants=True)
+        assert run(engine, order, max_tokens=6) == plain
+        assert engine.stats.drafted > engine.stats.accepted > 5
+
+
+def test_penalties_hold_in_each_row_of_a_step_that_verifies_drafts():
+    """Also in the first one: counts behind drafts must not be taken for those of a request without penalties."""
+    torch.manual_seed(0)
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+    prompt, logits = [4, 5, 6], torch.randn(4, 30)
+    logits[:, [5, 9, 20]] += 3.0  # what is penalized would win
+    found = []
+    for kernels, device in ((TritonKernels("cpu", deterministic=True), DelayedDevice()), (Kernels(), Device())):
+        sampler = Sampler(30, kernels, device)
+        for request, more in ((0, penalties), (1, {})):
+            given = SamplingParams(temperature=0.0, **more).resolved()
+            sampler.start(RequestInfo(request, given, 0, prompt, [9]))
+        rows = [Row(0, 4), Row(0, 5, [20]), Row(1, 4), Row(1, 5, [20])]
+        sampled = sampler.launch_behind(logits.clone(), rows)
+        device.mark().wait()
+        found.append([row.token for row in sampled.finish()])
+    assert found[0] == found[1]
+    assert len({*found[0]}) > 1
+
+
+def test_a_row_of_a_growing_tree_reads_ancestors_that_lie_behind_it():
+    """A tree that grows uses the slots of nodes again that nothing grows from any more."""
+    kernels = TritonKernels("cpu", deterministic=True)
+    model: Any = SimpleNamespace(kernels=kernels)
+    forward = DeviceForward(model, KVCache(4, 1, 1, 16, 16, torch.float16), DelayedDevice(), 2, 3)
+    forward.set_blocks([0, 1], [0, 0], [[2, 3], [1]])
+    branch = Branch(7, 14, [5], [1], [[0, 3, 1]])
+    batch = forward.batch([Span(8, 4, [6]), Span(7, 14, [5])], np.array([1, 0]), np.array([0, 1, 2]), {7: branch})
+    assert batch.positions.tolist() == [4, 16]
+    assert batch.slots.tolist() == [16 + 4, 32 + 15]
+    assert batch.spans is not None and batch.spans.context_lens.tolist() == [5, 18]
+
+
 def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
     folder = str(save_checkpoint(tmp_path, "qwen3", dtype=torch.float32, num_hidden_layers=1))
     plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=32, **INT4))
@@ -129,5 +195,7 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "CACHES", ((torch.float16, "int8"),))
     monkeypatch.setattr(self_test, "EXPERTS_SHAPE", (3, 2, 64, 64))
     monkeypatch.setattr(self_test, "LATENT_CACHES", ((torch.float16, "fp8"),))
+    monkeypatch.setattr(self_test, "TREE_BASES", (14,))
+    monkeypatch.setattr(self_test, "TREE_SIZE", 6)
     for check in self_test.run(TritonKernels("cpu", deterministic=True)):
         assert check.passed, check

@@ -2,8 +2,8 @@
 
 As `tests/test_determinism.py` on a CPU: what each prompt gives alone, in one chunk, without a cache or graphs, it must
 give beside the others, at once and then one by one with a warm cache, whatever the block size, the cache, the chunks, a
-pool so small that requests preempt each other, overlap and graphs. And an engine on the device must say of a text what
-one on the CPU says in fp32.
+pool so small that requests preempt each other, overlap, graphs and drafts. And an engine on the device must say of a
+text what one on the CPU says in fp32.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.engines import engine
 from benchmarks.gpu.job import Job
 from quire.bench.random_checkpoint import model_config
+from quire.bench.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.runner.proposer import Proposer
 
 MAX_TOKENS = 12
 VOCAB = 500
@@ -127,23 +129,33 @@ def run(job: Job, name: str) -> None:
 
 def _compare(job: Job, name: str, setting: Setting) -> None:
     title = ", ".join([name, *map(str, setting.options.values())])
+    alone = _alone(job, setting)
+    texts = {tuple(token for token, _, _ in outcome) for outcome in alone.values()}
+    job.check(f"{title}: prompts that give the same tokens as another", len(alone) - len(texts), 0)
+    cached, preempted = 0, 0
+    for switches in PRODUCT[:2] if job.rehearse else PRODUCT:
+        job.check_time()
+        with _engine(job, setting, **_options(switches)) as made:
+            job.check(f"{title}: requests that differ with {_words(switches)}", _differing(made, alone), 0)
+            cached, preempted = cached + made.stats.cached_tokens, preempted + made.stats.preemptions
+    job.check(f"{title}: neither cached nor preempted anything", int(not cached) + int(not preempted), 0)
+
+
+def _alone(job: Job, setting: Setting) -> dict[int, Outcome]:
+    """What each prompt gives by itself, in one chunk."""
     alone: dict[int, Outcome] = {}
     with _engine(job, setting, prefix_cache="off", cuda_graphs="off", num_kv_blocks=400, max_model_len=320) as made:
         for index in range(len(prompts())):
             alone |= outcomes(made, [index], first_id=1000 * index)
-    texts = {tuple(token for token, _, _ in outcome) for outcome in alone.values()}
-    job.check(f"{title}: prompts that give the same tokens as another", len(alone) - len(texts), 0)
-    order, cached, preempted = list(range(len(alone))), 0, 0
-    for switches in PRODUCT[:2] if job.rehearse else PRODUCT:
-        job.check_time()
-        with _engine(job, setting, **_options(switches)) as made:
-            cold = outcomes(made, order)
-            warm = outcomes(made, order[::-1], first_id=1000, stagger=2)
-            wrong = sum(cold[index] != alone[index] for index in order)
-            wrong += sum(warm[index] != alone[index] for index in order)
-            job.check(f"{title}: requests that differ with {_words(switches)}", wrong, 0)
-            cached, preempted = cached + made.stats.cached_tokens, preempted + made.stats.preemptions
-    job.check(f"{title}: neither cached nor preempted anything", int(not cached) + int(not preempted), 0)
+    return alone
+
+
+def _differing(made: Engine, alone: Mapping[int, Outcome]) -> int:
+    """Requests that give something else beside the others, at once and then one by one."""
+    order = list(alone)
+    cold = outcomes(made, order)
+    warm = outcomes(made, order[::-1], first_id=1000, stagger=2)
+    return sum((cold[index] != alone[index]) + (warm[index] != alone[index]) for index in order)
 
 
 def _options(switches: Switches) -> dict[str, Any]:
@@ -167,11 +179,11 @@ def _words(switches: Switches) -> str:
 
 
 @contextmanager
-def _engine(job: Job, setting: Setting, **options: Any) -> Iterator[Engine]:
+def _engine(job: Job, setting: Setting, proposer: Proposer | None = None, **options: Any) -> Iterator[Engine]:
     options = {**setting.options, "deterministic": True, **options}
     if setting.changes is not None:
         config = model_config(setting.shape) | (dict(setting.changes) if not job.rehearse else {})
-        with engine(job, config, spread=setting.spread, **options) as (made, _):
+        with engine(job, config, spread=setting.spread, proposer=proposer, **options) as (made, _):
             yield made
         return
     made = Engine(EngineConfig.from_options({"model": "demo", "device": job.device, **options}))
@@ -215,6 +227,38 @@ def outcomes(made: Engine, indices: list[int], first_id: int = 0, stagger: int =
                 found[update.request - first_id].append((token, tuple(entry.ids), tuple(entry.values)))
         step += 1
     return found
+
+
+# -- speculation ---------------------------------------------------------------------------------------------
+
+RIGHT = 0.7
+"""Share of drafts from a recording that are what comes next."""
+
+DRAFTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a recording": ("plain", {"method": "ngram", "num_speculative_tokens": 4}),  # in place of n-grams
+    "demo-draft": ("demo", {"method": "draft_model"}),
+    "demo-draft, in trees": ("demo", {"method": "draft_model", "tree_width": 3}),
+    "demo-eagle, in trees": ("demo", {"method": "eagle", "tree_width": 3}),
+}
+"""What drafts, for which model."""
+
+
+def speculation(job: Job) -> None:
+    """Requests with drafts, in a line and in trees, against the same without."""
+    settings = {model: SETTINGS[model][0] for model in ("plain", "demo")}
+    alone = {model: _alone(job, setting) for model, setting in settings.items()}
+    for source, (model, spec) in DRAFTED.items():
+        wanted, accepted = alone[model], 0
+        texts = [[*prompt, *(token for token, _, _ in wanted[i])] for i, prompt in enumerate(prompts())]
+        for switches in PRODUCT[:2]:
+            job.check_time()
+            options = _options(switches) | {"speculative_config": spec | {"adaptive": False}}
+            proposer = ReplayProposer(texts, RIGHT, VOCAB) if source == "a recording" else None
+            with _engine(job, settings[model], proposer, **options) as made:
+                what = f"drafts of {source}: requests that differ with {_words(switches)}"
+                job.check(what, _differing(made, wanted), 0)
+                accepted += made.stats.accepted
+        job.check(f"drafts of {source}: none was accepted", int(not accepted), 0)
 
 
 # -- against the CPU -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor, PendingResult
+from quire.runner.proposer import Proposer
 
 
 class Meter:
@@ -62,25 +63,27 @@ class Bench:
     """An engine under measurement.
 
     Attributes:
-        tokens: how many each request has made.
+        tokens, texts: how many each request has made, and which.
     """
 
     job: Job
     engine: Engine
     meter: Meter
     tokens: dict[int, int] = field(default_factory=dict)
+    texts: dict[int, list[int]] = field(default_factory=dict)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def add(self, prompt: int | Sequence[int], output: int) -> int:
+    def add(self, prompt: int | Sequence[int], output: int, speculate: bool = True) -> int:
         """Queue a request for `output` greedy tokens, whatever ends a text; returns its number.
 
         Args:
             prompt: token ids, or how many random ones.
+            speculate: draft for it, where the engine drafts.
         """
         number = len(self.tokens)
         ids = self.random_tokens(prompt) if isinstance(prompt, int) else list(prompt)
-        params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True).resolved()
-        self.tokens[number] = 0
+        params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, speculate=speculate).resolved()
+        self.tokens[number], self.texts[number] = 0, []
         self.engine.add(Request(number, ids, params, max_tokens=output, arrived=time.monotonic()))
         return number
 
@@ -99,6 +102,7 @@ class Bench:
                 raise RuntimeError(f"request {update.request} failed: {update.error}")
             if update.tokens:
                 self.tokens[update.request] += len(update.tokens)
+                self.texts[update.request] += update.tokens
                 grown.append(update.request)
         return grown
 
@@ -141,12 +145,18 @@ class Bench:
 
 @contextmanager
 def engine(
-    job: Job, config: str | Mapping[str, Any], *, spread: float = SPREAD, **options: Any
+    job: Job,
+    config: str | Mapping[str, Any],
+    *,
+    spread: float = SPREAD,
+    proposer: Proposer | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Engine, Meter]]:
     """An engine on a random model, and what measures its steps; all memory is free again afterwards.
 
     Args:
         config: a shape's name (see `random_checkpoint.SHAPES`), or a config.json.
+        proposer: drafts in place of what `speculative_config` names.
     """
     fields = model_config(config) if isinstance(config, str) else dict(config)
     folder = job.workdir / "model"
@@ -154,7 +164,7 @@ def engine(
     (folder / "config.json").write_text(json.dumps(fields))
     settings = EngineConfig.from_options({"model": str(folder), "device": job.device, **options})
     weights = functools.partial(RandomCheckpoint, device=job.device, spread=spread)
-    made = Engine(settings, open_checkpoint=weights)
+    made = Engine(settings, open_checkpoint=weights, proposer=proposer)
     made.executor = meter = Meter(made.executor)
     try:
         yield made, meter

@@ -9,16 +9,17 @@ the data type's epsilon (a rounding errs by half a unit), as many as the kernel 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.gpu.job import Job
 from quire.ops import Kernels, RaggedBatch
-from quire.ops.ragged import DeviceSpans
+from quire.ops.ragged import DeviceSpans, DeviceTrees, Trees
 from quire.ops.triton.kernels import TritonKernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,6 +84,14 @@ def unequal(found: Tensor, wanted: Tensor) -> float:
     return float((found.cpu() != wanted.cpu()).sum())
 
 
+def tree(parents: Sequence[int]) -> list[list[int]]:
+    """The path to each row of a tree, its own the last; `parents` are those of all rows but the root, row 0."""
+    paths = [[0]]
+    for row, parent in enumerate(parents, start=1):
+        paths.append([*paths[parent], row])
+    return paths
+
+
 @dataclass(frozen=True)
 class Step:
     """A mixture of spans, as the reference reads it and as the device does.
@@ -91,6 +100,7 @@ class Step:
         spans: (start, rows) of each.
         pad_rows, pad_spans: of padding, on the device.
         given_tables: the block tables; unless given, blocks lie anywhere.
+        paths: by index of a span that is a tree, the rows from its root to each, its own the last.
     """
 
     spans: Sequence[tuple[int, int]]
@@ -98,6 +108,7 @@ class Step:
     pad_rows: int = 0
     pad_spans: int = 0
     given_tables: Tensor | None = None
+    paths: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -131,17 +142,37 @@ class Step:
 
     def host(self) -> RaggedBatch:
         """For the reference."""
-        positions = torch.cat([torch.arange(start, start + rows) for start, rows in self.spans])
-        blocks = self.tables[self.span_of_row, positions // self.block_size]
+        places = torch.cat([torch.arange(start, start + rows) for start, rows in self.spans])
+        blocks = self.tables[self.span_of_row, places // self.block_size]
+        bases = torch.tensor([start for start, _ in self.spans])
+        positions = torch.where(self.depths < 0, places, bases[self.span_of_row] + self.depths)
+        ends = [start + rows for start, rows in self.spans]
+        tree_bases = [start if span in self.paths else ends[span] for span, (start, _) in enumerate(self.spans)]
         return RaggedBatch(
             token_ids=torch.zeros(self.rows, dtype=torch.int64),
             positions=positions,
-            slots=blocks * self.block_size + positions % self.block_size,
+            slots=blocks * self.block_size + places % self.block_size,
             row_starts=self.row_starts,
-            context_lens=[start + rows for start, rows in self.spans],
+            context_lens=ends,
             block_tables=self.tables,
             block_size=self.block_size,
+            trees=Trees(torch.tensor(tree_bases), self.ancestors) if self.paths else None,
         )
+
+    @property
+    def _path_of_row(self) -> list[Sequence[int]]:
+        """Empty ones of rows in no tree."""
+        return [path for span, (_, rows) in enumerate(self.spans) for path in self.paths.get(span, [[]] * rows)]
+
+    @property
+    def depths(self) -> Tensor:
+        """[rows] int64, how far behind its tree's root each row is; -1: it is in none."""
+        return torch.tensor([len(path) - 1 for path in self._path_of_row])
+
+    @property
+    def ancestors(self) -> Tensor:
+        """[rows, width] int64, see `Trees.paths`."""
+        return pad_sequence([torch.tensor(path, dtype=torch.int64) for path in self._path_of_row], batch_first=True)
 
     def device_spans(self, device: str) -> DeviceSpans:
         """The spans, and padding behind them."""
@@ -155,7 +186,14 @@ class Step:
             context_lens=ints([start + rows for start, rows in self.spans], 0),
             table_rows=ints(range(len(self.spans)), 0),
             block_tables=self.tables.to(device, torch.int32),
+            trees=self._device_trees(device) if self.paths else None,
         )
+
+    def _device_trees(self, device: str) -> DeviceTrees:
+        bases = torch.tensor([*(start for start, _ in self.spans), *[0] * self.pad_spans])
+        depths = torch.nn.functional.pad(self.depths, (0, self.pad_rows), value=-1)
+        ancestors = torch.nn.functional.pad(self.ancestors, (0, 0, 0, self.pad_rows))
+        return DeviceTrees(*(x.to(device, torch.int32) for x in (bases, depths, ancestors)))
 
     def on_device(self, device: str) -> RaggedBatch:
         """For kernels that read spans on the device."""

@@ -67,24 +67,24 @@ def run(job: Job, part: str, dtype: str) -> None:
     steps = (TINY_MIXED, TINY_DECODES) if job.rehearse else (MIXED, DECODES)
     for case in (TINY_CASES if job.rehearse else CASES)[part]:
         for name, spans in zip(("mixed", "decodes"), steps, strict=True):
-            _attend(rig, case, name, spans)
+            attend(rig, case, name, Step(spans, case.block_size, pad_rows=3, pad_spans=2))
 
 
-def _attend(rig: Rig, case: Case, name: str, spans: list[tuple[int, int]]) -> None:
-    step = Step(spans, case.block_size, pad_rows=3, pad_spans=2)
+def attend(rig: Rig, case: Case, name: str, step: Step) -> None:
+    """The checks of one step."""
     wide, kv = caches(rig, step, case.kv_heads, case.head_dim, case.stored)
     q = rig.draw(step.rows, case.heads, case.head_dim)
 
-    def attend(kernels: Kernels, q: Tensor, kv: KVCache, batch: RaggedBatch) -> Tensor:
+    def compute(kernels: Kernels, q: Tensor, kv: KVCache, batch: RaggedBatch) -> Tensor:
         return kernels.attend(q, kv, batch, LAYER, case.head_dim**-0.5, case.window)
 
-    wanted = attend(rig.reference, q, wide, step.host())
+    wanted = compute(rig.reference, q, wide, step.host())
     for kernels in (rig.kernels, rig.deterministic):
-        found = on_device(rig, functools.partial(attend, kernels), step, kv, q)
+        found = on_device(rig, functools.partial(compute, kernels), step, kv, q)
         form = "deterministic attend" if kernels.deterministic else "attend"
         rig.near(f"{form}, {name}, {case}", found, wanted, UNITS)
-    compute = functools.partial(attend, rig.deterministic)
-    each_alone(rig, f"deterministic attend, {name}, {case}", compute, step, kv, q)
+    deterministic = functools.partial(compute, rig.deterministic)
+    each_alone(rig, f"deterministic attend, {name}, {case}", deterministic, step, kv, q)
 
 
 Attend = Callable[[Tensor, KVCache, RaggedBatch], Tensor]
@@ -102,7 +102,8 @@ def each_alone(rig: Rig, what: str, attend: Attend, step: Step, kv: KVCache, q: 
     together = on_device(rig, attend, step, kv, q)
     first, wrong = 0, 0
     for index, (start, rows) in enumerate(step.spans):
-        alone = Step([(start, rows)], step.block_size, given_tables=step.tables[index : index + 1])
+        paths = {0: step.paths[index]} if index in step.paths else {}
+        alone = Step([(start, rows)], step.block_size, given_tables=step.tables[index : index + 1], paths=paths)
         part = slice(first, first + rows)
         wrong += not torch.equal(on_device(rig, attend, alone, kv, q[part]), together[part])
         first += rows

@@ -64,9 +64,13 @@ def run(job: Job, dtype: str) -> None:
     for case in TINY_CASES if job.rehearse else CASES:
         for name, spans in steps.items():
             job.check_time()
-            _attend(rig, case, name, spans)
+            attend(rig, case, name, _step(case, spans))
     if not job.rehearse:
-        _attend(rig, WIDE, "decodes", DECODES)
+        attend(rig, WIDE, "decodes", _step(WIDE, DECODES))
+
+
+def _step(case: Case, spans: list[tuple[int, int]]) -> Step:
+    return Step(spans, case.block_size, pad_rows=3, pad_spans=2)
 
 
 def _turn_and_store(rig: Rig, case: Case) -> None:
@@ -97,16 +101,16 @@ def _turn_and_store(rig: Rig, case: Case) -> None:
         rig.within(f"store_latent, {case}", found, wanted, STORED_TOLERANCE[case.stored])
 
 
-def _attend(rig: Rig, case: Case, name: str, spans: list[tuple[int, int]]) -> None:
-    step = Step(spans, case.block_size, pad_rows=3, pad_spans=2)
+def attend(rig: Rig, case: Case, name: str, step: Step) -> None:
+    """The checks of one step."""
     size = case.latent + case.rope
     wide, kv = caches(rig, step, 1, size, case.stored, sides=1)
     q = rig.draw(step.rows, case.heads, size)
 
-    def attend(kernels: Kernels, q: Tensor, kv: KVCache, batch: RaggedBatch) -> Tensor:
+    def compute(kernels: Kernels, q: Tensor, kv: KVCache, batch: RaggedBatch) -> Tensor:
         return kernels.attend_latent(q, kv, batch, LAYER, size**-0.5, case.latent)
 
-    wanted = attend(rig.reference, q, wide, step.host())
-    compute = functools.partial(attend, rig.kernels)  # the same with `deterministic`
-    rig.near(f"attend_latent, {name}, {case}", on_device(rig, compute, step, kv, q), wanted, UNITS)
-    each_alone(rig, f"attend_latent, {name}, {case}", compute, step, kv, q)
+    wanted = compute(rig.reference, q, wide, step.host())
+    ours = functools.partial(compute, rig.kernels)  # the same with `deterministic`
+    rig.near(f"attend_latent, {name}, {case}", on_device(rig, ours, step, kv, q), wanted, UNITS)
+    each_alone(rig, f"attend_latent, {name}, {case}", ours, step, kv, q)

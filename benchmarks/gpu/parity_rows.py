@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.parity import Rig, Step
+from benchmarks.gpu.parity import Rig, Step, tree
 from quire.ops import HeadNorm, KVCache
 from quire.ops.kv_cache import KVCacheDtype
 
 STORED_TOLERANCE: dict[KVCacheDtype, float] = {"int8": 0.03, "fp8": 0.14}
 """A rounding may fall to the other side: a code next to the right one, whose number differs by so much."""
+
+PLACED = [(0, 7), (33, 1), (64, 1), (15, 20)]
+"""Spans whose inputs the device makes."""
 
 
 def run(job: Job, dtype: str) -> None:
@@ -23,7 +26,9 @@ def run(job: Job, dtype: str) -> None:
     rig = Rig(job, dtype)
     for hidden, inter in [(64, 96)] if job.rehearse else [(1024, 3072), (5120, 17408)]:
         _row_kernels(rig, hidden, inter)
-    _place(rig)
+    _place(rig, Step(PLACED, 16, pad_rows=3, pad_spans=2))
+    branching = {3: tree([row // 2 for row in range(19)])}
+    _place(rig, Step(PLACED, 16, pad_rows=3, pad_spans=2, paths=branching), " with a tree")
     heads = [(4, 2, 16)] if job.rehearse else [(16, 8, 128), (40, 8, 128), (6, 2, 80), (4, 4, 256)]
     for shape, normed in itertools.product(heads, (True, False)):
         _store(rig, shape, normed, "auto")
@@ -59,9 +64,8 @@ def _row_kernels(rig: Rig, hidden: int, inter: int) -> None:
     rig.same(f"finite_rows, {hidden}", kernels.finite_rows(rig.sent(x)), reference.finite_rows(x))
 
 
-def _place(rig: Rig) -> None:
+def _place(rig: Rig, step: Step, what: str = "") -> None:
     """The inputs of a step, with padding, tokens that only the device knows, and a request that has failed."""
-    step = Step([(0, 7), (33, 1), (64, 1), (15, 20)], 16, pad_rows=3, pad_spans=2)
     tokens = torch.randint(0, 1000, (step.rows + step.pad_rows,), dtype=torch.int32)
     tokens[7:9] = -1
     last = torch.tensor([11, 12, -1, 14])
@@ -73,7 +77,7 @@ def _place(rig: Rig) -> None:
         made = kernels.place(tokens.to(device), spans.to(device), last.to(device), on_device, 16)
         answers.append([*made, on_device.context_lens])
     for name, wanted, found in zip(("token ids", "positions", "slots", "context lengths"), *answers, strict=True):
-        rig.same(f"place, {name}", found, wanted)
+        rig.same(f"place{what}, {name}", found, wanted)
 
 
 def _store(rig: Rig, shape: tuple[int, int, int], normed: bool, stored: KVCacheDtype) -> None:

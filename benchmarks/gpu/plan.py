@@ -35,9 +35,10 @@ class Section:
 
 
 def _checks() -> tuple[Section, ...]:
-    parts = ("rows", "products", "attention", "heads", "experts", "latent")
+    parts = ("rows", "products", "attention", "heads", "experts", "latent", "trees")
     parity = [f"parity {part} {dtype}" for part in parts for dtype in ("bf16", "fp16")]
-    determinism = [f"determinism {model}" for model in ("plain", "wide", "quantized", "experts", "latent", "demo")]
+    models = ("plain", "wide", "quantized", "experts", "latent", "demo", "speculation")
+    determinism = [f"determinism {model}" for model in models]
     return (
         *(Section(name, "parity", 160, quick=True) for name in (*parity, "parity sampling")),
         *(Section(name, "determinism", 160, quick=True) for name in determinism),
@@ -52,6 +53,7 @@ STEPS: tuple[tuple[Section, ...], ...] = (
     (Section("F", "F", 50),),
     (Section("A 14B", "A", 90),),
     (Section("B 14B", "B", 60),),
+    (Section("G", "G", 80),),
     (Section("cost of determinism", "cost", 60),),
     (Section("C", "C", 50),),
     (Section("D", "D", 40),),

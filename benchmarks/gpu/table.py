@@ -16,6 +16,7 @@ WORKLOADS = {
     "D": "D: prefill with a shared prefix, against unshared prompts",
     "E": "E: from the command to the first token",
     "F": "F: of one layer alone, the experts of some rows, and latent attention of a token behind each context",
+    "G": "G: decode steps with drafts from a recording, against none, all with deterministic=True",
 }
 """What each is, for people."""
 

@@ -28,6 +28,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
             ("heads", "parity_attention", ("heads",)),
             ("experts", "parity_experts", ()),
             ("latent", "parity_latent", ()),
+            ("trees", "parity_trees", ()),
         )
     },
     "parity sampling": ("parity_sampling", "run", ()),
@@ -35,6 +36,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         f"determinism {name}": ("determinism", "run", (name,))
         for name in ("plain", "wide", "quantized", "experts", "latent", "demo")
     },
+    "determinism speculation": ("determinism", "speculation", ()),
     "A 0.6B": ("workloads", "throughput", ("0.6B",)),
     "A 14B": ("workloads", "throughput", ("14B",)),
     "B 0.6B": ("workloads", "decodes", ("0.6B",)),
@@ -44,6 +46,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "D": ("workloads", "shared_prefix", ()),
     "E": ("start", "run", ()),
     "F": ("sparse", "run", ()),
+    "G": ("workloads", "speculation", ()),
 }
 """Module, function and what it is given behind its job. A module is imported when its section runs."""
 

@@ -1,4 +1,4 @@
-"""The workloads A to D: what one would do with an engine, and how near it comes to what the device allows.
+"""The workloads A to D and G: what one would do with an engine, and how near it comes to what the device allows.
 
 Weights are random, prompts are random token ids, output is greedy and of a fixed length. Whatever happens once
 (compiling, recording graphs) happens in a warm-up of the same kind before the clock starts.
@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.engines import Bench, bench
 from benchmarks.gpu.job import Job
+from quire.bench.replay import ReplayProposer
 
 SHAPES = {"0.6B": "qwen3-0.6b", "14B": "qwen3-14b"}
 
@@ -39,6 +40,7 @@ class Sizes:
         readers, long_prompt, steps_before: of C.
         budgets: tokens a step in C.
         sharers, prefix, own: of D.
+        drafted: batches of G; drafted_prompt, drafted_output: tokens of its requests.
     """
 
     requests: int = 256
@@ -57,6 +59,9 @@ class Sizes:
     sharers: int = 64
     prefix: int = 4096
     own: int = 256
+    drafted: tuple[int, ...] = (1, 8)
+    drafted_prompt: int = 128
+    drafted_output: int = 256
 
 
 TINY = Sizes(
@@ -73,6 +78,9 @@ TINY = Sizes(
     sharers=4,
     prefix=64,
     own=16,
+    drafted=(1, 3),
+    drafted_prompt=8,
+    drafted_output=40,
 )
 """For a rehearsal."""
 
@@ -260,6 +268,64 @@ def _prompts(under: Bench, prompts: Sequence[Sequence[int]]) -> tuple[float, dic
     under.run()
     elapsed = time.perf_counter() - begin
     return elapsed, under.measured(elapsed)
+
+
+# -- G: speculation ------------------------------------------------------------------------------------------
+
+DRAFTS, RIGHT = 4, 0.8
+"""Tokens that a step verifies of each request, and the share of them that are right."""
+
+
+def speculation(job: Job) -> None:
+    """G: tokens a second of an engine that does not draft, and of one that does, with its drafts and without.
+
+    Where drafts are, a step is launched once the one before it has ended: that is what the second of these shows. All
+    are deterministic, so that they make the tokens that the recording holds.
+    """
+    size = sizes(job)
+    options = {"prefix_cache": "off", "max_num_seqs": 16, "deterministic": True}
+    plain: dict[int, tuple[float, list[list[int]]]] = {}
+    with bench(job, shape(job, "14B"), **options) as under:
+        prompts = [under.random_tokens(size.drafted_prompt) for _ in range(max(size.drafted))]
+        vocab_size = under.engine.model.vocab_size
+        for batch in size.drafted:
+            plain[batch] = _streams(under, prompts[:batch], size.drafted_output, "no speculation")
+    texts = plain[max(size.drafted)][1]
+    recording = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": DRAFTS, "adaptive": False}
+    proposer = ReplayProposer(recording, RIGHT, vocab_size)
+    with bench(job, shape(job, "14B"), proposer=proposer, **options) as under:
+        for batch in size.drafted:
+            for drafts, setting in ((False, "speculate=False"), (True, f"{DRAFTS} drafts, {RIGHT:.0%} right")):
+                _, found = _streams(under, prompts[:batch], size.drafted_output, setting, plain[batch][0], drafts)
+                if found != texts[:batch]:
+                    raise RuntimeError(f"{batch} requests, {setting}: the tokens are not those without speculation")
+
+
+def _streams(
+    under: Bench,
+    prompts: Sequence[Sequence[int]],
+    output: int,
+    what: str,
+    plain: float | None = None,
+    drafts: bool = False,
+) -> tuple[float, list[list[int]]]:
+    """Tokens a second of decode steps, from when all requests decode until the first one ends; and all texts."""
+    mine = [under.add(prompt, output, drafts) for prompt in prompts]
+    under.run(lambda: min(under.tokens[number] for number in mine) >= WARM_STEPS)
+    under.meter.clear()
+    before, begin = sum(under.tokens[number] for number in mine), time.perf_counter()
+    under.run(lambda: max(under.tokens[number] for number in mine) >= output)
+    elapsed = time.perf_counter() - begin
+    fields, made = under.measured(elapsed), sum(under.tokens[number] for number in mine) - before
+    under.run()
+    fields["tokens_a_step"] = made / fields["steps"] / len(mine)
+    fields["note"] = f"{fields['tokens_a_step']:.2f} tokens a step"
+    if plain is not None:
+        fields["ratio"] = made / elapsed / plain
+        fields["note"] += f", {fields['ratio']:.2f} times as fast"
+    figure(under.job, "G", "14B", f"{len(mine)} x {len(prompts[0])}, {what}", made / elapsed, "tok/s", **fields)
+    return made / elapsed, [under.texts[number] for number in mine]
 
 
 # -- figures -------------------------------------------------------------------------------------------------

@@ -94,7 +94,14 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: unknown key {_shown(name)}; {hint}")
         if "method" not in given:
             raise ConfigError(f"speculative_config names no method; allowed: {', '.join(METHODS)}")
+        if "num_speculative_tokens" in given:  # 0 stands for the method's own number only where nothing was said
+            _check_integer("num_speculative_tokens", given["num_speculative_tokens"], 1, MOST_DRAFTS)
         own = cls(**given)
+        for name in given:
+            if own.method != "ngram" and name.startswith("prompt_lookup"):
+                raise ConfigError(f"speculative_config: {name} is for ngram, and method is {own.method}; leave it out")
+            if own.tree_width == 1 and name == "tree_depth":
+                raise ConfigError("speculative_config: tree_depth is for trees; set tree_width, or leave it out")
         if own.model is None and own.method not in ("ngram", "mtp"):
             if model != "demo" or own.method not in DEMOS:
                 raise ConfigError(

@@ -58,7 +58,7 @@ class Machine:
         rows, depth = count + sum(lengths), max(lengths)
         drafting = self.drafting(depth) if depth else 0.0
         seconds = slow * step_seconds(rows) * (1 + self.noise * self.random.random()) + drafting
-        self.lengths.observe(rows, seconds, drafting, depth, sum(length > 0 for length in lengths))
+        self.lengths.observe(rows, seconds, drafting, depth)
         self.history.append(lengths)
         self.times.append(seconds)
         for i, length in enumerate(lengths):
@@ -177,7 +177,7 @@ def test_where_nothing_was_proposed_the_probe_comes_again() -> None:
     given = 0
     for _ in range(60):
         (length,) = lengths.choose([state], [4], 100, 1)
-        lengths.observe(1, PLAIN, 0.0, 0, 0)
+        lengths.observe(1, PLAIN, 0.0, 0)
         if length:
             lengths.accepted(state, 0, 0)
             given += 1
@@ -236,7 +236,7 @@ def test_no_length_is_beyond_its_room_the_most_or_the_budget() -> None:
             assert all(0 <= c <= min(r, MOST) for c, r in zip(chosen, room, strict=True))
             if whole:
                 assert set(chosen) <= {0, MOST}
-            lengths.observe(max(1, count) + sum(chosen), 0.05 + draw.random() * 0.01, 0.0, max(chosen, default=0), 1)
+            lengths.observe(max(1, count) + sum(chosen), 0.05 + draw.random() * 0.01, 0.0, max(chosen, default=0))
 
 
 def test_the_choice_is_the_best_of_all_where_the_times_are_known() -> None:
@@ -248,7 +248,7 @@ def test_the_choice_is_the_best_of_all_where_the_times_are_known() -> None:
         for _ in range(4):
             for rows in range(1, 13):
                 depth = (rows - 1) % 4
-                lengths.observe(rows, max(1.0, rows / knee) + each * depth, each * depth, depth, int(depth > 0))
+                lengths.observe(rows, max(1.0, rows / knee) + each * depth, each * depth, depth)
         levels = [draw.randrange(0, 20) for _ in range(3)]
         states = [DraftState(20.0, float(level), level) for level in levels]
 

@@ -48,7 +48,7 @@ class ReplayProposer:
         wrong = self._random.random(len(tokens)) >= self.accuracy
         return [(token + 1) % self._vocab_size if bad else token for token, bad in zip(tokens, wrong, strict=True)]
 
-    def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
+    def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
         """See `Proposer`."""
 
     def beside(self, kv: KVCache) -> int:

@@ -173,7 +173,7 @@ def _cell_of(size: int) -> int:
 
 
 _Item = tuple[float, int, int, int]
-"""Equal drafts: (-(chance to be accepted), which one of its request, level of its request, rows)."""
+"""Equal drafts: (-(chance to be accepted), so that the best sort first; which one of its request; its level; rows)."""
 
 
 class DraftLengths:
@@ -201,20 +201,19 @@ class DraftLengths:
         self._now = 0
         self._since_probe = 0
 
-    def observe(self, rows: int, seconds: float, drafting: float, depth: int, drafted_requests: int) -> None:
+    def observe(self, rows: int, seconds: float, drafting: float, depth: int) -> None:
         """Learn from a step of decodes and their drafts, without prompts.
 
         Args:
             rows: computed, drafts included.
             seconds: of the step.
             drafting: how many of those went by in drafting.
-            depth: the most drafts of one request.
-            drafted_requests: how many had any.
+            depth: the most drafts of one request; 0: none had any.
         """
         self._now += 1
         self._verifying.observe(self._now, rows, max(0.0, seconds - drafting))
         self._verifying.refresh(self._now)
-        if drafted_requests and depth:
+        if depth:
             self._drafting.observe(self._now, self._most if self._whole else depth, drafting)
         self._drafting.refresh(self._now)
 
@@ -234,8 +233,10 @@ class DraftLengths:
             budget: drafts that all may have together.
             base_rows: rows that the step computes without drafts.
         """
+        if not states:
+            return []
         lengths = [0] * len(states)
-        if states and budget > 0 and self._verifying.sure_of(base_rows):
+        if budget > 0 and self._verifying.sure_of(base_rows):
             levels = [state.level for state in states]
             items = self._items(levels, room)
             if items:
@@ -358,7 +359,7 @@ def _walk(items: list[_Item], points: list[tuple[int, float]], tokens: float, dr
     """
     best, best_rows = 0.0, 0
     (rows, seconds), place = points[0], 1
-    for gain, _, _, count in items:
+    for minus_chance, _, _, count in items:
         end = rows + count
         while rows < end:
             if place == len(points):
@@ -366,7 +367,7 @@ def _walk(items: list[_Item], points: list[tuple[int, float]], tokens: float, dr
             corner, corner_seconds = points[place]
             stop = corner if corner < end else end
             seconds += (corner_seconds - seconds) * (stop - rows) / (corner - rows)
-            tokens -= gain * (stop - rows)
+            tokens -= minus_chance * (stop - rows)
             rows = stop
             if stop == corner:
                 place += 1

@@ -230,7 +230,7 @@ class Scheduler:
         assert self._lengths
         drafted = [span.num_drafted for span in result.spans]
         rows = len(plan.spans) + sum(drafted)
-        self._lengths.observe(rows, result.seconds, result.drafting, max(drafted), sum(map(bool, drafted)))
+        self._lengths.observe(rows, result.seconds, result.drafting, max(drafted))
 
     def _chunk(self, remaining: int, step: _Step, chosen: int = 0) -> int:
         """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
@@ -309,8 +309,10 @@ class Scheduler:
         """Hold back a request whose next blocks another one is computing, until that one has the last of them."""
         if request.params.prompt_logprobs is not None:
             return False
-        awaited = None
-        for block_hash in request.hashes[len(match.nodes) : (len(request.tokens) - 1) // self.kv.block_size]:
+        awaited, size = None, self.kv.block_size
+        # The token that is computed again for a head that looks ahead is of a cached block.
+        cached = (len(match.nodes) * size + match.partial_tokens + self.kv.looks_ahead) // size
+        for block_hash in request.hashes[cached : (len(request.tokens) - 1) // size]:
             if block_hash not in self._computing:
                 break
             awaited = block_hash
@@ -459,7 +461,7 @@ class Scheduler:
         if outcome.error is not None:
             self._end(request, now)
             return self._terminal(request, "error", error=outcome.error)
-        if outcome.num_drafted:
+        if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
         self._cut_at_end(request, update)
@@ -488,7 +490,7 @@ class Scheduler:
             self._computed(self.kv.publish(request), request)
 
     def _count_drafts(self, request: Request, outcome: SpanResult) -> None:
-        accepted = len(outcome.tokens) - 1
+        accepted = max(0, len(outcome.tokens) - 1)
         request.stats.drafted += outcome.num_drafted
         request.stats.accepted += accepted
         if self._lengths:

@@ -109,7 +109,8 @@ class SpanResult:
     """What one span yielded.
 
     Attributes:
-        tokens: the sampled ids: the drafts that were accepted, and one more.
+        tokens: the sampled ids: the drafts that were accepted, and one more. None at all where the first row failed
+            beside drafts: it is to be computed again.
         logprobs: one entry a sampled token, when asked for.
         prompt_logprobs: one entry a target, when asked for.
         error: why this request must end (its logits were not finite); None when all is well.

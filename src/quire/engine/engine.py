@@ -328,7 +328,7 @@ class Engine:
             self.executor.close()
             if self._timeline:
                 self._timeline.close()
-            del self.model, self.scheduler, self.executor, self.kv_cache
+            del self.model, self.scheduler, self.executor, self.kv_cache, self.speculation
             self.device.release()
 
     def _commit(self, plan: StepPlan, pending: PendingResult) -> list[RequestUpdate]:

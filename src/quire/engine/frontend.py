@@ -367,7 +367,8 @@ class Frontend:
         if update.logprobs is not None and output.logprobs is not None:
             entries = update.logprobs[:kept]
             output.logprobs += [self._logprobs(entry) for entry in entries]
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(entry.values[0] for entry in entries)
+            for entry in entries:  # one by one: the sum must not depend on how many came at once
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry.values[0]
 
     def _finish(self, live: _Live, choice: _Choice, update: RequestUpdate) -> None:
         output = choice.output

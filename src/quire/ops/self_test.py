@@ -7,6 +7,7 @@ wrongly is seen too.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
-from quire.ops.ragged import DeviceSpans, RaggedBatch
+from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch, Trees
 
 DTYPES = (torch.bfloat16, torch.float32)
 QUANTIZATIONS = (Quantization("int8"), Quantization("int4", 64))
@@ -49,6 +50,9 @@ EXPERTS_SHAPE = (8, 3, 256, 128)
 
 LATENT_CACHES: tuple[tuple[torch.dtype, KVCacheDtype], ...] = ((torch.bfloat16, "auto"), (torch.bfloat16, "int8"))
 
+TREE_BASES, TREE_SIZE = (1, 120, 250), 24
+"""Positions of roots, so that trees lie across the borders of key tiles; and tokens of a tree."""
+
 NEAR = 0.05
 """How far a row may be from plain torch's in fp32, root mean squares over each other: codes of 8 bits round so far."""
 
@@ -74,7 +78,9 @@ def run(kernels: Kernels) -> list[Check]:
     checks += [check_attention(kernels, dtype, cache) for dtype, cache in CACHES]
     checks += [check_routing(kernels, name) for name in ROUTINGS]
     checks += [check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS)]
-    return checks + [check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
+    checks += [check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
+    checks += [check_trees(kernels, dtype, cache) for dtype, cache in CACHES]
+    return checks + [check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
 
 
 def check_linear(kernels: Kernels, dtype: torch.dtype) -> Check:
@@ -221,8 +227,53 @@ def _check_chunks(
             if not same:
                 beside = f" beside {neighbour} other rows, {threads} threads" if neighbour else ""
                 failures.append(f"block size {block_size}, chunks {list(chunks)}{beside}")
-    cache = "" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} cache"
-    return Check(f"{name} {_name(dtype)}{cache}", cases, tuple(failures))
+    return Check(f"{name} {_name(dtype)}{_of_cache(kv_cache_dtype)}", cases, tuple(failures))
+
+
+def check_trees(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
+    """Attention of rows in a tree, as drafts are, against the same rows where their ancestors are all there is."""
+    return _check_trees("attention", _Attention, kernels, dtype, kv_cache_dtype)
+
+
+def check_latent_trees(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
+    """As `check_trees`, of latent attention, with the products of its heads."""
+    return _check_trees("latent attention", _LatentAttention, kernels, dtype, kv_cache_dtype)
+
+
+def _check_trees(
+    name: str, kind: type[_Attention], kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype
+) -> Check:
+    failures, cases = [], 0
+    exact = kind(Kernels(), torch.float32, kv_cache_dtype, 16)
+    for base in TREE_BASES:
+        paths, tree = _random_tree(TREE_SIZE, base), torch.empty(0)
+        for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
+            attention = kind(kernels, dtype, kv_cache_dtype, block_size)
+            cache, leaves = attention.cache(base), _to_leaves(paths)
+            with _threads(threads):
+                tree = attention.behind(cache, base, range(TREE_SIZE), paths, neighbour)
+            with _threads(1):
+                wrong = [path for path in leaves if not torch.equal(attention.behind(cache, base, path), tree[path])]
+            failures += [f"block size {block_size}, tree at {base}, path {path}" for path in wrong]
+            cases += len(leaves)
+        cases += 1
+        if not _near(tree, exact.behind(exact.cache(base), base, range(TREE_SIZE), paths)):
+            failures.append(f"tree at {base}, against plain torch")
+    return Check(f"{name} in trees, {_name(dtype)}{_of_cache(kv_cache_dtype)}", cases, tuple(failures))
+
+
+def _random_tree(size: int, seed: int) -> list[list[int]]:
+    """The path to each row of a tree, its own the last."""
+    draw, paths = random.Random(seed), [[0]]
+    for row in range(1, size):
+        paths.append([*paths[draw.randrange(max(0, row - 6), row)], row])
+    return paths
+
+
+def _to_leaves(paths: Sequence[list[int]]) -> list[list[int]]:
+    """Those that no other one goes on from."""
+    parents = {path[-2] for path in paths if len(path) > 1}
+    return [path for path in paths if path[-1] not in parents]
 
 
 class _Attention:
@@ -246,24 +297,55 @@ class _Attention:
         """Random numbers that are the same in each data type."""
         return torch.randn(shape, generator=generator).bfloat16().float()
 
-    def __call__(self, chunks: Sequence[int], neighbour: int = 0) -> torch.Tensor:
-        """[CONTEXT, ..]. Each chunk shares its step with `neighbour` rows of another request."""
+    def cache(self, filled: int = 0) -> KVCache:
+        """Room for two such requests, in which the first tokens of one are stored."""
         shape = (2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size)
         cache = KVCache(*shape, self.dtype, self.kv_cache_dtype, self.kernels.device, self.sides)
         cache.data.zero_()
-        out, start = [], 0
+        if filled:
+            self._span(cache, range(filled), 0)
+        return cache
+
+    def __call__(self, chunks: Sequence[int], neighbour: int = 0) -> torch.Tensor:
+        """[CONTEXT, ..]. Each chunk shares its step with `neighbour` rows of another request."""
+        cache, out, start = self.cache(), [], 0
         for length in chunks:
-            spans = [(start, length, self.table)]
-            if neighbour:
-                spans.insert(0, (0, neighbour, self.table + self.blocks))
-            batch = _batch(spans, self.block_size, self.kernels)
-            rows, cos, sin = (
-                torch.cat([x[first : first + rows] for first, rows, _ in spans])
-                for x in (self.rows, self.cos, self.sin)
-            )
-            out.append(self.step(rows, (cos, sin), cache, batch)[-length:])
+            out.append(self._span(cache, range(start, start + length), start, neighbour))
             start += length
         return torch.cat(out)
+
+    def behind(
+        self,
+        cache: KVCache,
+        base: int,
+        tokens: Sequence[int],
+        paths: Sequence[Sequence[int]] | None = None,
+        neighbour: int = 0,
+    ) -> torch.Tensor:
+        """[tokens, ..]: of the tokens `base` + each, which stand behind the first `base`.
+
+        Args:
+            cache: holds these.
+            paths: of a tree whose rows they are; None: they continue one another.
+        """
+        return self._span(cache, [base + token for token in tokens], base, neighbour, paths)
+
+    def _span(
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        start: int,
+        neighbour: int = 0,
+        paths: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """These tokens' rows from position `start` on, in a step with `neighbour` rows of another request."""
+        spans, count = [(start, len(tokens), self.table)], len(tokens)
+        if neighbour:
+            spans.insert(0, (0, neighbour, self.table + self.blocks))
+        batch = _batch(spans, self.block_size, self.kernels, paths)
+        rows = self.rows[[*range(neighbour), *tokens]]
+        tables = self.cos[batch.positions], self.sin[batch.positions]
+        return self.step(rows, tables, cache, batch)[-count:]
 
     def step(
         self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
@@ -303,17 +385,23 @@ class _LatentAttention(_Attention):
         return self.out_of_latent(self.kernels.attend_latent(q, kv, batch, 0, scale, self.latent)).flatten(1)
 
 
-def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int, kernels: Kernels) -> RaggedBatch:
-    """The batch of spans (start, rows, block table), as these kernels read it."""
-    positions = [torch.arange(start, start + rows) for start, rows, _ in spans]
+def _batch(
+    spans: Sequence[tuple[int, int, torch.Tensor]],
+    block_size: int,
+    kernels: Kernels,
+    paths: Sequence[Sequence[int]] | None = None,
+) -> RaggedBatch:
+    """The batch of spans (start, rows, block table), as these kernels read it; `paths` are of the last one's rows."""
+    places = [torch.arange(start, start + rows) for start, rows, _ in spans]
     slots = [
-        table[at // block_size] * block_size + at % block_size
-        for at, (_, _, table) in zip(positions, spans, strict=True)
+        table[at // block_size] * block_size + at % block_size for at, (_, _, table) in zip(places, spans, strict=True)
     ]
     ends = torch.tensor([rows for _, rows, _ in spans]).cumsum(0).tolist()
+    if paths is not None:
+        places[-1] = spans[-1][0] + torch.tensor([len(path) - 1 for path in paths])
     batch = RaggedBatch(
         token_ids=torch.zeros(ends[-1], dtype=torch.int64, device=kernels.device),
-        positions=torch.cat(positions).to(kernels.device),
+        positions=torch.cat(places).to(kernels.device),
         slots=torch.cat(slots).to(kernels.device),
         row_starts=[0, *ends],
         context_lens=[start + rows for start, rows, _ in spans],
@@ -328,7 +416,25 @@ def _batch(spans: Sequence[tuple[int, int, torch.Tensor]], block_size: int, kern
             table_rows=_sent(list(range(len(spans))), kernels),
             block_tables=batch.block_tables.to(kernels.device, torch.int32),
         )
+    if paths is not None:
+        _add_tree(batch, spans[-1][0], paths, kernels)
     return batch
+
+
+def _add_tree(batch: RaggedBatch, base: int, paths: Sequence[Sequence[int]], kernels: Kernels) -> None:
+    """Say that the last span's rows follow these paths, from position `base` on."""
+    first = batch.row_starts[-2]
+    on_host = Trees(
+        bases=torch.tensor([*batch.context_lens[:-1], base]),
+        paths=torch.zeros(batch.row_starts[-1], max(map(len, paths)), dtype=torch.int64),
+    )
+    for row, path in enumerate(paths, start=first):
+        on_host.paths[row, : len(path)] = torch.tensor(path)
+    batch.trees = on_host
+    if batch.spans is not None:
+        depths = [*[-1] * first, *(len(path) - 1 for path in paths)]
+        bases, ancestors = (x.to(kernels.device, torch.int32) for x in (on_host.bases, on_host.paths))
+        batch.spans.trees = DeviceTrees(bases, _sent(depths, kernels), ancestors)
 
 
 def _sent(numbers: list[int], kernels: Kernels) -> torch.Tensor:
@@ -348,3 +454,7 @@ def _threads(count: int) -> Iterator[None]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _of_cache(kv_cache_dtype: KVCacheDtype) -> str:
+    return "" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} cache"

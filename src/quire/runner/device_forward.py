@@ -26,7 +26,7 @@ from quire.models.model import Model, Taps
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
-from quire.runner.host_forward import NO_BRANCHES, Forwarded
+from quire.runner.host_forward import NO_BRANCHES, Forwarded, tree_end
 from quire.runner.proposer import Branch
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,14 @@ class DeviceForward:
         if branches:  # their first row's slot, in place of its position
             spans = [replace(span, start=_first_slot(span, branches)) for span in spans]
         inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
-        return self._batch(inputs, size, self._trees(spans, row_starts, branches) if branches else None)
+        if not branches:
+            return self._batch(inputs, size)
+        batch = self._batch(inputs, size, self._trees(spans, row_starts, branches))
+        assert batch.spans is not None
+        ends = [tree_end(branch) if (branch := branches.get(span.request)) else 0 for span in spans]
+        [reach] = self._device.upload(np.array(ends, np.int32))  # ancestors may lie behind the span's own rows
+        torch.maximum(batch.spans.context_lens, reach, out=batch.spans.context_lens)
+        return batch
 
     def _trees(self, spans: list[Span], row_starts: NDArray[np.int64], branches: Mapping[int, Branch]) -> DeviceTrees:
         width = max(len(path) for branch in branches.values() for path in branch.paths)

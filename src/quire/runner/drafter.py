@@ -7,9 +7,11 @@ waited for there.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,13 +27,20 @@ from quire.runner.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Text:
-    """What the host knows of a request's tokens: how many there are, and the last one."""
+    """What the host knows of a request's tokens: how many there are, and the last one.
+
+    Attributes:
+        drafted: False once a row failed beside drafts: they may have spoilt it, so there are no more of them.
+    """
 
     length: int
     last: int
+    drafted: bool = True
 
 
 @dataclass(slots=True)
@@ -43,7 +52,8 @@ class Outcome:
         row_starts: first row of each span in `features`, and one entry more.
         features: [rows, width], see `Forwarded`.
         drafts: by request, what its span verified.
-        paths: by index of a span that verified drafts, the rows whose tokens count, in the order of positions.
+        paths: by index of a span that verified drafts, the rows whose tokens count, in the order of positions; none
+            where the first one failed.
     """
 
     spans: Sequence[Span]
@@ -75,18 +85,19 @@ class Drafter:
     ) -> None:
         self._proposer, self._context, self._move = proposer, context, move
         self._texts: dict[int, _Text] = {}
+        self._failures: set[str] = set()  # what the proposer failed to do
         self.seconds = 0.0
 
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner."""
         tokens = [*info.prompt_token_ids, *info.output_token_ids]
         self._texts[info.request] = _Text(len(tokens), tokens[-1])
-        self._proposer.start(info)
+        self._ask("start a request", lambda: self._proposer.start(info))
 
     def end(self, request: int) -> None:
         """Forget it; one that is not known is ignored."""
         if self._texts.pop(request, None) is not None:
-            self._proposer.end(request)
+            self._ask("end a request", lambda: self._proposer.end(request))
 
     def resolve(self, spans: Sequence[Span]) -> tuple[list[Span], dict[int, Drafts]]:
         """Spans with true starts and ids in place of what stood for them; by request, the drafts that they verify."""
@@ -95,7 +106,7 @@ class Drafter:
         wanted = [
             Wanted(span.request, span.start + len(span.tokens), span.tokens[-1], len(given.tokens) - len(span.tokens))
             for span, given in zip(known, spans, strict=True)
-            if len(span.tokens) < len(given.tokens)
+            if len(span.tokens) < len(given.tokens) and self._texts[span.request].drafted
         ]
         drafts = self._propose(wanted) if wanted else {}
         for span in known if drafts else ():
@@ -115,18 +126,14 @@ class Drafter:
 
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
         """By request; a proposer that fails proposes nothing, and one that says too much is not listened to."""
-        try:
+
+        def ask() -> dict[int, Drafts]:
             proposed = self._proposer.propose(wanted, self._context)
-        except torch.AcceleratorError:
-            raise
-        except Exception:
-            logger.exception("the proposer failed: this step verifies no drafts")
-            return {}
-        usable = {
-            want.request: _usable(drafts, want.count, self._context.vocab_size)
-            for want, drafts in zip(wanted, proposed, strict=True)
-        }
-        return {request: drafts for request, drafts in usable.items() if drafts.tokens}
+            pairs = zip(wanted, proposed, strict=True)
+            return {want.request: _usable(drafts, want.count, self._context.vocab_size) for want, drafts in pairs}
+
+        found = self._ask("propose drafts", ask) or {}
+        return {request: drafts for request, drafts in found.items() if drafts.tokens}
 
     def settle(self, outcome: Outcome) -> None:
         """A step has run: take in its tokens, put accepted rows into place, and tell the proposer."""
@@ -135,14 +142,17 @@ class Drafter:
         for index, (span, result) in enumerate(zip(outcome.spans, outcome.results, strict=True)):
             if result.error is not None:
                 continue
-            next_token = None
+            next_token, path, text = None, outcome.paths.get(index), self._texts[span.request]
+            if path is not None and not path:
+                text.drafted = False
+                continue
             if result.tokens:
-                next_token, text = result.tokens[-1], self._texts[span.request]
+                next_token = result.tokens[-1]
                 text.last = next_token
                 text.length += len(result.tokens)
                 if outcome.drafts:  # else the sampler knows
                     self._context.sampler.take(span.request, result.tokens)
-            first, path = outcome.row_starts[index], outcome.paths.get(index)
+            first = outcome.row_starts[index]
             tokens: list[int] = span.tokens
             rows: Sequence[int] = range(first, outcome.row_starts[index + 1])
             if path is not None:
@@ -151,13 +161,20 @@ class Drafter:
                     places = range(span.start, span.start + len(path))
                     self._move(span.request, [span.start + row for row in path], places)
             computed.append(Computed(span.request, span.start, tokens, next_token, rows))
+        self._ask("follow a step", lambda: self._proposer.follow(computed, outcome.features, self._context))
+        self.seconds += time.monotonic() - begin
+
+    def _ask(self, what: str, call: Callable[[], T]) -> T | None:
+        """Calls the proposer: one that fails costs speed and nothing else, unless the device has failed."""
         try:
-            self._proposer.follow(computed, outcome.features, self._context)
+            return call()
         except torch.AcceleratorError:
             raise
         except Exception:
-            logger.exception("the proposer failed to follow a step: its drafts will be worse for it")
-        self.seconds += time.monotonic() - begin
+            level = logging.DEBUG if what in self._failures else logging.ERROR  # it may fail in every step
+            self._failures.add(what)
+            logger.log(level, "the proposer failed to %s: there are no drafts, or worse ones", what, exc_info=True)
+            return None
 
     def take_seconds(self) -> float:
         """`seconds`, and from 0 again."""
@@ -166,14 +183,25 @@ class Drafter:
 
 
 def _usable(drafts: Drafts, count: int, vocab_size: int) -> Drafts:
-    """The first drafts, as many as may be verified, up to one that is no token of the model's."""
-    wrong = (i for i, token in enumerate(drafts.tokens) if not 0 <= token < vocab_size)
+    """The first drafts, as many as may be verified, up to one that is no token of the model's.
+
+    Raises:
+        TypeError, ValueError: they are not what `Drafts` says.
+    """
+    tokens = list(map(operator.index, drafts.tokens))
+    parents, distributions = drafts.parents, drafts.distributions
+    wrong = (i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
     count = min(count, next(wrong, count))
-    if len(drafts.tokens) <= count:
-        return drafts
-    parents = None if drafts.parents is None else drafts.parents[:count]
-    distributions = None if drafts.distributions is None else drafts.distributions[:count]
-    return Drafts(drafts.tokens[:count], parents, distributions)
+    if parents is not None:
+        parents = list(map(operator.index, parents))
+        if len(parents) != len(tokens) or any(not 0 <= parent <= row for row, parent in enumerate(parents)):
+            raise ValueError(f"parents are {parents}; of {len(tokens)} drafts each must continue an earlier row")
+    if distributions is not None and distributions.shape != (len(tokens), vocab_size):
+        raise ValueError(f"distributions are {list(distributions.shape)}; they must be {[len(tokens), vocab_size]}")
+    if len(tokens) > count:
+        parents = None if parents is None else parents[:count]
+        distributions = None if distributions is None else distributions[:count]
+    return Drafts(tokens[:count], parents, distributions)
 
 
 def accepted_path(sampled: Sequence[int], drafts: Drafts | None) -> list[int]:

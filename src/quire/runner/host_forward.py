@@ -131,6 +131,11 @@ class HostForward:
         return heads
 
 
+def tree_end(branch: Branch) -> int:
+    """The position behind all slots that rows of a tree are stored in or see."""
+    return branch.base + 1 + max(max(branch.slots), *map(max, branch.paths))
+
+
 def _trees(
     branches: Mapping[int, Branch],
     row_starts: NDArray[np.int64],
@@ -143,7 +148,7 @@ def _trees(
     paths = np.zeros((len(positions), width), np.int64)
     for index, branch in branches.items():
         first = row_starts[index]
-        contexts[index] = branch.base + 1 + max(max(branch.slots), *map(max, branch.paths))
+        contexts[index] = tree_end(branch)
         places[first : first + len(branch.slots)] = branch.base + np.array(branch.slots)
         for row, path in enumerate(branch.paths, start=first):
             paths[row, : len(path)] = path

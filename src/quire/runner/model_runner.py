@@ -226,7 +226,7 @@ class ModelRunner:
             span = part.spans[index]
             drafts = part.drafts.get(span.request, NO_DRAFTS)
             first, known = part.row_starts[index + 1] - span.num_sampled, len(span.tokens) - len(drafts.tokens)
-            if self._rejection and drafts.tokens:
+            if self._rejection and drafts.tokens and drafts.parents is None:  # a tree's are sampled exactly
                 verified.append(Verified(len(rows), drafts.tokens, drafts.distributions))
             for row, ahead in enumerate(drafts_before(drafts)):
                 rows.append(first + row)
@@ -323,17 +323,17 @@ class _Part:
         """The drafts that were accepted, and one token more.
 
         A row that failed behind drafts counts for nothing: the next step computes it again, as it would without drafts.
+        Nor does the first one, which drafts may have spoilt: 0 times a value that is not finite is none either.
         """
         first = self.row_starts[index + 1] - len(rows)
         finite = self.finite[first : first + len(rows)].tolist()
         path = accepted_path([row.token for row in rows], drafts)
-        errors = [rows[row].error or (None if finite[row] else NOT_FINITE) for row in path]
-        path = path[: next((i for i, error in enumerate(errors) if error is not None), len(path))]
-        result.num_drafted = len(drafts.tokens)
-        result.error = None if path else errors[0]
+        path = path[: next((i for i, row in enumerate(path) if rows[row].error or not finite[row]), len(path))]
+        result.num_drafted = len(drafts.tokens) if path else 0
+        result.error = None
         result.tokens = [rows[row].token for row in path]
         result.logprobs = [entry for row in path if (entry := rows[row].logprobs) is not None] or None
-        known = len(self.spans[index].tokens) - len(rows)
+        known = len(self.spans[index].tokens) - len(rows) if path else 0
         self._paths[index] = [*range(known), *(known + row for row in path)]
 
     def outcome(self, results: list[SpanResult]) -> Outcome:

@@ -133,11 +133,7 @@ class DraftContext(Protocol):
 
 
 class Proposer(Protocol):
-    """Guesses tokens. It keeps what it must know of each request itself.
-
-    Attributes:
-        needs_distributions: whether `Drafts.distributions` must be there (set by whoever makes it).
-    """
+    """Guesses tokens. It keeps what it must know of each request itself."""
 
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner."""
@@ -151,12 +147,11 @@ class Proposer(Protocol):
         """Guesses, one entry a request; an empty one where there is none."""
         ...
 
-    def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
+    def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
         """A step has run. Spans come in order, but a request may begin again (preemption), or behind a cached head.
 
         Args:
-            features: [rows, width] what the model gives of its rows (`features` of the forward pass), or None where
-                the proposer was said to need none.
+            features: [rows, width] what the model gives of its rows: see `Forwarded`.
         """
         ...
 

@@ -96,14 +96,17 @@ class DeviceCounts:
         return row
 
     def behind(self, seen: History, drafts: Sequence[Sequence[int]]) -> History:
-        """The history of rows that have drafts before them, as if these were tokens of the output; a copy."""
-        rows = np.repeat(np.arange(len(drafts)), [len(part) for part in drafts])
+        """The history of rows that have drafts before them, as if these were tokens of the output; a copy.
+
+        Its first row is nobody's, as in the original, so that rows without penalties stay without.
+        """
+        rows = np.repeat(np.arange(1, len(drafts) + 1), [len(part) for part in drafts])
         tokens = np.fromiter(chain.from_iterable(drafts), np.int64, len(rows))
         of_rows, places = self._device.upload(rows, rows * self.counts.shape[1] + tokens)
-        counts = self.counts[seen.requests]
-        amounts = (seen.requests > 0).to(torch.int32)[of_rows] * IN_OUTPUT
-        counts.view(-1).index_add_(0, places, amounts)
-        return History(counts, torch.arange(len(counts), device=counts.device))
+        requests = torch.cat([seen.requests.new_zeros(1), seen.requests])
+        counts = self.counts[requests]
+        counts.view(-1).index_add_(0, places, (requests > 0).to(torch.int32)[of_rows] * IN_OUTPUT)
+        return History(counts, torch.arange(1, len(counts), device=counts.device))
 
     def add(self, row: int, tokens: Sequence[int]) -> None:
         """Count tokens as the next of a row's output."""

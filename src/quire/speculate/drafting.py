@@ -142,7 +142,7 @@ class DraftingProposer:
         model: what drafts.
         lead: 0 for a draft model, 1 for a head; see the head of this file.
         tree: how drafts branch; None: each continues the one before.
-        needs_distributions: see `Proposer`.
+        needs_distributions: whether drafts come with what they were drawn from.
 
     Raises:
         ValueError: a tree where distributions are needed.
@@ -153,7 +153,7 @@ class DraftingProposer:
     ) -> None:
         if tree is not None and needs_distributions:
             raise ValueError("a tree's drafts have no distributions; draft without a tree")
-        self.needs_distributions = needs_distributions
+        self._needs_distributions = needs_distributions
         self._model, self._lead, self._tree = model, lead, tree
         self._requests: dict[int, _Request] = {}
         self._waiting = _Waiting()
@@ -181,10 +181,10 @@ class DraftingProposer:
 
     # -- following -----------------------------------------------------------------------------------------
 
-    def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
+    def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
         """See `Proposer`."""
         computed = [each for each in computed if each.request in self._requests]
-        hidden = self._model.fuse(features) if features is not None and self._lead and computed else None
+        hidden = self._model.fuse(features) if self._lead and computed else None
         waiting = [self._take(each) for each in computed]
         lags = [len(self._requests[each.request].tokens) for each in computed]
         full = [i for i, lag in enumerate(lags) if lag >= CHUNK // 2] if max(lags, default=0) >= CHUNK else []
@@ -286,7 +286,7 @@ class DraftingProposer:
         while going:
             logits = self._model.logits(out)
             rows = [Row(asked[i].request, asked[i].position + len(lines[i]), tuple(lines[i])) for i in going]
-            if self.needs_distributions:
+            if self._needs_distributions:
                 for i, distribution in zip(going, context.distributions(logits.clone(), rows), strict=True):
                     drawn_from[i].append(distribution)
             fed = []  # rows of `out`
@@ -298,7 +298,7 @@ class DraftingProposer:
             going = [going[row] for row in fed]
             if going:
                 out = self._feed([asked[i] for i in going], [lines[i] for i in going], _pick(out, fed), context)
-        if not self.needs_distributions:
+        if not self._needs_distributions:
             return [Drafts(line) for line in lines]
         pairs = zip(lines, drawn_from, strict=True)
         return [Drafts(line, distributions=torch.stack(rows[: len(line)]) if line else None) for line, rows in pairs]

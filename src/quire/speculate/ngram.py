@@ -39,8 +39,6 @@ class NgramProposer:
         ValueError: not 1 <= min_length <= max_length.
     """
 
-    needs_distributions = False
-
     def __init__(self, min_length: int, max_length: int) -> None:
         if min_length < 1:
             raise ValueError(f"min_length is {min_length}; it must be at least 1 token")
@@ -65,7 +63,7 @@ class NgramProposer:
         """What followed; nothing where no suffix occurs before, or where not all tokens are known."""
         return [Drafts(self._drafts(one)) for one in wanted]
 
-    def follow(self, computed: Sequence[Computed], features: Tensor | None, context: DraftContext) -> None:
+    def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
         """Takes over the tokens that are new; a request that begins again repeats known ones."""
         for part in computed:
             text = self._texts.get(part.request)
