@@ -120,7 +120,7 @@ def test_both_are_small_and_say_what_they_are_worth() -> None:
 
 
 def test_the_draft_model_is_right_as_often_as_it_was(demo: Model, ids: list[int]) -> None:
-    draft = load_draft_model(resolve("demo-draft"), demo, resolve("demo"), "float32")
+    draft = load_draft_model(resolve("demo-draft"), demo, resolve("demo"))
     with torch.inference_mode():
         drafts = draft.logits(hidden_states(draft, ids)).argmax(-1)
         best = demo.logits(hidden_states(demo, ids)).argmax(-1)

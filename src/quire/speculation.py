@@ -15,6 +15,9 @@ from quire.errors import ConfigError
 METHODS: dict[str, int] = {"ngram": 8, "draft_model": 4, "eagle": 4, "eagle3": 4, "mtp": 1}
 """How tokens may be drafted, and how many at most unless it is said."""
 
+TREE_NODES = 16
+"""The same, of a tree."""
+
 MOST_DRAFTS = 64
 """More could not pay."""
 
@@ -40,8 +43,8 @@ class SpeculativeConfig:
     """
 
     method: str
+    num_speculative_tokens: int
     model: str | None = None
-    num_speculative_tokens: int = 0
     adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
@@ -58,9 +61,6 @@ class SpeculativeConfig:
             ("tree_depth", 1, 16),
         ):
             _check_integer(name, getattr(self, name), low, high)
-        if self.num_speculative_tokens == 0 and type(self.num_speculative_tokens) is int:
-            most = METHODS[self.method] if self.tree_width == 1 else 16
-            object.__setattr__(self, "num_speculative_tokens", most)
         _check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
         if type(self.adaptive) is not bool:
             raise ConfigError(f"speculative_config: adaptive is {_shown(self.adaptive)}; it must be true or false")
@@ -94,21 +94,16 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: unknown key {_shown(name)}; {hint}")
         if "method" not in given:
             raise ConfigError(f"speculative_config names no method; allowed: {', '.join(METHODS)}")
-        if "num_speculative_tokens" in given:  # 0 stands for the method's own number only where nothing was said
-            _check_integer("num_speculative_tokens", given["num_speculative_tokens"], 1, MOST_DRAFTS)
-        own = cls(**given)
+        method = given["method"]
+        own = cls(**{**_defaults(method, given.get("tree_width"), model), **given})
         for name in given:
             if own.method != "ngram" and name.startswith("prompt_lookup"):
                 raise ConfigError(f"speculative_config: {name} is for ngram, and method is {own.method}; leave it out")
             if own.tree_width == 1 and name == "tree_depth":
                 raise ConfigError("speculative_config: tree_depth is for trees; set tree_width, or leave it out")
         if own.model is None and own.method not in ("ngram", "mtp"):
-            if model != "demo" or own.method not in DEMOS:
-                raise ConfigError(
-                    f"speculative_config: method {own.method} needs 'model', the folder of a "
-                    f"{'smaller checkpoint' if own.method == 'draft_model' else 'head made for this model'}"
-                )
-            object.__setattr__(own, "model", DEMOS[own.method])
+            what = "smaller checkpoint" if own.method == "draft_model" else "head made for this model"
+            raise ConfigError(f"speculative_config: method {own.method} needs 'model', the folder of a {what}")
         return own
 
     def describe(self) -> str:
@@ -117,6 +112,13 @@ class SpeculativeConfig:
         shape = f"trees of {self.num_speculative_tokens} drafts" if self.tree_width > 1 else ""
         shape = shape or f"up to {self.num_speculative_tokens} drafts"
         return f"speculation: {what}, {shape} a step{'' if self.adaptive else ', always'}"
+
+
+def _defaults(method: Any, tree_width: Any, model: str) -> dict[str, Any]:
+    """What depends on the method, on whether there are trees, and on the model that is drafted for."""
+    known = method if isinstance(method, str) else ""
+    most = METHODS.get(known, 1) if tree_width in (None, 1) else TREE_NODES
+    return {"num_speculative_tokens": most, "model": DEMOS.get(known) if model == "demo" else None}
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -107,10 +107,10 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
 
-    def count(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in a step."""
+    def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """Take in a step and what it yielded."""
         self.steps += 1
-        sampled = sum(len(span.tokens) for span in result.spans)
+        sampled = sum(len(update.tokens) for update in updates)
         self.output_tokens += sampled
         drafts = sum(max(0, span.num_sampled - 1) for span in plan.spans)
         if plan.num_tokens - drafts > len(plan.spans):
@@ -337,9 +337,9 @@ class Engine:
         if self._timeline:
             self._timeline.waited(plan, begin, time.monotonic() - begin)
         stats, kv = self._stats, self.scheduler.kv
-        stats.count(plan, result)
         stats.peak_blocks = max(stats.peak_blocks, kv.num_usable - kv.num_available)
         updates = self.scheduler.commit(plan, result, time.monotonic())
+        stats.count(plan, result, updates)
         for observer in self._observers:
             observer.committed(plan, result, updates)
         if self.config.check_invariants:

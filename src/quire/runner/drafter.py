@@ -213,7 +213,7 @@ def accepted_path(sampled: Sequence[int], drafts: Drafts | None) -> list[int]:
     path = [0]
     if drafts is not None:
         for row, draft in enumerate(drafts.tokens, start=1):
-            parent = row - 1 if drafts.parents is None else drafts.parents[row - 1]
+            parent = drafts.parent(row)
             if parent == path[-1] and sampled[parent] == draft:
                 path.append(row)
     return path
@@ -223,8 +223,7 @@ def drafts_before(drafts: Drafts) -> list[list[int]]:
     """Per row, the drafts on the way to it, its own the last; none for row 0."""
     before: list[list[int]] = [[]]
     for row, draft in enumerate(drafts.tokens, start=1):
-        parent = row - 1 if drafts.parents is None else drafts.parents[row - 1]
-        before.append([*before[parent], draft])
+        before.append([*before[drafts.parent(row)], draft])
     return before
 
 

@@ -45,6 +45,10 @@ class Drafts:
     parents: list[int] | None = None
     distributions: Tensor | None = None
 
+    def parent(self, row: int) -> int:
+        """The row that row `row`, of draft `tokens[row - 1]`, continues."""
+        return row - 1 if self.parents is None else self.parents[row - 1]
+
 
 @dataclass(slots=True)
 class Computed:

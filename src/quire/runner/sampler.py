@@ -356,12 +356,12 @@ class Sampler:
 
     def draw(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
         """The tokens [places] that would be sampled there: see `launch_behind`. Nobody goes on by it."""
-        filters, edits, _ = self._prepare(*self._state_behind(places), [place.request for place in places])
+        filters, edits = self._prepare_behind(places)
         return self._draw(logits, filters, edits)[0]
 
     def distributions(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
         """What `draw` draws from: probabilities [places, vocab]. The logits may be overwritten."""
-        filters, edits, _ = self._prepare(*self._state_behind(places), [place.request for place in places])
+        filters, edits = self._prepare_behind(places)
         if edits is not None:
             self._kernels.edit_logits(logits, edits)
         probabilities: Tensor = rejection.probabilities(logits, filters)
@@ -373,7 +373,7 @@ class Sampler:
         The confidence is the softmax of logits over temperature plus the noise with which they will be sampled, among
         the best `CANDIDATES`; greedy requests have neither. Filters are left out: their survivors come first anyway.
         """
-        filters, edits, _ = self._prepare(*self._state_behind(places), [place.request for place in places])
+        filters, edits = self._prepare_behind(places)
         if edits is not None:
             self._kernels.edit_logits(logits, edits)
         values, ids = logits.topk(min(CANDIDATES, logits.shape[1]), -1)
@@ -453,6 +453,11 @@ class Sampler:
             told = [(i, request) for i, request in held if request.needs_tokens]
         on_host, finite = self._device.download(tokens, finite)
         return Sampled(tokens, on_host, finite, edited, told, asked, scored), edits
+
+    def _prepare_behind(self, places: Sequence[Row]) -> tuple[ops.Filters, Edits | None]:
+        state, ahead = self._state_behind(places)
+        filters, edits, _ = self._prepare(state, ahead, [place.request for place in places])
+        return filters, edits
 
     def _state_behind(self, places: Sequence[Row]) -> tuple[NDArray[Any], list[Sequence[int]]]:
         """Rows of the table for these places, with their positions in `next`; and their drafts."""

@@ -53,14 +53,11 @@ def load_eagle3(folder: Path | str, target: Model) -> Eagle3:
         return Eagle3(config, weights, target, read_ids(checkpoint, config))
 
 
-def load_draft_model(
-    folder: Path | str, target: Model, target_folder: Path | None = None, dtype: str = "auto"
-) -> Model:
+def load_draft_model(folder: Path | str, target: Model, target_folder: Path | None = None) -> Model:
     """A smaller model, on the target's device.
 
     Args:
         target_folder: the target's checkpoint: where it and the draft model's have a tokenizer, they must be the same.
-        dtype: see `load_model`.
 
     Raises ConfigError: the folder holds no model, or its tokens are not the target's.
     """
@@ -73,7 +70,7 @@ def load_draft_model(
             )
         if target_folder is not None:
             _check_tokenizers(Path(folder), target_folder)
-        return load_model(folder, dtype, kernels=target.kernels)
+        return load_model(folder, kernels=target.kernels)
 
 
 @contextlib.contextmanager
