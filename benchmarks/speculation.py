@@ -175,7 +175,8 @@ def replay(result: Result, options: Options) -> None:
             for accuracy in (0.8, 0.0) if adaptive else (0.8,):
                 proposer.accuracy = accuracy
                 runs = [lambda e=engine, p=p: generate(e, [prompt], p, count) for p in (plain, params)]  # type: ignore[misc]
-                without, drafted = all_of(1 if options.quick else TURNS, runs)
+                turns = TURNS if accuracy else 2 * TURNS  # what is looked for there is small
+                without, drafted = all_of(1 if options.quick else turns, runs)
                 tuned = ", self-tuned" if adaptive else ""
                 add(result, f"{DRAFTS} drafts, {name}, a = {accuracy:g}{tuned}", drafted, without)
 

@@ -13,7 +13,9 @@ from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kernels import LayerParts, WholeLayer
 from quire.ops.quantized import Scheme
+from quire.speculate.load_draft import load_eagle
 from tests.oracle import Driver, save_checkpoint
+from tests.test_models_eagle import HIDDEN, batch_of, eagle_tensors, write
 
 pytestmark = pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
 
@@ -58,3 +60,18 @@ def compare(folder: Path, isa: str, scheme: Scheme | None) -> None:
     tokens = torch.randint(0, 160, (48,), generator=torch.Generator().manual_seed(0)).tolist()
     for part in (tokens[:30], tokens[30:31], tokens[31:47], tokens[47:]):
         assert torch.equal(whole.feed(part), apart.feed(part))
+
+
+def test_an_eagle_heads_layer_which_has_no_norm_at_its_input_has_the_bits_of_its_kernels(tmp_path: Path) -> None:
+    target_folder = save_checkpoint(tmp_path / "target", "llama", dtype=torch.bfloat16)
+    head_folder = write(tmp_path / "head", eagle_tensors())
+    hidden = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    tokens = torch.arange(40)
+    made = []
+    for kernels in (CpuKernels(library.usable()[0]), OneByOne(library.usable()[0])):
+        target = load_model(target_folder, kernels=kernels)
+        head, kv = load_eagle(head_folder, target), target.new_cache(8, 16)
+        with torch.inference_mode():
+            parts = [head.forward(hidden[a:b], batch_of(tokens[a:b], a), kv) for a, b in ((0, 30), (30, 31), (31, 40))]
+        made.append(torch.cat(parts))
+    assert torch.equal(*made)

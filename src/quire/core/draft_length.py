@@ -21,7 +21,7 @@ _RECENT = 5
 _FREE_ROWS = 1.5
 """So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
 
-_MARGIN = 1.02
+_MARGIN = 1.05
 """Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
 
 _SMALLEST_CHANCE = 0.05

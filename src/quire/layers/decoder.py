@@ -13,7 +13,6 @@ import torch
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.mlp import GatedMLP, mlp_shapes
-from quire.layers.norm import RMSNorm
 from quire.layers.weights import LayerWeights
 from quire.ops import HeadNorm, KVCache, LayerParts, RaggedBatch
 from quire.ops.kernels import WholeLayer
@@ -94,17 +93,16 @@ class DecoderLayer:
         self._whole: WholeLayer | None = None
         if config.experts is None:
             self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
-            if self.input_norm is not None:
-                self._whole = weights.kernels.whole_layer(self._parts(self.input_norm, self.mlp, config.num_heads))
+            self._whole = weights.kernels.whole_layer(self._parts(self.mlp, config.num_heads))
         else:
             self.mlp = ExpertsLayer(config.experts, weights)
 
-    def _parts(self, input_norm: RMSNorm, mlp: GatedMLP, heads: int) -> LayerParts:
+    def _parts(self, mlp: GatedMLP, heads: int) -> LayerParts:
         attention = self.attention
         return LayerParts(
-            input_norm=input_norm.weight,
+            input_norm=None if self.input_norm is None else self.input_norm.weight,
             post_attention_norm=self.post_attention_norm.weight,
-            eps=input_norm.eps,
+            eps=self.post_attention_norm.eps,
             qkv=self.qkv.product,
             output=self.output.product,
             gate_up=mlp.gate_up.product,

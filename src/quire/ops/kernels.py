@@ -48,7 +48,7 @@ class LayerParts:
     """What a decoder layer is made of: see `quire.layers.decoder`.
 
     Attributes:
-        input_norm, post_attention_norm: their weights, [hidden].
+        input_norm, post_attention_norm: their weights, [hidden]; a layer that is always first may lack the former.
         eps: of both.
         qkv, output, gate_up, down: the products.
         head_norm: of each query and key head; None: none.
@@ -56,7 +56,7 @@ class LayerParts:
         scale, window, layer: see `Kernels.attend`.
     """
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     post_attention_norm: torch.Tensor
     eps: float
     qkv: Product

@@ -80,20 +80,20 @@ class CpuLayer:
         if not all(isinstance(product, CpuProduct) for product in products.values()):
             raise TypeError(f"the layer's products are {[type(product).__name__ for product in products.values()]}")
         self._struct = _Layer(
-            dtype=DTYPES[parts.input_norm.dtype],
+            dtype=DTYPES[parts.post_attention_norm.dtype],
             eps=parts.eps,
             head_eps=parts.head_norm.eps if parts.head_norm else 0.0,
             layer=parts.layer,
-            hidden=len(parts.input_norm),
+            hidden=len(parts.post_attention_norm),
             inner=parts.down.in_features,
             heads=parts.heads,
-            input_norm=parts.input_norm.data_ptr(),
+            input_norm=None if parts.input_norm is None else parts.input_norm.data_ptr(),
             head_norm=parts.head_norm.weight.data_ptr() if parts.head_norm else None,
             post_attention_norm=parts.post_attention_norm.data_ptr(),
             **{name: product.address for name, product in products.items()},
         )
         self._pointer = ctypes.addressof(self._struct)
-        self._dtype = parts.input_norm.dtype
+        self._dtype = parts.post_attention_norm.dtype
         self._key = ("layer", parts.heads, parts.scale, parts.window, self._struct.hidden, self._struct.inner)
 
     def __call__(
@@ -108,8 +108,10 @@ class CpuLayer:
 
         Raises:
             IndexError: a slot outside the cache.
-            ValueError: a cache of another shape or data type.
+            ValueError: a cache of another shape or data type, or an `x` in a layer that must be the first.
         """
+        if x is not None and self._parts.input_norm is None:
+            raise ValueError("a layer without a norm at its input must be the first")
         if self._struct.layer >= kv.layers:
             raise ValueError(f"layer {self._struct.layer} does not fit a cache of {kv.layers} layers")
         step, workspace = batch.once(self._key, lambda: self._prepare(tables, kv, batch))

@@ -10,7 +10,8 @@ namespace quire {
 struct Weight;
 struct AttentionStep;
 
-// What a layer is made of. Norm weights are in the layer's data type; `head_norm` may be null.
+// What a layer is made of. Norm weights are in the layer's data type; `head_norm` may be null, and `input_norm` in a
+// layer that is always first.
 struct Layer {
     int32_t dtype;
     float eps, head_eps;
@@ -86,11 +87,11 @@ QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t
     auto linear = [&](const Weight* weight, const void* from, void* to) {
         quire_linear(weight, from, l.dtype, s.tokens, to, l.dtype, scratch);
     };
-    if (first)
+    if (first && l.input_norm)
         quire_rms_norm(l.dtype, residual, l.input_norm, x, s.tokens, l.hidden, l.eps);
-    else
+    else if (!first)
         quire_add_rms_norm(l.dtype, x, residual, l.input_norm, s.tokens, l.hidden, l.eps);
-    linear(l.qkv, x, qkv);
+    linear(l.qkv, l.input_norm ? x : residual, qkv);
     if (quire_rotate_and_store(l.dtype, qkv, queries, l.head_norm, l.head_eps, s.cos, s.sin, s.slots, s.tokens, l.heads,
                                l.layer, s.blocks, s.kv))
         return 1;
