@@ -437,9 +437,12 @@ async def test_closing_while_workers_start_leaves_no_process(folder: Path) -> No
         pool = TokenizerPool(folder, 2, 60.0)
         starting = asyncio.create_task(pool.start())
         await asyncio.sleep(pause)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
+        if starting.done():  # a fast machine: there is nothing left to cancel
+            await pool.close()
+        else:
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
         assert pool.pids == []
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children if not is_gone(int(child))]

@@ -62,9 +62,10 @@ export async function send(path, { body, signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, "The server cannot be reached.");
   }
+  if (response.ok) return response;
+  const error = await failure(response);
   if (response.status === 401 && key !== apiKey()) return send(path, { body, signal }); // a new key came meanwhile
-  if (!response.ok) throw await failure(response);
-  return response;
+  throw error;
 }
 
 export async function getJson(path, signal) {
