@@ -103,8 +103,8 @@ class Scheduler:
         self._choose_waiting(step, now)
         if head is not None:
             self._choose_prefills(step, None)  # some may have given way: what is left over is theirs
-        if self._speculation:
-            self._choose_drafts(step)
+        if self._speculation is not None:
+            self._choose_drafts(step, self._speculation.num_speculative_tokens)
         return self._plan(step) if step.chosen else None
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
@@ -126,7 +126,7 @@ class Scheduler:
         if self._latency and flight.num_decodes:
             self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
         if self._lengths and flight.num_decodes == plan.num_tokens:
-            self._observe_drafts(plan, result)
+            _observe_drafts(self._lengths, plan, result)
         return updates
 
     def take_updates(self) -> list[RequestUpdate]:
@@ -203,12 +203,10 @@ class Scheduler:
         for request in aside:
             self._enqueue(request)
 
-    def _choose_drafts(self, step: _Step) -> None:
-        """Drafts for requests that decode, with what the step has left of tokens and the pool of blocks."""
-        spec = self._speculation
-        assert spec is not None
+    def _choose_drafts(self, step: _Step, most: int) -> None:
+        """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks."""
         decodes = [request for request, count in step.chosen.items() if count == request.num_remaining == 1]
-        room = [min(spec.num_speculative_tokens, request.num_draftable) for request in decodes]
+        room = [min(most, request.num_draftable) for request in decodes]
         if self._lengths:
             states = [request.draft_state for request in decodes]
             room = self._lengths.choose(states, room, step.budget, self.config.max_num_batched_tokens - step.budget)
@@ -224,13 +222,6 @@ class Scheduler:
         if self.kv.reserve(request, known + count):
             return count
         return min(count, len(request.table) * self.kv.block_size - known)
-
-    def _observe_drafts(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn what a step of decodes took."""
-        assert self._lengths
-        drafted = [span.num_drafted for span in result.spans]
-        rows = len(plan.spans) + sum(drafted)
-        self._lengths.observe(rows, result.seconds, result.drafting, max(drafted))
 
     def _chunk(self, remaining: int, step: _Step, chosen: int = 0) -> int:
         """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
@@ -570,6 +561,12 @@ class _Flight:
         self.number = number
         self.requests = requests
         self.num_decodes = num_decodes
+
+
+def _observe_drafts(lengths: DraftLengths, plan: StepPlan, result: StepResult) -> None:
+    """Learn what a step of decodes took."""
+    drafted = [span.num_drafted for span in result.spans]
+    lengths.observe(len(plan.spans) + sum(drafted), result.seconds, result.drafting, max(drafted))
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -121,9 +121,9 @@ class EngineStats:
             self.decode_seconds += result.seconds
         for span in result.spans:
             if span.num_drafted:
-                self.count_drafts(span.num_drafted, len(span.tokens) - 1)
+                self._count_drafts(span.num_drafted, len(span.tokens) - 1)
 
-    def count_drafts(self, drafted: int, accepted: int) -> None:
+    def _count_drafts(self, drafted: int, accepted: int) -> None:
         """Take in a verification of drafts."""
         self.verifications += 1
         self.drafted += drafted

@@ -13,7 +13,7 @@ import torch
 
 from quire.ops.attention_plan import LOWEST, AttentionPlan, Bucket, Chunk, Layout, make_plan
 from quire.ops.kv_cache import KEY, VALUE, KVCache, quantize
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import RaggedBatch, Trees
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int) -> None:
@@ -58,7 +58,7 @@ def paged_attention(
     if kv.scales is not None:
         kv, batch, layer = *_dequantized(kv, kv.scales, batch, layer), 0
     if batch.trees is not None:
-        kv, batch, layer = *_straightened(kv, batch, layer), 0
+        kv, batch, layer = *_straightened(kv, batch, batch.trees, layer), 0
     layout = Layout(kv.layers, kv.kv_heads, q.shape[1] // kv.kv_heads, kv.block_size, window)
     step = batch.once((layout, q.dtype), lambda: _Step(batch, layout, kv, q.dtype))
     cache = kv.data.view(-1, step.plan.run * kv.head_dim)[layer * step.plan.layer_stride :]
@@ -89,7 +89,7 @@ def _dequantized(kv: KVCache, scales: torch.Tensor, batch: RaggedBatch, layer: i
     return wide, renamed
 
 
-def _straightened(kv: KVCache, batch: RaggedBatch, layer: int) -> tuple[KVCache, RaggedBatch]:
+def _straightened(kv: KVCache, batch: RaggedBatch, trees: Trees, layer: int) -> tuple[KVCache, RaggedBatch]:
     """One layer of a plain cache in which each row of a tree is a span of its own, and the batch that names it so.
 
     Such a row shares its request's blocks up to its tree's base; the tokens of its path, and those before them in the
@@ -97,7 +97,7 @@ def _straightened(kv: KVCache, batch: RaggedBatch, layer: int) -> tuple[KVCache,
     """
 
     def make() -> tuple[KVCache, RaggedBatch, _Straight]:
-        straight = _straight(batch)
+        straight = _straight(batch, trees)
         blocks = len(straight.blocks) + straight.added
         wide = KVCache(blocks + 1, 1, kv.kv_heads, kv.head_dim, kv.block_size, kv.dtype)
         return wide, straight.batch, straight
@@ -126,9 +126,8 @@ class _Straight(NamedTuple):
     places: torch.Tensor
 
 
-def _straight(batch: RaggedBatch) -> _Straight:
-    trees, size = batch.trees, batch.block_size
-    assert trees is not None
+def _straight(batch: RaggedBatch, trees: Trees) -> _Straight:
+    size = batch.block_size
     blocks, names = torch.unique(batch.block_tables, return_inverse=True)
     row_starts, context_lens, tables, sources, places = [0], [], [], [], []
     added = 0

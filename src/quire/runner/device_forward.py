@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import Span
-from quire.models.model import Model, Taps
+from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
-from quire.runner.host_forward import NO_BRANCHES, Forwarded, tree_end
+from quire.runner.host_forward import NO_BRANCHES, Forwarded, forward, tree_end, tree_rows
 from quire.runner.proposer import Branch
 
 logger = logging.getLogger(__name__)
@@ -123,29 +123,18 @@ class DeviceForward:
     ) -> RaggedBatch:
         """All spans one after the other, without padding; see `__call__`."""
         size = Size(int(row_starts[-1]), len(spans))
-        if branches:  # their first row's slot, in place of its position
-            spans = [replace(span, start=_first_slot(span, branches)) for span in spans]
-        inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
         if not branches:
-            return self._batch(inputs, size)
-        batch = self._batch(inputs, size, self._trees(spans, row_starts, branches))
-        assert batch.spans is not None
-        ends = [tree_end(branch) if (branch := branches.get(span.request)) else 0 for span in spans]
-        [reach] = self._device.upload(np.array(ends, np.int32))  # ancestors may lie behind the span's own rows
-        torch.maximum(batch.spans.context_lens, reach, out=batch.spans.context_lens)
-        return batch
-
-    def _trees(self, spans: list[Span], row_starts: NDArray[np.int64], branches: Mapping[int, Branch]) -> DeviceTrees:
-        width = max(len(path) for branch in branches.values() for path in branch.paths)
-        bases, depths = np.zeros(len(spans), np.int32), np.full(row_starts[-1], -1, np.int32)
-        paths = np.zeros((row_starts[-1], width), np.int32)
-        for index, span in enumerate(spans):
-            branch = branches.get(span.request)
-            if branch is not None:
-                bases[index] = branch.base
-                for row, path in enumerate(branch.paths, start=row_starts[index]):
-                    depths[row], paths[row, : len(path)] = len(path) - 1, path
-        return DeviceTrees(*self._device.upload(bases, depths, paths))
+            return self._batch(self._write(self._inputs(size), size, spans, rows, row_starts), size)
+        by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
+        bases, ends = np.zeros((2, len(spans)), np.int32)
+        spans = list(spans)
+        for index, branch in by_span.items():  # its first row's slot, in place of its position
+            spans[index] = replace(spans[index], start=branch.base + branch.slots[0])
+            bases[index], ends[index] = branch.base, tree_end(branch)
+        depths, paths = (table.astype(np.int32) for table in tree_rows(by_span, row_starts))
+        inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
+        reach, *trees = self._device.upload(ends, bases, depths, paths)
+        return self._batch(inputs, size, DeviceTrees(*trees), reach)
 
     def __call__(
         self,
@@ -240,23 +229,21 @@ class DeviceForward:
         """The forward pass, from what `_write` has sent. Its launches depend on `size` alone."""
         return self._forward(self._batch(inputs, size))
 
-    def _batch(self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None) -> RaggedBatch:
+    def _batch(
+        self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None, reach: Tensor | None = None
+    ) -> RaggedBatch:
+        """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie behind a row."""
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables, trees)
         kernels, block_size = self._model.kernels, self._kv.block_size
         ids, positions, slots = kernels.place(tokens, span_of_row, self.last_tokens, spans, block_size)
+        if reach is not None:
+            torch.maximum(spans.context_lens, reach, out=spans.context_lens)
         none = self._tables[:0]
         return RaggedBatch(ids, positions, slots, [], [], none, block_size, spans)
 
     def _forward(self, batch: RaggedBatch) -> Forwarded:
-        taps = Taps(self._taps) if self._taps else None
-        hidden = self._model.forward(batch, self._kv, taps)
-        return Forwarded(hidden, self._model.kernels.finite_rows(hidden), taps.features() if taps else hidden)
-
-
-def _first_slot(span: Span, branches: Mapping[int, Branch]) -> int:
-    branch = branches.get(span.request)
-    return span.start if branch is None else branch.base + branch.slots[0]
+        return forward(self._model, batch, self._kv, self._taps)
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:

@@ -70,20 +70,13 @@ class Drafter:
     Args:
         proposer: guesses.
         context: what it may use.
-        move: puts the keys and values of accepted rows of a tree into place: (request, sources, destinations), all
-            positions.
 
     Attributes:
         seconds: spent on proposing and following since the last step.
     """
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        context: RunnerContext,
-        move: Callable[[int, Sequence[int], Sequence[int]], None],
-    ) -> None:
-        self._proposer, self._context, self._move = proposer, context, move
+    def __init__(self, proposer: Proposer, context: RunnerContext) -> None:
+        self._proposer, self._context = proposer, context
         self._texts: dict[int, _Text] = {}
         self._failures: set[str] = set()  # what the proposer failed to do
         self.seconds = 0.0
@@ -159,7 +152,7 @@ class Drafter:
                 tokens, rows = [tokens[row] for row in path], [first + row for row in path]
                 if path[-1] >= len(path):
                     places = range(span.start, span.start + len(path))
-                    self._move(span.request, [span.start + row for row in path], places)
+                    self._context.move(span.request, [span.start + row for row in path], places)
             computed.append(Computed(span.request, span.start, tokens, next_token, rows))
         self._ask("follow a step", lambda: self._proposer.follow(computed, outcome.features, self._context))
         self.seconds += time.monotonic() - begin
@@ -204,18 +197,17 @@ def _usable(drafts: Drafts, count: int, vocab_size: int) -> Drafts:
     return Drafts(tokens[:count], parents, distributions)
 
 
-def accepted_path(sampled: Sequence[int], drafts: Drafts | None) -> list[int]:
+def accepted_path(sampled: Sequence[int], drafts: Drafts) -> list[int]:
     """Rows, 0 the last known token's and j draft j's, along which each draft is what was sampled before it.
 
     Args:
         sampled: a token a row.
     """
     path = [0]
-    if drafts is not None:
-        for row, draft in enumerate(drafts.tokens, start=1):
-            parent = drafts.parent(row)
-            if parent == path[-1] and sampled[parent] == draft:
-                path.append(row)
+    for row, draft in enumerate(drafts.tokens, start=1):
+        parent = drafts.parent(row)
+        if parent == path[-1] and sampled[parent] == draft:
+            path.append(row)
     return path
 
 
@@ -233,11 +225,13 @@ class RunnerContext:
     def __init__(
         self,
         model: Model,
+        kv: KVCache,
         sampler: Sampler,
         forward: HostForward | DeviceForward,
         row_of: Callable[[int], int],
     ) -> None:
         self.sampler, self.vocab_size = sampler, model.vocab_size
+        self._kernels, self._kv = model.kernels, kv
         self._forward, self._row_of = forward, row_of
 
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
@@ -267,6 +261,11 @@ class RunnerContext:
         """See `DraftContext.candidates`."""
         return self.sampler.candidates(logits, rows, width)
 
+    def move(self, request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Put the model's keys and values from positions of a request to others: accepted rows of a tree."""
+        slots = self._forward.slots(self._row_of(request), [*sources, *destinations])
+        self._kernels.move_rows(self._kv, *slots.chunk(2))
+
 
 def branch_of(span: Span, drafts: Drafts) -> Branch | None:
     """The tree that a span verifies; None: its rows continue one another."""
@@ -276,15 +275,3 @@ def branch_of(span: Span, drafts: Drafts) -> Branch | None:
     for row, parent in enumerate(drafts.parents, start=1):
         paths.append([*paths[parent], row])
     return Branch(span.request, span.start, span.tokens, range(len(span.tokens)), paths)
-
-
-def make_move(
-    model: Model, kv: KVCache, forward: HostForward | DeviceForward, row_of: Callable[[int], int]
-) -> Callable[[int, Sequence[int], Sequence[int]], None]:
-    """What moves keys and values within a request: see `Drafter`."""
-
-    def move(request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        slots = forward.slots(row_of(request), [*sources, *destinations])
-        model.kernels.move_rows(kv, *slots.chunk(2))
-
-    return move

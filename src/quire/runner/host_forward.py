@@ -34,6 +34,13 @@ class Forwarded(NamedTuple):
     features: Tensor
 
 
+def forward(model: Model, batch: RaggedBatch, kv: KVCache, tapped: Sequence[int]) -> Forwarded:
+    """Through the model; `tapped` are the layers of which features are made."""
+    taps = Taps(tapped) if tapped else None
+    hidden = model.forward(batch, kv, taps)
+    return Forwarded(hidden, model.kernels.finite_rows(hidden), taps.features() if taps else hidden)
+
+
 class HostForward:
     """Runs spans through the model; keeps the block tables of all requests.
 
@@ -84,9 +91,7 @@ class HostForward:
             row_starts: first row of each span, and one entry more.
             branches: by request, where a span's rows do not continue one another.
         """
-        taps = Taps(self._taps) if self._taps else None
-        hidden = self._model.forward(self.batch(spans, rows, row_starts, branches), self._kv, taps)
-        return Forwarded(hidden, self._model.kernels.finite_rows(hidden), taps.features() if taps else hidden)
+        return forward(self._model, self.batch(spans, rows, row_starts, branches), self._kv, self._taps)
 
     def batch(
         self,
@@ -136,6 +141,21 @@ def tree_end(branch: Branch) -> int:
     return branch.base + 1 + max(max(branch.slots), *map(max, branch.paths))
 
 
+def tree_rows(
+    branches: Mapping[int, Branch], row_starts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each row of a batch with trees, by index of the span: its depth, -1 in no tree, and its path, then 0.
+
+    Shapes: [tokens] and [tokens, width].
+    """
+    width = max(len(path) for branch in branches.values() for path in branch.paths)
+    depths, paths = np.full(row_starts[-1], -1), np.zeros((row_starts[-1], width), np.int64)
+    for index, branch in branches.items():
+        for row, path in enumerate(branch.paths, start=row_starts[index]):
+            depths[row], paths[row, : len(path)] = len(path) - 1, path
+    return depths, paths
+
+
 def _trees(
     branches: Mapping[int, Branch],
     row_starts: NDArray[np.int64],
@@ -144,15 +164,12 @@ def _trees(
     contexts: NDArray[np.int64],
 ) -> Trees:
     """The trees of a batch, by index of the span; what the other arguments say of their rows and spans is set right."""
-    width = max(len(path) for branch in branches.values() for path in branch.paths)
-    paths = np.zeros((len(positions), width), np.int64)
+    depths, paths = tree_rows(branches, row_starts)
     for index, branch in branches.items():
-        first = row_starts[index]
+        rows = slice(row_starts[index], row_starts[index + 1])
         contexts[index] = tree_end(branch)
-        places[first : first + len(branch.slots)] = branch.base + np.array(branch.slots)
-        for row, path in enumerate(branch.paths, start=first):
-            paths[row, : len(path)] = path
-            positions[row] = branch.base + len(path) - 1
+        places[rows] = branch.base + np.array(branch.slots)
+        positions[rows] = branch.base + depths[rows]
     bases = contexts.copy()
     bases[list(branches)] = [branch.base for branch in branches.values()]
     return Trees(torch.from_numpy(bases), torch.from_numpy(paths))

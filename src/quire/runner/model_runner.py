@@ -24,7 +24,7 @@ from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device, Mark
 from quire.runner.device_forward import DeviceForward
-from quire.runner.drafter import Drafter, Outcome, RunnerContext, accepted_path, branch_of, drafts_before, make_move
+from quire.runner.drafter import Drafter, Outcome, RunnerContext, accepted_path, branch_of, drafts_before
 from quire.runner.host_forward import HostForward
 from quire.runner.proposer import Drafts, Row, Speculation
 from quire.runner.sampler import Sampled, SampledRow, Sampler, Scored, Verified
@@ -84,9 +84,8 @@ class ModelRunner:
         self._unsettled: LaunchedStep | None = None  # its tokens have not been taken in
         if speculation is not None:
             speculation.proposer.beside(kv)
-            context = RunnerContext(model, self.sampler, self._forward, self._row_of)
-            move = make_move(model, kv, self._forward, self._row_of)
-            self._drafter = Drafter(speculation.proposer, context, move)
+            context = RunnerContext(model, kv, self.sampler, self._forward, self._row_of)
+            self._drafter = Drafter(speculation.proposer, context)
 
     def _row_of(self, request: int) -> int:
         return self._requests[request].row
