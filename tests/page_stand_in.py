@@ -38,7 +38,7 @@ class Script:
         bodies: (path, body) of the requests that came.
         breaks_off: answers end after their first piece, without a word.
         hung_up: an answer's client went away before its end.
-        num_blocks, boot: of the engine that /view shows.
+        num_blocks, boot, first_step: of the engine that /view shows; its steps are numbered from `first_step` on.
         speculates: it drafts tokens: each decoding step of a request verifies four.
     """
 
@@ -56,6 +56,7 @@ class Script:
     hung_up: threading.Event = field(default_factory=threading.Event)
     num_blocks: int = 8192
     boot: int = 1
+    first_step: int = 0
     speculates: bool = False
 
 
@@ -195,7 +196,10 @@ def view_document(now: float, since: int, script: Script) -> dict[str, Any]:
             {name: value for name, value in one.items() if name not in ("over", "born")} | _drafts(one, script)
             for one in open_requests
         ],
-        "steps": [_step(number, script.speculates) for number in range(max(since, current - 255), current)],
+        "steps": [
+            _step(number, script.speculates) | {"number": number - script.first_step}
+            for number in range(max(since + script.first_step, current - 255), current)
+        ],
         "finished": [_finished(one) | _drafts(one, script) for one in over[-64:]],
     }
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.chromium import Chromium, Page, find_chromium
 from tests.http_tools import ServeProcess
-from tests.page_stand_in import STATIC, StandIn
+from tests.page_stand_in import STATIC, STEP, StandIn
 
 READY = "document.querySelector('#send') && !document.querySelector('#send').disabled"
 IDLE = "!document.querySelector('.message.running')"
@@ -452,10 +452,12 @@ def test_a_large_pool_says_how_many_blocks_a_square_stands_for(browser: Chromium
 
 def test_another_engine_begins_a_new_picture(browser: Chromium, server: StandIn) -> None:
     page = live(browser, server)
+    page.wait(f"{ink('timeline')} >= 3")
+    server.script.first_step = int(time.monotonic() / STEP)  # it has run nothing when the page first asks
     server.script.boot = 2
-    page.wait(
-        "performance.getEntriesByType('resource').some((one) => /since=[01]$/.test(one.name) && one.startTime > 300)"
-    )
+    views = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/view'))"
+    asked_last = f"Number({views}.at(-1).name.split('since=')[1])"
+    page.wait(f"{asked_last} > 0 && {asked_last} < 1000")
     page.wait(f"{ink('timeline')} >= 3")
     settle(server, page)
 
