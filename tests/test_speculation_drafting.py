@@ -320,7 +320,7 @@ def test_a_draft_model_that_is_the_target_drafts_its_greedy_tokens(folder: Path)
     prompts = [random_prompt(37, seed=1), random_prompt(5, seed=2)]
     reference = load_reference(folder)
     texts = [[*prompt, *reference_greedy(reference, prompt, 24)] for prompt in prompts]
-    stand = Stand(DraftModel(load_model(folder)), 0)
+    stand = Stand(DraftModel(load_model(folder), VOCAB), 0)
     for request, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
         stand.admit(request, text)
         stand.compute((request, len(prompt)))
@@ -334,7 +334,7 @@ def test_a_draft_model_that_is_the_target_drafts_its_greedy_tokens(folder: Path)
 
 def test_with_the_same_noise_a_draft_model_that_is_the_target_draws_its_samples(folder: Path) -> None:
     model, params = load_model(folder), [(1.0, 5), (0.7, 5), (1.5, 6)]
-    stand = Stand(DraftModel(model), 0)
+    stand = Stand(DraftModel(model, VOCAB), 0)
     for request, (temperature, seed) in enumerate(params):
         text, sequence = random_prompt(20 + request, seed=request), Driver(model, 64)
         logits = sequence.feed(text)[-1:]
@@ -351,7 +351,7 @@ def test_with_the_same_noise_a_draft_model_that_is_the_target_draws_its_samples(
 @pytest.mark.parametrize("chunk", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 200])
 def test_a_draft_model_drafts_the_same_however_the_prompt_was_computed(other: Any, chunk: int) -> None:
     text = random_prompt(150, seed=4)
-    stand = Stand(DraftModel(other), 0)
+    stand = Stand(DraftModel(other, VOCAB), 0)
     stand.admit(0, text)
     for end in [*range(chunk, 140, chunk), 140]:
         stand.compute((0, end))
@@ -360,7 +360,7 @@ def test_a_draft_model_drafts_the_same_however_the_prompt_was_computed(other: An
 
 def test_rejected_drafts_leave_no_trace(other: Any) -> None:
     text = random_prompt(60, seed=5)
-    stand = Stand(DraftModel(other), 0)
+    stand = Stand(DraftModel(other, VOCAB), 0)
     stand.admit(0, text)
     stand.compute((0, 30))
     for _ in range(5):
@@ -374,7 +374,7 @@ def test_rows_of_accepted_drafts_are_not_computed_again_by_a_draft_model(other: 
     prompt = random_prompt(12, seed=6)
     right = greedy(other, prompt, 20)
     text = [*prompt, *right[:9], (right[9] + 1) % VOCAB, *random_prompt(20, seed=7)]
-    stand = Stand(DraftModel(other), 0)
+    stand = Stand(DraftModel(other, VOCAB), 0)
     stand.admit(0, text)
     stand.compute((0, 12))
     assert stand.line(0, 4) == right[1:5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -156,6 +157,23 @@ def test_the_demo_has_its_own_and_drafts_well(method):
 def test_what_speculative_config_cannot_say_is_refused(spec, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="m", speculative_config=spec)
+
+
+@pytest.mark.parametrize("vocab_size", [96, 192])
+def test_a_draft_model_of_the_same_tokenizer_may_be_padded_otherwise(folders, alone, tmp_path, caplog, vocab_size):
+    """The targets' tokens from 96 on have no row in the smaller one, those from 160 on none in the target."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    shutil.copytree(folders["target"], target)
+    save_checkpoint(draft, "llama", num_hidden_layers=1, vocab_size=vocab_size)
+    for folder in (target, draft):
+        shutil.copy(resolve("demo") / "tokenizer.json", folder)
+    for tree_width in (1, 2):
+        spec = {"method": "draft_model", "model": str(draft), "adaptive": False, "tree_width": tree_width}
+        options = {"threads": 1, "max_num_seqs": 16, "max_model_len": 200, "speculative_config": spec}
+        engine = Engine(EngineConfig(model=str(target), **options))
+        assert run(engine, range(16)) == alone["ngram"]
+        assert engine.stats.drafted > 100
+    assert "the proposer failed" not in caplog.text
 
 
 def test_what_cannot_draft_for_a_model_is_refused_before_anything_runs(folders, tmp_path):

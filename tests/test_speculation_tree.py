@@ -14,7 +14,7 @@ from quire.ops import Kernels
 from quire.runner.proposer import Branch, Drafts
 from quire.speculate.drafting import DraftModel
 from quire.speculate.tree import GrowingTree, TreeShape
-from tests.oracle import Driver, random_prompt, save_checkpoint
+from tests.oracle import VOCAB, Driver, random_prompt, save_checkpoint
 from tests.test_speculation_drafting import Stand, digest, expected_line, feature_of, fused, hash_stand, logits_of
 
 Line = tuple[int, ...]
@@ -242,7 +242,7 @@ def test_the_rows_of_a_tree_say_what_stands_before_them() -> None:
 def test_a_draft_model_grows_the_tree_of_what_it_would_say(tmp_path: Path) -> None:
     model, shape = load_model(save_checkpoint(tmp_path, "qwen3"), kernels=Kernels()), TreeShape(3, 4)
     texts = [random_prompt(60, seed=1), random_prompt(30, seed=2)]
-    stand = Stand(DraftModel(model), 0, tree=shape)
+    stand = Stand(DraftModel(model, VOCAB), 0, tree=shape)
     for request, text in enumerate(texts):
         stand.admit(request, text)
         stand.compute((request, len(text) - 1))

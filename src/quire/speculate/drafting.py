@@ -11,6 +11,7 @@ made of that position and the token *behind* it, and predicts the one behind tha
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,10 +60,15 @@ class DraftingModel(Protocol):
 
 
 class DraftModel:
-    """A whole model that drafts: it needs the tokens alone."""
+    """A whole model that drafts: it needs the tokens alone.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        vocab_size: the target's. Rows that one of both vocabularies has more than the other are padding.
+    """
+
+    def __init__(self, model: Model, vocab_size: int) -> None:
         self._model = model
+        self._more = vocab_size - model.vocab_size  # rows that the target has more
         self.num_layers, self.num_kv_heads, self.head_dim = model.num_layers, model.num_kv_heads, model.head_dim
         self.kv_sides, self.dtype = model.kv_sides, model.dtype
 
@@ -72,11 +78,14 @@ class DraftModel:
 
     def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
         """See `DraftingModel`."""
+        if self._more > 0:  # a target may sample its padding
+            batch = dataclasses.replace(batch, token_ids=batch.token_ids.clamp(max=self._model.vocab_size - 1))
         return self._model.forward(batch, kv)
 
     def logits(self, out: Tensor) -> Tensor:
         """See `DraftingModel`."""
-        return self._model.logits(out)
+        logits = self._model.logits(out)
+        return F.pad(logits, (0, self._more), value=float("-inf")) if self._more else logits
 
 
 class MtpHead:

@@ -58,18 +58,19 @@ def load_draft_model(folder: Path | str, target: Model, target_folder: Path | No
 
     Args:
         target_folder: the target's checkpoint: where it and the draft model's have a tokenizer, they must be the same.
+            If they have, their vocabularies may be padded to different sizes, as models of one family often are.
 
     Raises ConfigError: the folder holds no model, or its tokens are not the target's.
     """
     with _refused(folder):
         draft = read_config(*_fields(Path(folder)))
-        if draft.vocab_size != target.vocab_size:
+        compared = target_folder is not None and _check_tokenizers(Path(folder), target_folder)
+        if draft.vocab_size != target.vocab_size and not compared:
             raise ConfigError(
-                f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}; choose a draft model "
-                "of the same family"
+                f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}, and without "
+                f"{TOKENIZER_FILE} in both folders nobody knows that they mean the same; choose a draft model of the "
+                "same family"
             )
-        if target_folder is not None:
-            _check_tokenizers(Path(folder), target_folder)
         return load_model(folder, kernels=target.kernels)
 
 
@@ -118,11 +119,13 @@ def _fields(folder: Path) -> tuple[Fields, Fields]:
     return checkpoint.config, checkpoint.generation
 
 
-def _check_tokenizers(folder: Path, target_folder: Path) -> None:
-    """Raises ConfigError where both have a tokenizer.json and these spell some id differently."""
+def _check_tokenizers(folder: Path, target_folder: Path) -> bool:
+    """Whether both have a tokenizer.json. Raises ConfigError where these spell some id differently."""
     files = (folder / TOKENIZER_FILE, target_folder / TOKENIZER_FILE)
-    if not all(has_file(file) for file in files) or files[0].read_bytes() == files[1].read_bytes():
-        return
+    if not all(has_file(file) for file in files):
+        return False
+    if files[0].read_bytes() == files[1].read_bytes():
+        return True
     own, targets = (_tokens(file) for file in files)
     different = {token for token, _ in own.items() ^ targets.items()}
     if different:
@@ -132,6 +135,7 @@ def _check_tokenizers(folder: Path, target_folder: Path) -> None:
             f"{own.get(first, 'none')} here and {targets.get(first, 'none')} there; "
             "choose a draft model of the same family"
         )
+    return True
 
 
 def _tokens(file: Path) -> dict[str, int]:

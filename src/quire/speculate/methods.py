@@ -58,6 +58,6 @@ def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[Draftin
         raise ConfigError(f"speculative_config: {error}") from error
     if spec.method == "draft_model":
         model = load_draft_model(path, target, folder)
-        return DraftModel(model), (), model.weight_bytes
+        return DraftModel(model, target.vocab_size), (), model.weight_bytes
     head = load_eagle(path, target) if spec.method == "eagle" else load_eagle3(path, target)
     return head, head.taps, head.weight_bytes
