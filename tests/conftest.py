@@ -1,11 +1,17 @@
-"""Shared by all tests: one thread, since the tests' matrices are tiny and a second thread only waits; and Triton's
-kernels in its interpreter, which must be chosen before they are imported."""
+"""Shared by all tests: one thread, since the tests' matrices are tiny and a second thread only waits; Triton's kernels
+in its interpreter, which must be chosen before they are imported; and of hypothesis the same examples in every run, on
+a machine that may be slow."""
 
 from __future__ import annotations
 
 import os
 
+import hypothesis
 import torch
 
 torch.set_num_threads(1)
 os.environ["TRITON_INTERPRET"] = "1"
+hypothesis.settings.register_profile(
+    "quire", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("quire")

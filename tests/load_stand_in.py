@@ -195,7 +195,7 @@ def stand_in_thread(behave: Behaviour) -> Iterator[StandIn]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        if not ready.wait(20):
+        if not ready.wait(60):
             raise TimeoutError("the stand-in did not start")
         yield server
     finally:
@@ -205,7 +205,7 @@ def stand_in_thread(behave: Behaviour) -> Iterator[StandIn]:
                 each.cancel()
 
         loop.call_soon_threadsafe(cancel_all)
-        thread.join(20)
+        thread.join(60)
 
 
 def status(code: int, body: bytes, kind: str = "application/json") -> Behaviour:
@@ -215,13 +215,20 @@ def status(code: int, body: bytes, kind: str = "application/json") -> Behaviour:
     return behave
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+@contextmanager
+def closed_port() -> Iterator[socket.socket]:
+    """A socket with a port of its own, where nobody listens as long as it is held: connections are refused."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held
+
+
+def url_of(held: socket.socket) -> str:
+    return f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def config(url: str = "http://127.0.0.1:1", **options: Any) -> LoadConfig:
-    defaults: dict[str, Any] = {"model": "m", "warmup": 0, "timeout": 20.0, "input_len": "5", "output_len": "3"}
+    defaults: dict[str, Any] = {"model": "m", "warmup": 0, "timeout": 60.0, "input_len": "5", "output_len": "3"}
     if options.get("trace"):
         del defaults["input_len"], defaults["output_len"]
     return LoadConfig(url=url, **(defaults | options))
@@ -250,7 +257,7 @@ async def one(behave: Behaviour, **options: Any) -> Record:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

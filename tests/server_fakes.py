@@ -323,11 +323,13 @@ class FakeTokenizerPool:
 
     Attributes:
         seconds: how long each call takes.
+        gate: waited for by each call.
         raises: raised by the next calls, e.g. a timeout.
         has_template: without one, `render` says what the real pool would.
     """
 
     seconds: float = 0.0
+    gate: asyncio.Event | None = None
     raises: Exception | None = None
     has_template: bool = True
     calls: list[str] = field(default_factory=list)
@@ -342,6 +344,8 @@ class FakeTokenizerPool:
         self.calls.append(what)
         if self.seconds:
             await asyncio.sleep(self.seconds)
+        if self.gate is not None:
+            await self.gate.wait()
         if self.raises is not None:
             raise self.raises
 
@@ -422,15 +426,15 @@ class AppThread:
 
     def __enter__(self) -> AppThread:
         self._thread.start()
-        assert self._up.wait(20), "the server did not start"
+        assert self._up.wait(60), "the server did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the server did not end"
 
-    def call(self, work: Coroutine[Any, Any, Any], seconds: float = 20) -> Any:
+    def call(self, work: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
         """Run something on the server's loop, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
 
@@ -452,7 +456,7 @@ class AppThread:
         uvloop.run(serve())
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether the condition comes true in time."""
     end = time.monotonic() + seconds
     while not condition():

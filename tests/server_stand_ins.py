@@ -72,7 +72,7 @@ def engine() -> int:
     board.set_phase("reading weights", 0.4)
     if manner == "fail" or (manner == "again" and start.boot > 1):
         control.send(wire.encode(wire.EngineFailed(text)))
-        control.close(linger=2000)
+        zmq.Context.instance().destroy(linger=20_000)  # until the message is on its way
         return 1
     if manner == "exit":
         return int(text)

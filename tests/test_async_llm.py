@@ -20,16 +20,28 @@ def llm():
     llm.close()
 
 
-async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams, **options) -> tuple[str, str]:
-    """The deltas joined, and the final text."""
+async def collect(
+    llm: AsyncLLM, prompt: str, params: SamplingParams, begun: asyncio.Event | None = None, **options
+) -> tuple[str, str]:
+    """The deltas joined, and the final text. `begun` is set with the first of them."""
     deltas = []
     async for output in llm.generate(prompt, params, **options):
         deltas.append(output.outputs[0].delta)
+        if begun is not None:
+            begun.set()
     return "".join(deltas), output.outputs[0].text
 
 
+async def begin(llm: AsyncLLM) -> asyncio.Task[tuple[str, str]]:
+    """A long request that has some tokens."""
+    begun = asyncio.Event()
+    task = asyncio.create_task(collect(llm, "x", LONG, begun))
+    await begun.wait()
+    return task
+
+
 async def drained(llm: AsyncLLM) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if llm._engine.idle and llm._frontend.idle:
             return
         await asyncio.sleep(0.01)
@@ -54,8 +66,7 @@ async def test_a_slow_reader_misses_nothing(llm):
 
 
 async def test_cancelling_a_caller_aborts_its_request(llm):
-    task = asyncio.create_task(collect(llm, "x", LONG))
-    await asyncio.sleep(0.1)
+    task = await begin(llm)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -85,8 +96,7 @@ async def test_a_bad_prompt_raises_for_its_caller_alone(llm):
 
 
 async def test_closing_ends_those_who_wait(llm):
-    task = asyncio.create_task(collect(llm, "x", LONG))
-    await asyncio.sleep(0.1)
+    task = await begin(llm)
     await asyncio.to_thread(llm.close)
     with pytest.raises(EngineClosedError):
         await task
@@ -95,8 +105,7 @@ async def test_closing_ends_those_who_wait(llm):
 
 
 async def test_a_failure_of_the_engines_thread_is_told_to_everybody(llm, monkeypatch):
-    waiting = asyncio.create_task(collect(llm, "x", LONG))
-    await asyncio.sleep(0.1)
+    waiting = await begin(llm)
 
     def broken():
         raise RuntimeError("a bug")
@@ -125,4 +134,4 @@ async def test_closing_while_a_prompt_is_tokenized_ends_its_caller(llm, monkeypa
     await asyncio.sleep(0.1)
     await asyncio.to_thread(llm.close)
     with pytest.raises(EngineClosedError):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)

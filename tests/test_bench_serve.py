@@ -111,8 +111,8 @@ async def test_delays_of_a_server_are_measured_as_they_are() -> None:
         assert found.error is None
         assert found.ttft is not None
         assert found.tpot is not None
-        assert 0.149 <= found.ttft < 0.15 + 1.0
-        assert 0.348 <= found.e2e < 0.35 + 2.0
+        assert 0.149 <= found.ttft < found.e2e
+        assert 0.348 <= found.e2e < 60
         assert found.e2e == pytest.approx(found.ttft + 4 * found.tpot)
         assert sum(gap for gap, _ in found.gaps()) == pytest.approx(found.times[-1] - found.times[0])
 

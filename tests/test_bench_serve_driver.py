@@ -27,6 +27,7 @@ from tests.load_stand_in import (
     stand_in,
     status,
     until,
+    url_of,
 )
 
 # Servers that fail.
@@ -98,7 +99,7 @@ async def test_a_failure_has_a_kind_and_the_servers_own_words(behave: Behaviour,
 async def test_a_server_that_never_answers_times_out() -> None:
     found = await one(_silence, timeout=0.2)
     assert (found.error, found.message) == ("timeout", "not finished in 0.2 s (--timeout)")
-    assert 0.19 <= found.e2e < 10
+    assert 0.19 <= found.e2e < 60
 
 
 async def test_an_event_that_never_ends_is_given_up() -> None:
@@ -112,7 +113,8 @@ async def test_an_event_that_never_ends_is_given_up() -> None:
 
 
 async def test_a_server_that_is_not_there_is_given_up_after_some_tries() -> None:
-    driver = await load(config(f"http://127.0.0.1:{closed_port()}", num_requests=1000, concurrency=2))
+    with closed_port() as held:
+        driver = await load(config(url_of(held), num_requests=1000, concurrency=2))
     assert len(driver.records) <= MOST_HOPELESS + 2
     assert {found.error for found in driver.records} == {"connect"}
     assert driver.stopped is not None
@@ -179,7 +181,7 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
 
     async with stand_in(behave) as server:
         driver = await load(config(server.url, num_requests=3, timeout=0.1, concurrency=3))
-        await until(lambda: ended == [b""] * 3)
+        await until(lambda: ended == [b""] * len(server.asked) and server.open == 0)
     assert [found.error for found in driver.records] == ["timeout"] * 3
 
 
@@ -230,11 +232,11 @@ async def test_a_trace_is_replayed_at_its_times(tmp_path: Path) -> None:
 
 
 async def test_after_the_duration_nothing_new_is_sent_and_the_rest_ends_as_usual() -> None:
-    async with stand_in(answering(first=0.05)) as server:
-        driver = await load(config(server.url, duration=0.12, concurrency=2))
+    async with stand_in(answering(first=0.2)) as server:
+        driver = await load(config(server.url, duration=0.5, concurrency=2))
     assert driver.stopped is None
     assert {found.error for found in driver.records} == {None}
-    assert 2 <= len(driver.records) <= 6  # two at a time, each at least 0.05 s long
+    assert 2 <= len(driver.records) <= 6  # two at a time, each at least 0.2 s long
 
 
 async def test_a_run_that_is_stopped_breaks_off_what_is_in_flight() -> None:

@@ -29,6 +29,7 @@ from tests.load_stand_in import (
     stand_in_thread,
     status,
     until,
+    url_of,
 )
 
 # The command.
@@ -119,8 +120,9 @@ def test_a_servers_words_cannot_steer_the_terminal(capsys: pytest.CaptureFixture
 
 
 def test_a_server_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    url = f"http://127.0.0.1:{closed_port()}"
-    assert main(["bench", "serve", "--url", url]) == 1
+    with closed_port() as held:
+        url = url_of(held)
+        assert main(["bench", "serve", "--url", url]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"quire: error: {url}/v1/models: connect: cannot connect to 127.0.0.1:")
     assert "is the server running at this --url?" in line
@@ -139,14 +141,16 @@ def test_a_bad_line_of_a_trace_is_named_before_anything_is_sent(
 
 
 def test_waiting_gives_a_server_time_to_start() -> None:
-    port = closed_port()
-    command = [sys.executable, "-m", "quire.cli.main", "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
-    with subprocess.Popen([*command, "--wait", "60", "--num-requests", "2"], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", "quire.cli.main", "bench", "serve", "--wait", "600", "--num-requests", "2"]
+    with (
+        closed_port() as held,
+        subprocess.Popen([*command, "--url", url_of(held)], stdout=subprocess.PIPE) as process,
+    ):
 
         async def serve_late() -> None:
             server = StandIn(answering())
             await asyncio.sleep(0.5)
-            listener = await asyncio.start_server(server.serve, "127.0.0.1", port)
+            listener = await asyncio.start_server(server.serve, sock=held)
             await until(lambda: process.poll() is not None)
             listener.close()
             await server.stop()

@@ -203,11 +203,12 @@ def test_a_user_without_a_home_can_chat(
 
 
 class Terminal:
-    """`quire chat demo` on a terminal of its own."""
+    """`quire chat demo` on a terminal of its own, with checks that make it slow: there is time to interrupt it."""
 
     def __init__(self, home: Path) -> None:
         self.master, slave = pty.openpty()
         command = [sys.executable, "-m", "quire.cli.main", "chat", "demo", "--quiet", "--threads", "1", "--ignore-eos"]
+        command.append("--check-invariants")
         environment = os.environ | {"HOME": str(home), "TERM": "dumb"}
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True

@@ -186,7 +186,8 @@ def test_closed_streams_are_told_clearly(redirection: str, arguments: str, code:
 
 
 def start_endless(**streams: Any) -> subprocess.Popen[str]:
-    command = quire("generate", "demo", "x = [", "--ignore-eos", "--quiet", "--threads", "1")
+    """A command that has begun to stream; it checks its invariants so that it is slow, and far from its end."""
+    command = quire("generate", "demo", "x = [", "--ignore-eos", "--quiet", "--threads", "1", "--check-invariants")
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
     assert process.stdout is not None and process.stdout.read(1)  # it streams before it has ended
     return process

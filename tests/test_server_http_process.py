@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class Parent:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(start))
         self.process.stdin.close()
-        self.http = httpx2.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+        self.http = httpx2.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
 
     def router(self, address: str) -> zmq.Socket[bytes]:
         router = zmq.Context.instance().socket(zmq.ROUTER)
@@ -68,7 +67,7 @@ class Parent:
         return router
 
     def hello(self) -> wire.Hello:
-        assert self.control.poll(20_000), "no hello"
+        assert self.control.poll(60_000), "no hello"
         self.peer, message = self.control.recv_multipart()
         hello = wire.decode_to_supervisor(message)
         assert isinstance(hello, wire.Hello)
@@ -84,7 +83,7 @@ class Parent:
         threading.Thread(target=self.beat, daemon=True).start()
         info = engine_info(path=str(DEMO), vocab_size=8192, max_model_len=2048)
         self.tell(wire.EngineState(boot=1, state="ready", path=str(DEMO), info=info))
-        assert wait_until(lambda: self.status() == 200, 30), self.http.get("/health").text
+        assert wait_until(lambda: self.status() == 200), self.http.get("/health").text
         return engine
 
     def beat(self) -> None:
@@ -166,42 +165,41 @@ def test_a_drain_lets_requests_go_on_and_ends_what_is_left_with_an_error(parent:
     assert workers  # the tokenizers
     body = {"prompt": "Hello", "stream": True}
     with parent.http.stream("POST", "/v1/completions", json=body) as stream:
-        assert engine.poll(20_000)  # the request has come through
-        idle = httpx2.Client(base_url=parent.url, headers={"authorization": f"Bearer {KEY}"})
+        assert engine.poll(60_000)  # the request has come through
+        idle = httpx2.Client(base_url=parent.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
         assert idle.get("/health").status_code == 200
-        parent.tell(wire.Drain(1.0))
+        parent.tell(wire.Drain(60.0))
         assert wait_until(lambda: idle.get("/health").json() == {"status": "draining"})
         refused = idle.get("/v1/models")
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
         assert refused.headers["connection"] == "close"
+        parent.tell(wire.Drain(0.1))  # the time is over sooner
         events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
     assert json.loads(events[-2])["error"]["code"] == "shutting_down"
     assert events[-1] == "[DONE]"
-    assert parent.process.wait(20) == 0
+    assert parent.process.wait(60) == 0
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
     engine.close()
 
 
 def test_a_drain_without_requests_ends_at_once(parent: Parent) -> None:
     parent.get_ready().close()
-    begun = time.monotonic()
-    parent.tell(wire.Drain(30.0))
-    assert parent.process.wait(20) == 0
-    assert time.monotonic() - begun < 10
+    parent.tell(wire.Drain(300.0))
+    assert parent.process.wait(60) == 0
 
 
 def test_a_drain_while_loading_ends_at_once(parent: Parent) -> None:
     parent.hello()
-    parent.tell(wire.Drain(30.0))
-    assert parent.process.wait(20) == 0
+    parent.tell(wire.Drain(300.0))
+    assert parent.process.wait(60) == 0
 
 
 def test_tokenizers_that_cannot_start_end_it_with_one_line(parent: Parent, tmp_path: Path) -> None:
     parent.hello()
     (tmp_path / "tokenizer.json").write_text("{")
     parent.tell(wire.EngineState(boot=1, state="loading", path=str(tmp_path)))
-    assert parent.process.wait(30) == 1
+    assert parent.process.wait(60) == 1
     assert parent.process.stderr is not None
     text = parent.process.stderr.read().decode()
     assert "tokenizer" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -21,6 +22,8 @@ from quire.server.replies import json_reply
 from tests.server_fakes import AppThread, app_context, wait_until
 
 LIMIT = 4096
+PATIENCE = 60.0
+"""Seconds that anything may take on a busy machine. What the server is told to wait for is far less, or far more."""
 
 
 class Bench:
@@ -64,7 +67,7 @@ class Bench:
 
         return router
 
-    def ask(self, data: bytes, *, half_close: bool = False, seconds: float = 10) -> bytes:
+    def ask(self, data: bytes, *, half_close: bool = False, seconds: float = PATIENCE) -> bytes:
         """Everything that the server sends for these bytes, until it closes the connection."""
         with self.connect(seconds) as connection:
             connection.sendall(data)
@@ -72,7 +75,7 @@ class Bench:
                 connection.shutdown(socket.SHUT_WR)
             return read_all(connection)
 
-    def connect(self, seconds: float = 10) -> socket.socket:
+    def connect(self, seconds: float = PATIENCE) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.thread.port), timeout=seconds)
 
 
@@ -249,7 +252,7 @@ def test_headers_that_come_too_slowly_are_cut_off(bench: Bench, monkeypatch: pyt
         begun = time.monotonic()
         answer = b""
         connection.settimeout(0.05)
-        while time.monotonic() - begun < 5:  # one byte at a time keeps no connection open
+        while time.monotonic() - begun < PATIENCE:  # one byte at a time keeps no connection open
             try:
                 connection.sendall(b"a")
                 answer += connection.recv(4096)
@@ -259,7 +262,7 @@ def test_headers_that_come_too_slowly_are_cut_off(bench: Bench, monkeypatch: pyt
                 break
             if not answer or b"\r\n\r\n" in answer:
                 break
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < PATIENCE
     assert answer == b"" or b" 400 " in answer
 
 
@@ -270,15 +273,14 @@ def test_a_silent_connection_is_closed(bench: Bench, monkeypatch: pytest.MonkeyP
 
 
 def test_an_idle_connection_is_kept_for_a_while_and_then_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "KEEP_ALIVE_SECONDS", 0.3)
     with bench.connect() as connection:
-        for _ in range(3):
+        for seconds in (PATIENCE, PATIENCE, 0.3):
+            monkeypatch.setattr(transport, "KEEP_ALIVE_SECONDS", seconds)
+            begun = time.monotonic()
             connection.sendall(get())
             assert read_until(connection, b'{"status":"ok"}').startswith(b"HTTP/1.1 200")
-            time.sleep(0.05)
-        begun = time.monotonic()
         assert connection.recv(100) == b""
-        assert 0.1 < time.monotonic() - begun < 3
+        assert time.monotonic() - begun > 0.2
 
 
 def test_a_body_that_comes_too_slowly_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,19 +301,30 @@ def test_a_client_that_does_not_read_is_given_up_on_every_route(
         connection.connect(("127.0.0.1", bench.thread.port))
         connection.sendall(get(f"/v1/large/{mebibytes}", extra))
         state = bench.thread.server.server_state
-        wait_until(lambda: state.total_requests == 1)
-        wait_until(lambda: not state.connections and not state.tasks)
+        assert wait_until(lambda: state.total_requests == 1)
+        assert wait_until(lambda: not state.connections and not state.tasks)
 
 
 def test_a_running_answer_has_no_deadline_of_the_connections(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "HEAD_SECONDS", 0.1)
     monkeypatch.setattr(transport, "KEEP_ALIVE_SECONDS", 0.1)
-    with bench.connect() as connection:
-        connection.sendall(get("/v1/watch/a"))
-        read_until(connection, b"begun")
+    with begun_answer(bench) as connection:
         time.sleep(0.4)
         bench.gate.set()
         read_until(connection, b"ended")
+
+
+def begun_answer(bench: Bench) -> socket.socket:
+    """A connection on which an answer has begun; others, whose request came too late, were closed before."""
+    while True:
+        connection, data = bench.connect(), b""
+        with contextlib.suppress(OSError):
+            connection.sendall(get("/v1/watch/a"))
+            while b"begun" not in data and (part := connection.recv(65536)):
+                data += part
+        if b"begun" in data:
+            return connection
+        connection.close()
 
 
 # -- bodies --------------------------------------------------------------------------------------------------
@@ -338,12 +351,12 @@ def test_a_client_that_sends_much_before_it_reads_finds_the_413(bench: Bench) ->
         error_of(bench.ask(post("/v1/echo", b"x" * 8_000_000)), 413)
 
 
-def test_who_asks_before_sending_too_much_is_told_at_once(bench: Bench) -> None:
+def test_who_asks_before_sending_too_much_is_told_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LINGER_SECONDS", "BODY_SECONDS"):  # it is not waited for the body
+        monkeypatch.setattr(transport, name, 2 * PATIENCE)
     with bench.connect() as connection:
         connection.sendall(b"POST /v1/echo HTTP/1.1\r\nContent-Length: 5000\r\nExpect: 100-continue\r\n\r\n")
-        begun = time.monotonic()
         error_of(read_all(connection), 413)
-        assert time.monotonic() - begun < 1
 
 
 def test_who_asks_before_sending_gets_a_go_ahead(bench: Bench) -> None:
@@ -362,14 +375,14 @@ def test_large_bodies_share_their_room_and_small_ones_always_have_some(
     with bench.connect() as one, bench.connect() as other:
         for connection in (one, other):
             connection.sendall(large[:-1])
-        wait_until(lambda: bench.bodies._bytes == 2 * LIMIT - 2)
+        assert wait_until(lambda: bench.bodies._bytes == 2 * LIMIT - 2)
         error = error_of(bench.ask(large), 429)
         assert error["code"] == "rate_limit_exceeded" and "too many large bodies" in str(error["message"])
         small = post("/v1/echo", b"x" * 10, "Connection: close\r\n")
         assert bench.ask(small).endswith(b'{"bytes":10}')
         one.sendall(large[-1:])
         assert read_all(one).endswith(b'{"bytes":%d}' % LIMIT)
-    wait_until(lambda: bench.bodies._bytes == 0)  # also that of the client that has left
+    assert wait_until(lambda: bench.bodies._bytes == 0)  # also that of the client that has left
     assert bench.ask(large).endswith(b'{"bytes":%d}' % LIMIT)
 
 
@@ -380,9 +393,8 @@ def test_an_endless_body_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPat
         chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
         begun = time.monotonic()
         with pytest.raises(OSError):
-            while time.monotonic() - begun < 10:
+            while time.monotonic() - begun < PATIENCE:
                 connection.sendall(chunk)
-        assert time.monotonic() - begun < 5
 
 
 def test_a_body_that_no_route_reads_does_not_keep_the_connection(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,9 +402,7 @@ def test_a_body_that_no_route_reads_does_not_keep_the_connection(bench: Bench, m
     with bench.connect() as connection:
         connection.sendall(post("/v1/ignore", b"x" * 100)[:-50])
         read_until(connection, b'{"read":false}')
-        begun = time.monotonic()
         assert connection.recv(100) == b""
-        assert time.monotonic() - begun < 3
 
 
 def test_after_a_body_that_no_route_read_the_connection_goes_on(bench: Bench) -> None:
