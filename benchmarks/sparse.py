@@ -155,7 +155,7 @@ def time_decode_step(result: Result, shape: str, model: DeepseekV2, machine: Mac
     context = 256 if options.quick else CONTEXT
     kv, batch = _batch(1, 1, context, model.num_layers, model.head_dim)
     seconds = in_turns({"step": lambda: model.logits(model.forward(replace(batch), kv))}, options)["step"]
-    work = Work.of(model, model.kv_bytes_per_token("auto"))
+    work = Work.of(model, model.kv_shape().bytes_per_token)
     bound = Ceilings(work, machine).seconds(work.step(1, context))
     result.add(
         _row(f"{shape}, decode step of 1 at a context of {context:,}, ms", {"step": seconds}, bound),
@@ -185,7 +185,7 @@ def time_prompts(
     result: Result, shape: str, models: tuple[DeepseekV2, DeepseekV2], machine: Machine, options: Options
 ) -> None:
     """A whole prompt in one step. `models`: one that is always absorbed, and one that takes the cheaper form."""
-    layer, work = models[0].config.layer, Work.of(models[0], models[0].kv_bytes_per_token("auto"))
+    layer, work = models[0].config.layer, Work.of(models[0], models[0].kv_shape().bytes_per_token)
     for prompt in (256,) if options.quick else PROMPTS:
         tell(f"sparse: prompt of {prompt} tokens")
         kv, batch = _batch(1, prompt, prompt, models[0].num_layers, models[0].head_dim)

@@ -15,6 +15,7 @@ compares the best runs of several engines.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 import statistics
@@ -237,11 +238,14 @@ def demo(result: Result, options: Options) -> None:
         "plain": None,
         "n-grams": {"method": "ngram"},
         "demo-draft": {"method": "draft_model"},
+        "demo-draft, always 4": {"method": "draft_model", "adaptive": False},
         "demo-eagle": {"method": "eagle"},
         "demo-eagle, always 4": {"method": "eagle", "adaptive": False},
         "demo-eagle, trees of 16": {"method": "eagle", "tree_width": 4},
     }
     engines = {name: engine_of("demo", options, spec) for name, spec in specs.items()}
+    gc.collect()
+    gc.freeze()  # as an engine's process does: looking through all of torch now and then takes longer than many steps
     for kind, params in (("greedy", GREEDY), ("temperature 1", SamplingParams(seed=1, ignore_eos=True).resolved())):
         for company in (1, 8):
 
@@ -278,8 +282,7 @@ def noise(result: Result, options: Options) -> None:
         spec = {"method": "draft_model", "adaptive": False, "num_speculative_tokens": 1}
         engine = engine_of("demo", options, spec)
         if own:
-            runner = engine.executor._runner  # type: ignore[attr-defined]
-            runner._drafter._context.draw = lambda logits, rows, s=runner.sampler: draw_apart(s, logits, rows)
+            draw_apart(engine.executor._runner.sampler)  # type: ignore[attr-defined]
         made = generate(engine, prompts, params, 24 if options.quick else 160)
         share = made.by_position[0] if made.by_position else 0.0
         result.add(
@@ -290,14 +293,18 @@ def noise(result: Result, options: Options) -> None:
         tell(f"{what}: {share:.1%} accepted")
 
 
-def draw_apart(sampler: Sampler, logits: Tensor, rows: Any) -> list[int]:
-    """`DraftContext.draw` with noise that the target does not use."""
-    sampler._table["stream"] ^= 0x5555
-    try:
-        tokens: list[int] = sampler.draw(logits, rows).tolist()
-        return tokens
-    finally:
+def draw_apart(sampler: Sampler) -> None:
+    """Makes drafts be drawn with noise that the target does not use."""
+    filters_ahead = sampler.filters_ahead
+
+    def apart(*given: Any) -> Any:
         sampler._table["stream"] ^= 0x5555
+        try:
+            return filters_ahead(*given)
+        finally:
+            sampler._table["stream"] ^= 0x5555
+
+    sampler.filters_ahead = apart  # type: ignore[method-assign]
 
 
 def ngrams(result: Result) -> None:

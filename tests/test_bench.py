@@ -145,7 +145,7 @@ def test_a_step_of_one_token_reads_the_experts_that_it_is_sent_to() -> None:
 
 def test_latent_attention_multiplies_with_the_rows_of_the_cache(tmp_path: Path) -> None:
     model = load_model(write_checkpoint(tmp_path / "tiny", model_config("deepseek-v2-tiny")))
-    work = Work.of(model, model.kv_bytes_per_token("auto"))
+    work = Work.of(model, model.kv_shape().bytes_per_token)
     latent, heads = 64, 4
     assert (work.kv_bytes, work.attention_ops) == (2 * (latent + 16), 2 * heads * (latent + 16 + latent))
     attention = 64 * heads * 32 + 64 * (latent + 16) + latent + latent * heads * 32 + heads * 16 * 64

@@ -11,7 +11,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.models.registry import load_model
-from quire.ops import KVCache, RaggedBatch
+from quire.ops import RaggedBatch
 from quire.speculate.load_draft import load_draft_model, load_eagle
 
 TEXT = '''"""Read and write simple tables of values."""
@@ -131,7 +131,8 @@ def test_the_draft_model_is_right_as_often_as_it_was(demo: Model, ids: list[int]
 def test_the_heads_first_and_second_drafts_are_right_as_often_as_they_were(demo: Model, ids: list[int]) -> None:
     head = load_eagle(resolve("demo-eagle"), demo)
     hidden = hidden_states(demo, ids)
-    kv = KVCache(len(ids) // 16 + 2, 1, head.num_kv_heads, head.head_dim, 16, head.dtype)
+    kv = demo.new_cache(len(ids) // 16 + 2, 16, behind=head.kv_shape).behind
+    assert kv is not None
     second = []
     with torch.inference_mode():
         best = demo.logits(hidden).argmax(-1).tolist()

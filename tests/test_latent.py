@@ -15,7 +15,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RopeConfig, RotaryEmbedding
 from quire.ops import Kernels, KVCache, RaggedBatch, latent
-from quire.ops.kv_cache import KVCacheDtype, kv_bytes_per_token, quantize
+from quire.ops.kv_cache import KVCacheDtype, KVShape, quantize
 
 LAYERS, LAYER, EPS = 2, 1, 1e-6
 SMALL = (4, 32, 8)
@@ -195,8 +195,8 @@ def test_chunks_neighbours_and_block_sizes_do_not_change_a_bit(dtype: torch.dtyp
 def test_a_cache_with_one_side_has_half_the_planes(block_size: int) -> None:
     kv = KVCache(4, 3, 1, 576, block_size, torch.bfloat16, sides=1)
     assert kv.bytes_per_block == block_size * 3 * 576 * 2
-    assert kv_bytes_per_token(3, 1, 576, torch.bfloat16, "auto", sides=1) == 3 * 576 * 2
-    assert kv_bytes_per_token(3, 1, 576, torch.bfloat16, "int8", sides=1) == 3 * (576 + 4)
+    assert KVShape(3, 1, 576, torch.bfloat16, sides=1).bytes_per_token == 3 * 576 * 2
+    assert KVShape(3, 1, 576, torch.bfloat16, "int8", sides=1).bytes_per_token == 3 * (576 + 4)
 
 
 @pytest.mark.parametrize("stored", ["auto", "fp8"])

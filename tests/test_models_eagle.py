@@ -18,7 +18,7 @@ from quire.models.eagle import Eagle
 from quire.models.eagle3 import Eagle3
 from quire.models.model import Model, Taps
 from quire.models.registry import load_model
-from quire.ops import Kernels, KVCache, RaggedBatch
+from quire.ops import Kernels, KVCache, KVShape, RaggedBatch
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
 from tests.oracle import VOCAB, edit_json, load_reference, random_prompt, save_checkpoint
 from tests.tokenizer_builders import byte_level_json
@@ -200,7 +200,8 @@ def run_model(model: Model, taps: Taps | None) -> torch.Tensor:
 
 def run_head(head: Eagle | Eagle3, hidden: torch.Tensor, chunk: int = TOKENS) -> torch.Tensor:
     """What a head makes of hidden states [TOKENS, hidden] of the prompt."""
-    kv = KVCache(8, head.num_layers, head.num_kv_heads, head.head_dim, 16, head.dtype, sides=head.kv_sides)
+    kv = KVCache(8, 1, 1, 6, 16, torch.float32, behind=head.kv_shape).behind
+    assert kv is not None
     after, out = torch.tensor(PROMPT[1:]), []
     with torch.inference_mode():
         for i in range(0, TOKENS, chunk):
@@ -311,7 +312,7 @@ def test_chunks_of_any_length_give_the_same_bits_and_leave_their_input(
 def test_a_head_tells_what_its_cache_and_weights_take(target: Model, tmp_path: Path) -> None:
     tensors = eagle_tensors("own embedding")
     head = load_eagle(write(tmp_path, tensors), target)
-    assert (head.num_layers, head.num_kv_heads, head.head_dim, head.kv_sides) == (1, KV_HEADS, HEAD_DIM, 2)
+    assert head.kv_shape == KVShape(1, KV_HEADS, HEAD_DIM, head.dtype)
     numbers = sum(tensor.numel() for name, tensor in tensors.items() if name != "embed_tokens.weight")
     assert head.weight_bytes == 4 * numbers
 

@@ -202,7 +202,7 @@ def test_attention_takes_queries_keys_and_values_that_lie_side_by_side() -> None
 
 def keys_computed(window: int | None, start: int, stop: int, spans: int = 1) -> list[int]:
     """Keys of each chunk of a plan for equal spans of positions start .. stop, for all row tiles together."""
-    layout = attention_plan.Layout(layers=1, kv_heads=1, group=4, block_size=16, window=window)
+    layout = attention_plan.Layout(1, 4, head_dim=8, block_size=16, block_stride=256, window=window)
     starts = [span * (stop - start) for span in range(spans + 1)]
     tables = [torch.arange(1, 1 + -(-stop // 16))] * spans
     plan = attention_plan.make_plan(layout, starts, [stop] * spans, torch.stack(tables))

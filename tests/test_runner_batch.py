@@ -88,3 +88,22 @@ def test_a_table_that_is_replaced_from_some_block_on_is_read_so() -> None:
     made._take_in(StepPlan(1, spans))
     tables[0][1:] = [0, 8]
     check(made, spans, tables)
+
+
+def test_rows_ahead_are_the_batches_of_one_row_that_follow() -> None:
+    made, tables = runner(), {0: list(range(100, 164)), 1: [7, 8, 9]}  # the first fills a line of the tables
+    end = 64 * SIZE
+    known = [Span(0, 0, [1] * end, blocks=tables[0]), Span(1, 0, [1] * 30, blocks=tables[1])]
+    made._take_in(StepPlan(0, known, [info(0), info(1)]))
+    ahead = made._forward.rows_ahead(np.array([1, 0]), np.arange(4)[:, None] + [30, end - 1])
+    for i, count in enumerate([2, 1, 1, 1]):  # the second one goes no further: it has no more blocks
+        spans = [Span(1, 30 + i, [5]), Span(0, end - 1 + i, [6])][:count]
+        batch = ahead.batch(i, torch.tensor([5, 6][:count]))
+        rows = np.array([1, 0][:count])
+        expected = made._forward.batch(spans, rows, np.arange(count + 1))
+        for name in ("token_ids", "positions", "slots"):
+            assert getattr(batch, name).tolist() == getattr(expected, name).tolist()
+        assert (batch.row_starts, batch.context_lens) == (expected.row_starts, expected.context_lens)
+        for request, context, blocks in zip((1, 0), batch.context_lens, batch.block_tables.tolist(), strict=False):
+            needed = -(-context // SIZE)
+            assert blocks[:needed] == tables[request][:needed]

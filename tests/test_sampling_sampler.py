@@ -13,9 +13,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
-from quire.ops import Kernels
+from quire.ops import Kernels, choose_kernels
 from quire.ops.sampling import TokenScores
 from quire.runner.device import Device
+from quire.runner.proposer import Row
 from quire.runner.sampler import SampledRow, Sampler
 from tests.devices import DelayedDevice, SpanKernels
 
@@ -405,3 +406,27 @@ def test_scores_are_bit_equal_in_any_slice() -> None:
     for size in (1, 2, 3, 5):
         parts = [sampler.score(logits[i : i + size], targets[i : i + size], 3) for i in range(0, 8, size)]
         assert [entry for part in parts for entry in part] == whole
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.0, 1.0, 0.7)])
+def test_filters_made_ahead_draw_what_is_drawn_place_by_place(temperatures: tuple[float, ...]) -> None:
+    sampler = Sampler(VOCAB)
+    for request, temperature in enumerate(temperatures):
+        sampler.start(info(request, temperature=temperature, seed=request, top_p=0.9, top_k=20, min_p=0.01))
+    counts, kernels = [3, 3, 2, 1], choose_kernels()
+    made = sampler.filters_ahead([2, 0, 1], [3, 3, 3], counts)
+    assert made is not None and len(made) == len(counts)
+    for depth, (count, filters) in enumerate(zip(counts, made, strict=True)):
+        logits = noise(count, seed=depth)
+        places = [Row(request, 3 + depth, [1] * depth) for request in (2, 0, 1)[:count]]
+        assert kernels.sample(logits.clone(), filters).tolist() == sampler.draw(logits, places).tolist()
+
+
+def test_there_are_no_filters_ahead_where_tokens_decide_and_none_for_a_wrong_position() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(info(0, temperature=0.0))
+    sampler.start(info(1, temperature=0.0, presence_penalty=1.0))
+    assert sampler.filters_ahead([0], [3], [1]) is not None
+    assert sampler.filters_ahead([0, 1], [3, 3], [2]) is None
+    with pytest.raises(ValueError, match="request 0 samples position 4, but its next is 3"):
+        sampler.filters_ahead([0], [4], [1])

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 
 from quire.config import EngineConfig
+from quire.core import draft_length
 from quire.core.draft_length import DraftState
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -126,9 +127,6 @@ class Recorded:
             coming = text[each.start : each.start + len(tokens)]  # shorter where it ended at a stop token
             if tokens[: len(coming)] != coming or len(each.rows) != len(each.tokens) or max(each.rows) >= len(features):
                 self.surprises.append(each)
-
-    def beside(self, kv: Any) -> int:
-        return 0
 
 
 def branching(coming: list[int], count: int) -> Drafts:
@@ -253,6 +251,34 @@ def test_a_request_may_switch_it_off(plain):
     engine = Engine(config(folder, options, 4), proposer=proposer)
     assert run(engine, range(16), speculate=False) == outcomes
     assert proposer.num_drafts == engine.stats.drafted == 0
+
+
+@pytest.mark.parametrize("plain", ["bfloat16", "sliding window"], indirect=True)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_requests_that_are_let_go_give_the_same_tokens_beside_those_that_are_drafted(plain, depth, monkeypatch):
+    folder, options, outcomes = plain
+    proposer, gone, draw = Recorded(outcomes, CHOICES["right, then wrong"]), [], random.Random(depth)
+
+    def choose(lengths: Any, states: list[DraftState], room: list[int], *_: Any) -> list[int]:
+        for state in states:  # pauses of some steps
+            state.idle = (state.idle + 1) % 8 if state.idle or draw.random() < 0.3 else 0
+        return [0 if state.idle else min(most, draw.randrange(5)) for state, most in zip(states, room, strict=True)]
+
+    def let_go(lengths: Any, states: list[DraftState]) -> int | None:
+        idle = [i for i, state in enumerate(states) if state.idle >= draft_length._PATIENCE]
+        if not idle or draw.random() < 0.8:
+            return None
+        states[idle[0]].followed = False
+        gone.append(idle[0])
+        return idle[0]
+
+    monkeypatch.setattr(draft_length.DraftLengths, "choose", choose)
+    monkeypatch.setattr(draft_length.DraftLengths, "let_go", let_go)
+    engine = Engine(config(folder, options, 4, adaptive=True), proposer=proposer)
+    engine._depth = depth
+    assert run(engine, range(16)) == outcomes
+    assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes
+    assert len(gone) > 5 and engine.stats.accepted > 50
 
 
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
@@ -441,13 +467,14 @@ def test_a_request_waits_for_the_whole_head_that_another_computes_where_heads_lo
 
 
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
-def test_a_request_of_which_nothing_was_proposed_is_probed_again_at_once(plain):
+def test_a_request_of_which_nothing_was_proposed_is_probed_again_at_once(plain, monkeypatch):
+    monkeypatch.setattr(draft_length, "_TRIAL_SHARE", 1e3)  # whatever that costs
     folder, options, outcomes = plain
     asked: list[int] = []
     proposer = Recorded(outcomes, lambda coming, count: asked.append(count) or Drafts([]))  # type: ignore[func-returns-value]
     engine = Engine(config(folder, options, 4, adaptive=True), proposer=proposer)
     one = request(8, 8)
-    one.max_tokens, one.draft_state = 60, DraftState(tried=20.0, accepted=0.0, level=0, wait=8)
+    one.max_tokens, one.draft_state = 60, DraftState(tried=20.0, accepted=0.0, level=0, again=True)
     engine.add(one)
     while not engine.idle:
         engine.step()

@@ -18,9 +18,10 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.registry import load_model
-from quire.ops import KVCache, RaggedBatch
+from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.ops.ragged import Trees
 from quire.ops.sampling import Filters, Purpose, noise_key, sample
+from quire.runner.drafter import Line
 from quire.runner.proposer import Branch, Computed, Drafts, Row, Wanted
 from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
 from quire.speculate.tree import TreeShape
@@ -54,7 +55,7 @@ class HashHead:
         lead: with 0 it looks at tokens alone.
     """
 
-    num_layers, num_kv_heads, head_dim, kv_sides, dtype = 1, 1, 2, 2, torch.float64
+    kv_shape = KVShape(1, 1, 2, torch.float64)
 
     def __init__(self, lead: int = 1) -> None:
         self._lead = lead
@@ -114,6 +115,7 @@ class Context:
     """What a proposer may use: requests have tables of blocks that lie anywhere, a temperature and a seed."""
 
     vocab_size = VOCAB
+    kv: KVCache
 
     def __init__(self, padding: int = 0) -> None:
         self.tables: dict[int, list[int]] = {}
@@ -183,6 +185,9 @@ class Context:
             return [-1 if row.position % NOTHING_LEFT == 0 else token for row, token in zip(rows, drawn, strict=True)]
         return drawn
 
+    def line(self, wanted: Sequence[Wanted], lead: int) -> Line:
+        return Line(self, wanted, lead)
+
     def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         temperatures = [self.params[row.request][0] for row in rows]
         made = (logits / torch.tensor(temperatures)[:, None]).softmax(-1)
@@ -221,9 +226,10 @@ class Stand:
         **options: Any,
     ) -> None:
         self.proposer = DraftingProposer(model, lead, **options)
-        self.kv = KVCache(400, 1, 1, 2, BLOCK_SIZE, torch.float32)
-        self.proposer.beside(self.kv)
         self.context = Context(padding)
+        kv = KVCache(400, 1, 1, 2, BLOCK_SIZE, torch.float32, behind=model.kv_shape).behind
+        assert kv is not None
+        self.context.kv = kv
         self.texts: dict[int, list[int]] = {}
         self.done: dict[int, int] = {}
         self._features = features
@@ -499,14 +505,15 @@ def test_features_are_not_kept_alive() -> None:
 
 
 def test_what_waits_for_ended_requests_takes_no_memory() -> None:
-    stand = hash_stand()
-    for request in range(40):
+    stand, rooms = hash_stand(), set()
+    for request in range(40 * CHUNK):
         stand.admit(request, random_prompt(50, seed=request))
         stand.compute((request, 20))
         assert stand.line(request, 2) == expect(stand, request, 2)
         stand.proposer.end(request)
         stand.proposer.end(request)
-    assert stand.proposer._waiting._rows.shape == (8, CHUNK, 1)
+        rooms.add(len(stand.proposer._waiting._rows))
+    assert len(rooms) == 1
 
 
 def test_deepseeks_layer_behind_the_last_drafts_from_a_cache_of_its_own(tmp_path: Path) -> None:
@@ -563,7 +570,7 @@ def test_requests_want_different_numbers_of_drafts(lead: int) -> None:
     stand.context.batches.clear()
     drafts = stand.propose(*counts.items())
     assert [each.tokens for each in drafts] == [expect(stand, *item, lead) for item in counts.items()]
-    first = [5 + request + 1 - lead for request in (0, 2, 3)]
+    first = [5 + request + 1 - lead for request in (3, 0, 2)]  # those that want the most go on as the first rows
     assert stand.context.batches == [first, [1, 1], [1, 1], [1], [1], [1]]
 
 
@@ -623,11 +630,3 @@ def test_distributions_are_what_drafts_were_drawn_from() -> None:
 def test_a_tree_that_needs_distributions_is_refused() -> None:
     with pytest.raises(ValueError, match="draft without a tree"):
         DraftingProposer(HashHead(), 1, TreeShape(2, 2), needs_distributions=True)
-
-
-def test_room_beside_the_blocks_is_what_the_model_says() -> None:
-    kv = KVCache(10, 3, 2, 8, BLOCK_SIZE, torch.float32)
-    assert DraftingProposer(HashHead(), 1).beside(kv) == 10 * 2 * BLOCK_SIZE * 2 * 8
-    [own] = kv.others
-    assert (own.layers, own.kv_heads, own.head_dim, own.sides, own.dtype) == (1, 1, 2, 2, torch.float64)
-    assert own.data.isfinite().all()

@@ -6,14 +6,19 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
 
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
+from quire.core.step import StepPlan
 from quire.engine.engine import Engine
+from quire.engine.executor import InlineExecutor, PendingResult
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.models.checkpoint import resolve
+from quire.runner.host_forward import HostForward
+from quire.runner.model_runner import ModelRunner
 from tests.oracle import save_checkpoint
 from tests.test_models_deepseek import save_with_mtp
 from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
@@ -102,6 +107,42 @@ def test_a_draft_model_that_is_the_target_is_accepted_whatever_is_cached_or_chun
     assert stats.accepted == stats.drafted > 100
 
 
+class Moving(InlineExecutor):
+    """Before each step all blocks move: their bytes elsewhere, and their names with them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.draw, self.places = torch.Generator().manual_seed(0), torch.arange(runner.kv.num_blocks)
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """The plan's ids are the engine's, which knows nothing of it; block 0 stays the null block."""
+        memory, forward = self._runner.kv.memory, self._runner._forward
+        assert isinstance(forward, HostForward)
+        moved = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(len(memory) - 1, generator=self.draw) + 1])
+        memory[moved] = memory.clone()
+        forward._tables = moved.numpy()[forward._tables]
+        self.places = moved[self.places]
+        for span in plan.spans:
+            span.blocks = self.places[list(span.blocks)].tolist()
+            span.copies = [(*self.places[list(pair)].tolist(), tokens) for *pair, tokens in span.copies]
+        return super().submit(plan)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "ngram"])
+def test_a_block_that_moves_as_one_range_brings_what_drafts_along(folders, alone, method):
+    """Swapping and sending are such moves: tokens are the same, and as many drafts are accepted."""
+    outcomes = alone["mtp" if method.startswith("mtp") else "ngram"]
+    accepted = []
+    for moving in (False, True):
+        engine = engine_of(folders, method, num_kv_blocks=40, max_num_batched_tokens=64, async_scheduling=False)
+        if moving:
+            engine.executor = Moving(engine.executor._runner)
+        assert run(engine, range(16)) == outcomes
+        assert run(engine, range(16), first_id=100, stagger=2) == outcomes, "warm"
+        accepted.append((engine.stats.accepted, engine.stats.drafted, engine.stats.cached_tokens))
+    assert accepted[0] == accepted[1] and min(accepted[0]) > 0
+
+
 def test_heads_compute_one_position_again_behind_a_cached_head(folders):
     prompt = [5 + i * 7 % 90 for i in range(65)]
     for method, cached in (("draft_model", 64), ("eagle", 63)):
@@ -116,7 +157,12 @@ def test_heads_compute_one_position_again_behind_a_cached_head(folders):
 def test_what_drafts_is_part_of_the_memory_plan(folders):
     with_head, without = engine_of(folders, "eagle").memory_plan, engine_of(folders, "eagle", False).memory_plan
     assert with_head.weights > without.weights
-    assert with_head.kv_bytes_per_token > without.kv_bytes_per_token
+    own = with_head.draft_kv_bytes_per_token
+    assert with_head.kv_bytes_per_token == without.kv_bytes_per_token + own and own > 0
+    assert f"a token, {own} B of it for drafts)" in dict(with_head.table())["KV cache"]
+    assert "drafts" not in dict(without.table())["KV cache"]
+    engine = engine_of(folders, "eagle")
+    assert engine.kv_cache.bytes_per_block == engine.config.block_size * with_head.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])

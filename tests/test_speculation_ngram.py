@@ -208,10 +208,6 @@ def test_a_proposal_costs_the_same_in_a_long_text() -> None:
     assert short < 20 and long < 20  # eight at least: four n-grams are entered, and four looked up
 
 
-def test_it_needs_no_room_beside_the_cache() -> None:
-    assert NgramProposer(1, 3).beside(cast(Any, None)) == 0
-
-
 @pytest.mark.parametrize(("shortest", "longest", "message"), [(0, 3, "min_length is 0"), (4, 3, "max_length is 3")])
 def test_lengths_that_make_no_sense_are_refused(shortest: int, longest: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ import torch
 
 from quire.models.model import Model
 from quire.models.registry import load_model
-from quire.ops import BLOCK_SIZES, Kernels, KVCache, RaggedBatch, store_kv
+from quire.ops import BLOCK_SIZES, Kernels, KVCache, KVShape, RaggedBatch, store_kv
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kv_cache import KVCacheDtype
@@ -338,18 +338,15 @@ def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it(kernels: K
         assert out.isfinite().all(1).tolist() == [True, False, True, False, True]
 
 
-# -- caches beside one another -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("as_tensors", [False, True])
 def test_tokens_move_with_their_scales_and_all_are_read_before_any_is_written(
     stored: KVCacheDtype, as_tensors: bool
 ) -> None:
-    kv = KVCache(4, 2, 3, 8, 16, torch.bfloat16, stored)
-    other = kv.beside(1, 2, 4, torch.bfloat16)
-    for cache in (kv, other):
-        cache.data.view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(1))
+    kv = KVCache(4, 2, 3, 8, 16, torch.bfloat16, stored, behind=KVShape(1, 2, 4, torch.bfloat16))
+    other = kv.behind
+    assert other is not None
+    kv.memory.random_(0, 100, generator=torch.Generator().manual_seed(1))
     before, untouched = kv.data.clone(), other.data.clone()
     sources, places = [17, 18, 40, 60], [18, 19, 17, 60]
     expected = KVCache(4, 2, 3, 8, 16, torch.bfloat16, stored)
@@ -369,21 +366,6 @@ def test_tokens_move_with_their_scales_and_all_are_read_before_any_is_written(
     Kernels().move_rows(kv, [], [])
     with pytest.raises(ValueError, match="2 tokens cannot move to 1 slots"):
         Kernels().move_rows(kv, [1, 2], [3])
-
-
-def test_a_cache_beside_another_has_its_blocks_and_is_copied_with_it() -> None:
-    kv = KVCache(4, 2, 3, 8, 32, torch.bfloat16, "int8")
-    heads, latent = kv.beside(1, 2, 4, torch.float32), kv.beside(2, 1, 24, torch.float16, sides=1)
-    assert heads.data.shape == (4, 1, 2, 2, 32, 4) and heads.dtype == torch.float32
-    assert latent.data.shape == (4, 2, 1, 1, 32, 24)
-    for cache in (kv, heads, latent):
-        cache.data.view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(1))
-    before = [cache.numbers.clone() for cache in (kv, heads, latent)]
-    Kernels().copy_blocks(kv, [(1, 3, 5)])
-    for cache, old in zip((kv, heads, latent), before, strict=True):
-        assert torch.equal(cache.numbers[3, ..., :5, :], old[1, ..., :5, :])
-        assert torch.equal(cache.numbers[3, ..., 5:, :], old[3, ..., 5:, :])
-        assert torch.equal(cache.numbers[:3], old[:3])
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from quire.ops import Kernels, KVCache, RaggedBatch
+from quire.ops import Kernels, KVCache, KVShape, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.ops.triton import attention, latent
@@ -158,18 +158,31 @@ def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it() -> None:
         assert out.isfinite().all(1).tolist() == [True, False, True, False, True]
 
 
-def test_block_heads_are_copied_in_caches_beside_too() -> None:
-    ours, theirs = (KVCache(5, 2, 2, 16, 16, torch.float16, "int8") for _ in range(2))
-    others = [
-        (kv.beside(1, 1, 24, torch.float16), kv.beside(1, 1, 16, torch.float32, sides=1)) for kv in (ours, theirs)
-    ]
-    for one, other in zip((ours, *others[0]), (theirs, *others[1]), strict=True):
-        one.data.view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(1))
-        other.data.copy_(one.data)
-    for kernels, kv in ((TRITON, ours), (Kernels(), theirs)):
-        kernels.copy_blocks(kv, [(1, 3, 5), (2, 4, 16)])
-    for one, other in zip((ours, *others[0]), (theirs, *others[1]), strict=True):
-        assert equal(one.data, other.data)
+def test_what_another_model_keeps_in_the_same_blocks_changes_nothing() -> None:
+    trees = Tree([-1, 0, 0, 1, 2]).paths
+    for kind in (
+        Heads((4, 2, 16), torch.float16, "auto", None),
+        Heads((4, 2, 16), torch.float32, "fp8", 20),
+        Latent((4, 32, 8), torch.float16, "auto", None),
+        Latent((4, 24, 16), torch.float16, "int8", None),
+    ):
+        outs = []
+        for where in ("alone", "first", "behind"):
+            torch.manual_seed(0)
+            world = DeviceWorld(kind, TRITON, 16, 150, 2)
+            kv, other = world.kv, KVShape(1, 2, 24, torch.float16)
+            own = KVShape(kv.layers, kv.kv_heads, kv.head_dim, kv.dtype, kind.stored, kv.sides)
+            if where != "alone":
+                shape, behind = (own, other) if where == "first" else (other, own)
+                heads = kv.num_blocks, shape.layers, shape.kv_heads, shape.head_dim, 16
+                both = KVCache(*heads, shape.dtype, shape.kv_cache_dtype, sides=shape.sides, behind=behind)
+                both.memory.fill_(255)
+                assert both.behind is not None
+                world.kv = both if where == "first" else both.behind
+            one, another = world.request(130, 6, 5), world.request(100, 9, 6)
+            outs.append(world.step([(one, Part(one.table, 130, paths=trees)), (another, Part(another.table, 100, 9))]))
+        for out in zip(*outs, strict=True):
+            assert out[0].isfinite().all() and equal(out[0], out[1]) and equal(out[0], out[2])
 
 
 def launch_all() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.core.draft_length import DraftLengths, DraftState
+from quire.core.step import SpanResult, StepResult
 
 MOST = 8
 PLAIN = 0.05
@@ -212,11 +213,134 @@ def test_one_slow_step_does_not_make_drafts_look_free(hiccup: int) -> None:
     assert mean([sum(lengths) for lengths in machine.history[hiccup + 20 :]]) < 3
 
 
+@pytest.mark.parametrize(("gap", "counted"), [(0.5 * PLAIN, 1.5 * PLAIN), (50 * PLAIN, PLAIN)])
+def test_the_gap_before_a_step_is_part_of_it_unless_it_was_a_pause(gap: float, counted: float) -> None:
+    lengths = DraftLengths(MOST)
+    for i in range(10):
+        began = 100.0 + i * (PLAIN + gap)
+        lengths.observe_step(StepResult(i, [SpanResult([5])], PLAIN, began), followed_decodes=True)
+    assert lengths._verifying.at(1) == pytest.approx(counted)
+
+
 def test_a_machine_that_becomes_slower_for_good_is_learned() -> None:
     machine = Machine([0.8], drafting=lambda depth: 0.1 * PLAIN * depth)
     machine.run(steps=100)
     machine.run(steps=200, slow=8.0)  # drafting is next to nothing now
     assert mean([length for (length,) in machine.history[-60:] if length]) > 6.5
+
+
+# --- following --------------------------------------------------------------------------------------------
+
+
+class Traffic:
+    """Requests that come and go, where following one takes a tenth of a step and drafting a token half of one."""
+
+    def __init__(self, chance: float, together: int = 1, following: float = 0.1, drafting: float = 0.5) -> None:
+        self.lengths = DraftLengths(MOST)
+        self.chance, self.together = chance, together
+        self.random = random.Random(1)
+        self._following, self._drafting = following * PLAIN, drafting * PLAIN
+        self.followed = 0  # steps of requests
+
+    def run(self, groups: int, tokens: int = 150) -> float:
+        """So many tokens of each request, in groups: the time it takes as a share of that without drafts."""
+        seconds = made = 0.0
+        for _ in range(groups):
+            states = [DraftState() for _ in range(self.together)]
+            for state in states:
+                self.lengths.start(state, True, self.together)
+            left = [tokens] * self.together
+            while max(left) > 0:
+                seconds += self.step(states, left)
+            made += self.together * tokens - sum(left)
+        return seconds / (made / self.together * step_seconds(self.together))
+
+    def step(self, states: list[DraftState], left: list[int]) -> float:
+        followed = [i for i, state in enumerate(states) if state.followed]
+        self.followed += len(followed)
+        counts = [0] * len(states)
+        if followed:
+            own = [states[i] for i in followed]
+            given = self.lengths.choose(own, [MOST] * len(own), 10_000, len(states))
+            vain = self.lengths.let_go(own)
+            assert vain is None or (given[vain] == 0 and not own[vain].followed)
+            for i, count in zip(followed, given, strict=True):
+                counts[i] = count
+        rows, depth = len(states) + sum(counts), max(counts)
+        drafting = self._following * len(followed) + self._drafting * depth
+        seconds = step_seconds(rows) + drafting
+        accepted = [next((j for j in range(k) if self.random.random() >= self.chance), k) for k in counts]
+        if followed:
+            self.lengths.observe(rows, seconds, drafting, depth, sum(counts), sum(accepted))
+        else:
+            self.lengths.account(seconds, drafting)
+        for i, count in enumerate(counts):
+            if count:
+                self.lengths.accepted(states[i], count, accepted[i])
+            left[i] -= 1 + accepted[i]
+        return seconds
+
+
+@pytest.mark.parametrize("together", [1, 8])
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_following_and_trying_in_vain_take_little_time(chance: float, together: int) -> None:
+    traffic = Traffic(chance, together)
+    assert traffic.run(40) < 1.025
+    assert traffic.followed < 0.1 * 40 * together * 150
+
+
+def test_following_that_costs_next_to_nothing_goes_on() -> None:
+    traffic = Traffic(0.0, following=0.001, drafting=0.01)
+    assert traffic.run(10) < 1.01
+    assert traffic.followed == 10 * 150
+
+
+def test_where_drafts_pay_all_are_followed() -> None:
+    traffic = Traffic(0.95, drafting=0.2)
+    assert traffic.run(20) < 0.7
+    states = [DraftState() for _ in range(10)]
+    for state in states:
+        traffic.lengths.account(0.0, 10.0)  # whatever a long prompt took
+        traffic.lengths.start(state, True, 1)
+    assert all(state.followed for state in states)
+
+
+def test_drafts_that_begin_to_be_accepted_are_found_by_new_requests() -> None:
+    traffic = Traffic(0.0, drafting=0.2)
+    traffic.run(30)
+    traffic.chance = 0.95
+    traffic.run(30)
+    assert traffic.run(10) < 0.7
+
+
+def test_a_new_request_is_supposed_to_be_like_those_before_it_of_its_kind() -> None:
+    traffic = Traffic(0.95, drafting=0.2)
+    traffic.run(5)
+    greedy, sampled = DraftState(), DraftState()
+    traffic.lengths.start(greedy, True, 1)
+    traffic.lengths.start(sampled, False, 1)
+    assert greedy.level >= 18 and sampled.level == 15
+
+
+def test_the_first_probe_of_a_request_that_is_tried_goes_deep() -> None:
+    traffic = Traffic(0.0)
+    traffic.run(20)
+    tried = DraftState()
+    traffic.lengths.account(1000 * PLAIN, 0.0)  # time goes by
+    traffic.lengths.start(tried, True, 1)
+    assert tried.followed
+    assert traffic.lengths.choose([tried], [MOST], 100, 1) == [4]
+    traffic.lengths.accepted(tried, 4, 1)
+    assert traffic.lengths.choose([tried], [MOST], 100, 1) == [1]  # once more: one of two were accepted
+
+
+def test_of_those_followed_in_vain_the_worst_is_let_go_first() -> None:
+    lengths = DraftLengths(MOST)
+    for _ in range(200):
+        lengths.observe(3, PLAIN, 0.1 * PLAIN, 0)
+    states = [DraftState(level=9, idle=10), DraftState(level=3, idle=10), DraftState(level=1, idle=0)]
+    assert lengths.let_go(states) == 1  # the last one has drafts
+    assert [state.followed for state in states] == [True, False, True]
 
 
 # --- limits -----------------------------------------------------------------------------------------------

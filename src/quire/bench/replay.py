@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.ops import KVCache
 from quire.runner.proposer import Computed, DraftContext, Drafts, Wanted
 
 
@@ -50,7 +49,3 @@ class ReplayProposer:
 
     def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
         """See `Proposer`."""
-
-    def beside(self, kv: KVCache) -> int:
-        """See `Proposer`."""
-        return 0

@@ -163,7 +163,7 @@ class Request:
         self.high_water = 0
         self.num_scored = num_scored
         self.known_to_runner = False
-        self.draft_state = DraftState()
+        self.draft_state = DraftState(followed=params.speculate)
 
         self.table: list[int] = []
         self.num_sent = 0
@@ -185,7 +185,7 @@ class Request:
     @property
     def num_draftable(self) -> int:
         """Drafts that a step could verify beside its next token: the last token of all is never a draft."""
-        if not self.params.speculate:
+        if not self.draft_state.followed:
             return 0
         return self.max_tokens - 1 - (len(self.tokens) + self.num_pending - self.num_prompt)
 
@@ -217,4 +217,5 @@ class Request:
             output_token_ids=self.tokens[self.num_prompt :],
             stop_token_ids=self.stop_token_ids,
             bad_words=self.bad_words,
+            followed=self.draft_state.followed,
         )

@@ -42,6 +42,7 @@ class Scheduler:
         self._held: dict[bytes, list[Request]] = {}  # by the hash of the block they wait for
         self._computing: dict[bytes, Request] = {}  # who computes the prompt block of a hash
         self._ended: list[int] = []  # for the runner to forget
+        self._let_go: list[int] = []  # for it to follow no longer
         self._updates: list[RequestUpdate] = []  # ends that no commit yielded
         self._next_number = 0
         self._chunked = config.enable_chunked_prefill
@@ -125,8 +126,8 @@ class Scheduler:
                     updates.append(update)
         if self._latency and flight.num_decodes:
             self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
-        if self._lengths and flight.num_decodes == plan.num_tokens:
-            _observe_drafts(self._lengths, plan, result)
+        if self._lengths:
+            self._lengths.observe_step(result, flight.followed and flight.num_decodes == plan.num_tokens)
         return updates
 
     def take_updates(self) -> list[RequestUpdate]:
@@ -205,16 +206,37 @@ class Scheduler:
 
     def _choose_drafts(self, step: _Step, most: int) -> None:
         """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks."""
-        decodes = [request for request, count in step.chosen.items() if count == request.num_remaining == 1]
+        decodes = [
+            request
+            for request, count in step.chosen.items()
+            if count == request.num_remaining == 1 and request.draft_state.followed
+        ]
+        if not decodes:
+            return
+        step.followed = True
         room = [min(most, request.num_draftable) for request in decodes]
         if self._lengths:
-            states = [request.draft_state for request in decodes]
-            room = self._lengths.choose(states, room, step.budget, self.config.max_num_batched_tokens - step.budget)
+            room = self._self_tuned(self._lengths, step, decodes, room)
         for request, count in zip(decodes, room, strict=True):
             count = min(count, step.budget)
             if count > 0:
                 count = self._reserve_drafts(request, count)
                 step.choose(request, count)
+
+    def _self_tuned(self, lengths: DraftLengths, step: _Step, decodes: list[Request], room: list[int]) -> list[int]:
+        """How many drafts each of them gets.
+
+        None beside prompts: as a rule such a step is bound by arithmetic, where a draft's row costs what the row of the
+        token would that it may save, and is computed in vain at times.
+        """
+        if sum(step.chosen.values()) > len(step.chosen):
+            return [0] * len(decodes)
+        states = [request.draft_state for request in decodes]
+        counts = lengths.choose(states, room, step.budget, len(step.chosen))
+        vain = lengths.let_go(states)
+        if vain is not None:
+            self._let_go.append(decodes[vain].id)
+        return counts
 
     def _reserve_drafts(self, request: Request, count: int) -> int:
         """How many of `count` drafts have blocks; nobody is preempted for them."""
@@ -291,6 +313,8 @@ class Scheduler:
             self.num_cached_tokens += request.num_cached
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
+        if self._lengths and request.draft_state.followed and not request.known_to_runner:
+            self._lengths.start(request.draft_state, request.params.greedy, len(self.running))
         for block_hash in request.hashes[request.num_published :]:
             self._computing.setdefault(block_hash, request)
 
@@ -390,11 +414,11 @@ class Scheduler:
     # -- plans ---------------------------------------------------------------------------------------------
 
     def _plan(self, step: _Step) -> StepPlan:
-        plan = StepPlan(self._next_number, [], ended=self._ended)
+        plan = StepPlan(self._next_number, [], ended=self._ended, let_go=self._let_go)
         decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
-        flight = _Flight(plan.number, [], decodes)
+        flight = _Flight(plan.number, [], decodes, step.followed)
         self._next_number += 1
-        self._ended = []
+        self._ended, self._let_go = [], []
         for request, count in step.chosen.items():
             if not request.known_to_runner:
                 request.known_to_runner = True
@@ -532,12 +556,13 @@ class Scheduler:
 class _Step:
     """The step being made: tokens chosen for each request, and what is left of the budget."""
 
-    __slots__ = ("budget", "chosen", "num_decodes", "num_partial", "part_way")
+    __slots__ = ("budget", "chosen", "followed", "num_decodes", "num_partial", "part_way")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
+        self.followed = False  # some request that decodes may be drafted
         self.num_partial = 0  # prompts that will still be part-way after this step
         self.part_way: list[Request] = []  # those that were before it
 
@@ -552,21 +577,17 @@ class _Step:
 class _Flight:
     """A step in flight: its requests, each with its count of preemptions when the step was planned.
 
-    `num_decodes` counts the tokens of those that decode, drafts included.
+    `num_decodes` counts the tokens of those that decode, drafts included; `followed` says whether one of them may be
+    drafted.
     """
 
-    __slots__ = ("num_decodes", "number", "requests")
+    __slots__ = ("followed", "num_decodes", "number", "requests")
 
-    def __init__(self, number: int, requests: list[tuple[Request, int]], num_decodes: int) -> None:
+    def __init__(self, number: int, requests: list[tuple[Request, int]], num_decodes: int, followed: bool) -> None:
         self.number = number
         self.requests = requests
         self.num_decodes = num_decodes
-
-
-def _observe_drafts(lengths: DraftLengths, plan: StepPlan, result: StepResult) -> None:
-    """Learn what a step of decodes took."""
-    drafted = [span.num_drafted for span in result.spans]
-    lengths.observe(len(plan.spans) + sum(drafted), result.seconds, result.drafting, max(drafted))
+        self.followed = followed
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -242,7 +242,6 @@ def restored_of(config: LatentConfig, heads: int, kv: KVCache, batch: RaggedBatc
         return None
     width = max(config.qk_head_dim, config.v_head_dim)
     wide = KVCache(len(blocks) + 1, 1, at_once, width, kv.block_size, kv.dtype)
-    wide.numbers.zero_()
     return RestoredContexts(blocks, wide, replace(batch, block_tables=names))
 
 

@@ -19,7 +19,7 @@ from quire.models.config import read_decoder_config
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.weights import Weights
-from quire.ops import KVCache, RaggedBatch
+from quire.ops import KVCache, KVShape, RaggedBatch
 
 TABLE = "embed_tokens.weight"
 SKIPPED = ("lm_head.",)
@@ -52,19 +52,17 @@ class Head:
         hidden_size: of what `forward` takes and gives.
         taps: layers of the target whose inputs are its features; none: it is fed what the target's `forward` gives.
         dtype: of activations, KV and weights: the target's.
-        num_layers, num_kv_heads, head_dim, kv_sides: the shape of a token's KV.
+        kv_shape: of a token's KV.
         weight_bytes: what a step reads of its own weights; an embedding table is not among them.
     """
 
-    num_layers = 1
-    kv_sides = 2
     taps: tuple[int, ...] = ()
 
     def __init__(self, config: HeadConfig, weights: Weights, target: Model) -> None:
         self.config = config
         self.hidden_size = config.layer.hidden_size
         self.dtype = weights.dtype
-        self.num_kv_heads, self.head_dim = config.layer.num_kv_heads, config.layer.head_dim
+        self.kv_shape = KVShape(1, config.layer.num_kv_heads, config.layer.head_dim, self.dtype)
         numbers = sum(math.prod(shape) for name, shape in config.shapes.items() if name != TABLE)
         self.weight_bytes = numbers * weights.dtype.itemsize
         self.embedding = weights.embedding("embed_tokens") if TABLE in config.shapes else target.embedding

@@ -13,8 +13,8 @@ from quire.layers.embedding import Embedding
 from quire.layers.experts import ExpertsLayer
 from quire.models.config import DecoderConfig
 from quire.models.weights import EXPERT, Weights
-from quire.ops import KVCache, RaggedBatch
-from quire.ops.kv_cache import KVCacheDtype, kv_bytes_per_token
+from quire.ops import KVCache, KVShape, RaggedBatch
+from quire.ops.kv_cache import KVCacheDtype
 
 NO_MTP = (
     "this model has no layer that predicts one token more, which mtp=True and speculation with method mtp need; "
@@ -123,15 +123,21 @@ class Model(ABC):
         """The configuration with the layer that predicts one token more; raises ConfigError where there is none."""
         raise ConfigError(NO_MTP)
 
-    def new_cache(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> KVCache:
-        """Blocks for its KV; raises what `KVCache` does."""
+    def new_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        behind: KVShape | None = None,
+    ) -> KVCache:
+        """Blocks for its KV, and for what another model keeps behind it; raises what `KVCache` does."""
         shape = (num_blocks, self.num_layers, self.num_kv_heads, self.head_dim, block_size)
-        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides)
+        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides, behind)
 
-    def kv_bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
-        """Bytes of KV that a token has in all layers."""
+    def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
+        """What it keeps of each token."""
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
-        return kv_bytes_per_token(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
+        return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     @abstractmethod
     def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from quire.ops.attention import paged_attention, store_kv
 from quire.ops.choose import choice_note, choose_kernels
 from quire.ops.elementwise import rms_norm, rotate, silu_mul
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts
-from quire.ops.kv_cache import BLOCK_SIZES, KVCache
+from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
 from quire.ops.linear import PackedWeight, Product
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
@@ -13,6 +13,7 @@ __all__ = [
     "BLOCK_SIZES",
     "HeadNorm",
     "KVCache",
+    "KVShape",
     "Kernels",
     "LayerParts",
     "PackedWeight",

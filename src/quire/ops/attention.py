@@ -21,29 +21,20 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, batch: RaggedBatch, 
     if kv.scales is not None:
         _store_quantized(k, v, kv, kv.scales, batch, layer)
         return
-    keys, values = batch.once(("slots", kv.layers, kv.kv_heads), lambda: _slot_rows(batch, kv))
-    rows = kv.data.view(-1, kv.head_dim)[layer * kv.kv_heads * 2 * kv.block_size :]
-    rows.index_copy_(0, keys, k.reshape(-1, kv.head_dim))
-    rows.index_copy_(0, values, v.reshape(-1, kv.head_dim))
+    block, offset = batch.once(("slots", kv.block_size), lambda: _parts(batch.slots, kv.block_size))
+    kv.numbers[block, layer, :, KEY, offset] = k
+    kv.numbers[block, layer, :, VALUE, offset] = v
 
 
 def _store_quantized(
     k: torch.Tensor, v: torch.Tensor, kv: KVCache, into: torch.Tensor, batch: RaggedBatch, layer: int
 ) -> None:
     """Codes go into `kv.numbers`, scales into `into`, which is `kv.scales`."""
-    block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
+    block, offset = _parts(batch.slots, kv.block_size)
     for plane, x in ((KEY, k), (VALUE, v)):
         codes, scales = quantize(x, kv.stored_dtype)
         kv.numbers.view(torch.uint8)[block, layer, :, plane, offset] = codes.view(torch.uint8)
         into[block, layer, :, plane, offset] = scales
-
-
-def _slot_rows(batch: RaggedBatch, kv: KVCache) -> tuple[torch.Tensor, ...]:
-    """Layer 0's rows of the cache, seen as [rows, head_dim]: [tokens * kv_heads] for keys, and for values."""
-    block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
-    planes = torch.arange(kv.kv_heads * 2).view(kv.kv_heads, 2).t().unsqueeze(1)  # [2, 1, kv_heads]
-    rows = (block * kv.layers * kv.kv_heads * 2).unsqueeze(1) + planes
-    return (rows * kv.block_size + offset.unsqueeze(1)).flatten(1).unbind()
 
 
 def paged_attention(
@@ -59,9 +50,10 @@ def paged_attention(
         kv, batch, layer = *_dequantized(kv, kv.scales, batch, layer), 0
     if batch.trees is not None:
         kv, batch, layer = *_straightened(kv, batch, batch.trees, layer), 0
-    layout = Layout(kv.layers, kv.kv_heads, q.shape[1] // kv.kv_heads, kv.block_size, window)
+    shape = kv.kv_heads, q.shape[1] // kv.kv_heads, kv.head_dim, kv.block_size
+    layout = Layout(*shape, kv.numbers.stride(0), window)
     step = batch.once((layout, q.dtype), lambda: _Step(batch, layout, kv, q.dtype))
-    cache = kv.data.view(-1, step.plan.run * kv.head_dim)[layer * step.plan.layer_stride :]
+    cache = _runs(kv, layer, step.plan.run * kv.head_dim)
     for bucket in step.buckets:
         # index_select, then one copy that changes type and order: [tiles, kv_heads, rows, group, head_dim]
         bucket.q_by_row.copy_(q.index_select(0, bucket.tokens).view(bucket.q_by_row.shape))
@@ -71,6 +63,13 @@ def paged_attention(
         bucket.out.div_(bucket.total)
         bucket.result.copy_(bucket.out_by_row)
     return step.result.index_select(0, step.plan.order).view(q.shape)
+
+
+def _runs(kv: KVCache, layer: int, size: int) -> torch.Tensor:
+    """[numbers, size]: of a layer, the `size` numbers from each one on, whatever lies between the blocks."""
+    own = kv.numbers[:, layer]
+    last = (kv.num_blocks - 1) * own.stride(0) + own[0].numel() - size  # where the last block's last ones begin
+    return own.as_strided((last + 1, size), (1, 1))
 
 
 def _dequantized(kv: KVCache, scales: torch.Tensor, batch: RaggedBatch, layer: int) -> tuple[KVCache, RaggedBatch]:
@@ -192,7 +191,7 @@ class _Tile:
 def _attend(tile: _Tile, cache: torch.Tensor) -> None:
     """One key tile for each of a chunk's row tiles, merged into the running `top`, `total` and `out`.
 
-    `cache` is a layer's: [rows, run * head_dim].
+    `cache` is a layer's: see `_runs`.
     """
     chunk, scores = tile.chunk, tile.scores
     if not chunk.gathered:

@@ -36,12 +36,17 @@ LOWEST = -1e30
 
 
 class Layout(NamedTuple):
-    """What a plan depends on beside the batch; layers that agree in it share a plan."""
+    """What a plan depends on beside the batch; layers that agree in it share a plan.
 
-    layers: int
+    Attributes:
+        block_stride: numbers from one block of the cache to the next.
+    """
+
     kv_heads: int
     group: int
+    head_dim: int
     block_size: int
+    block_stride: int
     window: int | None
 
 
@@ -52,7 +57,7 @@ class Chunk:
     Attributes:
         opening: whether it is the first key tile of these row tiles.
         width: keys of each tile that are computed.
-        source: rows of the cache, seen as [rows, run of tokens * head_dim] with layer 0, to be gathered:
+        source: where runs of tokens that are to be gathered begin: numbers behind the layer's first,
             [2 * (last - first) * kv_heads * runs].
         invalid: rows of the gathered [2 * (last - first) * kv_heads * width, head_dim] to be zeroed, because
             no one has written them or a window has passed them; None: none.
@@ -91,13 +96,12 @@ class Bucket:
 class AttentionPlan:
     """All buckets of a step, and `order` [tokens]: where each token lies in the buckets laid end to end.
 
-    `layer_stride` is the distance, in gathered rows of the cache, from one layer to the next.
+    `run` is how many tokens are gathered as one.
     """
 
     buckets: list[Bucket]
     order: torch.Tensor
     run: int
-    layer_stride: int
 
 
 class _RowTile(NamedTuple):
@@ -134,8 +138,7 @@ def make_plan(
         order[bucket.tokens] = places  # padding repeats a row: any of its copies will do
         made.append(bucket)
         offset += bucket.tokens.numel()
-    stride = layout.kv_heads * 2 * (layout.block_size // run)
-    return AttentionPlan(made, order, run, stride)
+    return AttentionPlan(made, order, run)
 
 
 def _row_tiles(layout: Layout, span: int, first: int, last: int, context: int) -> list[_RowTile]:
@@ -185,7 +188,7 @@ def _bucket(
             part = slice(first, last)
             start = (first_tile[part] + rank) * KEY_TILE
             runs = tables[span[part], (start + torch.arange(0, width, run)) // run]
-            chunk = Chunk(first, last, rank == 0, width, _source_rows(layout, runs, run))
+            chunk = Chunk(first, last, rank == 0, width, _sources(layout, runs, run))
             if not all(_sees_all(tile, rank, width, layout) for tile in tiles[part]):
                 keys = start + torch.arange(width)  # [tiles of this chunk, width]
                 positions = position[part] + within[part]  # [tiles of this chunk, rows]
@@ -219,12 +222,12 @@ def _same_keys(one: Chunk, other: Chunk) -> bool:
     return one.invalid is other.invalid and torch.equal(one.source, other.source)
 
 
-def _source_rows(layout: Layout, runs: torch.Tensor, run: int) -> torch.Tensor:
-    """Rows of [blocks * layers * kv_heads * 2 * parts, run * head_dim] for runs [tiles, runs], plane first."""
+def _sources(layout: Layout, runs: torch.Tensor, run: int) -> torch.Tensor:
+    """See `Chunk.source`; of runs [tiles, runs], keys first."""
     parts = layout.block_size // run
-    planes = torch.arange(layout.kv_heads * 2).view(layout.kv_heads, 2)
-    row = (runs // parts * layout.layers * layout.kv_heads * 2)[:, None] + planes.t()[:, None, :, None]
-    return (row * parts + (runs % parts)[:, None]).flatten()
+    heads = torch.arange(layout.kv_heads * 2).view(layout.kv_heads, 2).t() * (layout.block_size * layout.head_dim)
+    within = runs // parts * layout.block_stride + runs % parts * (run * layout.head_dim)
+    return (within[:, None] + heads[:, None, :, None]).flatten()
 
 
 def _sees_all(tile: _RowTile, rank: int, width: int, layout: Layout) -> bool:

@@ -150,7 +150,7 @@ class Kernels:
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy block heads: (source, destination, tokens) each; no destination is another's source or destination.
 
-        In the caches beside this one too.
+        Of what lies behind, too.
         """
         kv.copy(copies)
 

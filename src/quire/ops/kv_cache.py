@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,23 +23,62 @@ KVCacheDtype = Literal["auto", "int8", "fp8"]
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE_BYTES = 4
 
+WORD = 4
+"""Bytes that a token's are a multiple of: then those of the smallest block are one of a cache line."""
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Each code type's largest number: a row's largest magnitude becomes it."""
 
 
-class KVCache:
-    """The device's blocks.
-
-    A block is one contiguous range of bytes: [layers, kv_heads, sides, plane], where a plane is one head's keys
-    (0) or values (1). Latent attention has one side, whose rows are both (see `quire.ops.latent`). Block 0 is null:
-    padding may write there, and nothing reads from it.
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a model keeps of each token, in all its layers.
 
     Attributes:
+        dtype: the model's data type.
+        sides: 2: keys and values; 1: rows that are both.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_cache_dtype: KVCacheDtype = "auto"
+    sides: int = 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one head's key, with its scale."""
+        quantized = self.kv_cache_dtype in CODE_DTYPES
+        return self.head_dim + SCALE_BYTES if quantized else self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Rounded up, so that a block of any size is a whole number of cache lines."""
+        return -(-self.sides * self.layers * self.kv_heads * self.row_bytes // WORD) * WORD
+
+
+class KVCache:
+    """The device's blocks, and what one model has in them.
+
+    A block is one contiguous range of bytes: planes [layers, kv_heads, sides], where a plane is one head's keys (0) or
+    values (1); and behind them those of a model that drafts for this one, which is a cache too, over the same blocks.
+    Latent attention has one side, whose rows are both (see `quire.ops.latent`). Block 0 is null: padding may write
+    there, and nothing reads from it.
+
+    Args:
+        behind: what another model keeps of the same tokens.
+        memory: [num_blocks, bytes] uint8, blocks in which the planes lie first; None: memory of its own, all zeros.
+
+    Attributes:
+        memory: with `memory[block]` a block moves, whoever has something in it.
+        behind: the other model's cache; None: there is no other.
         sides: 2: keys and values; 1: rows that are both.
         dtype: the model's data type.
         stored_dtype: of `numbers`: `dtype`, or that of the codes.
         data: plain, [num_blocks, layers, kv_heads, sides, block_size, head_dim] in `dtype`; quantized, the
-            bytes [num_blocks, layers, kv_heads, sides, plane bytes], of which `numbers` and `scales` are views.
+            bytes [num_blocks, layers, kv_heads, sides, plane bytes], of which `numbers` and `scales` are views. So is
+            it of `memory`: with something behind, blocks lie further apart than their own planes take.
         numbers: [num_blocks, layers, kv_heads, sides, block_size, head_dim].
         scales: [num_blocks, layers, kv_heads, sides, block_size] fp32, behind a plane's codes: a number is its
             code times its token's scale. None for a plain cache.
@@ -58,6 +97,8 @@ class KVCache:
         kv_cache_dtype: KVCacheDtype = "auto",
         device: torch.device | str = "cpu",
         sides: int = 2,
+        behind: KVShape | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
         if block_size not in BLOCK_SIZES:
@@ -71,51 +112,48 @@ class KVCache:
         self.head_dim, self.block_size, self.dtype, self.sides = head_dim, block_size, dtype, sides
         self.stored_dtype = CODE_DTYPES.get(kv_cache_dtype, dtype)
         self.pulse: array[int] | memoryview[int] = array("q", [0])
-        self.others: list[KVCache] = []
-        # Not zeroed: what no one has written is never read, and pages are only taken once they are used.
-        planes, shape = (num_blocks, layers, kv_heads, sides), (block_size, head_dim)
+        own = KVShape(layers, kv_heads, head_dim, dtype, kv_cache_dtype, sides)
+        if memory is None:
+            size = block_size * (own.bytes_per_token + (behind.bytes_per_token if behind else 0))
+            memory = _zeros(num_blocks * size, device).view(num_blocks, size)
+        self.memory = memory
+        planes, shape, plane = (num_blocks, layers, kv_heads, sides), (block_size, head_dim), block_size * own.row_bytes
+        part = memory[:, : layers * kv_heads * sides * plane]
         self.scales: torch.Tensor | None = None
         if kv_cache_dtype == "auto":
-            size = math.prod((*planes, *shape)) * dtype.itemsize
-            self.data = self.numbers = _memory(size, device).view(dtype).view(*planes, *shape)
+            self.data = self.numbers = part.view(dtype).view(*planes, *shape)
         else:
             codes = block_size * head_dim
-            plane = codes + block_size * SCALE_BYTES
-            self.data = _memory(math.prod(planes) * plane, device).view(*planes, plane)
+            self.data = part.view(*planes, plane)
             self.numbers = self.data[..., :codes].view(self.stored_dtype).view(*planes, *shape)
             self.scales = self.data[..., codes:].view(torch.float32)
+        self.behind: KVCache | None = None
+        if behind is not None:
+            rest = memory[:, block_size * own.bytes_per_token :]
+            heads = num_blocks, behind.layers, behind.kv_heads, behind.head_dim, block_size
+            stored = behind.dtype, behind.kv_cache_dtype, device, behind.sides
+            self.behind = KVCache(*heads, *stored, memory=rest)
 
     @property
     def bytes_per_block(self) -> int:
-        """Size of one block, all layers."""
-        return self.data[0].numel() * self.data.element_size()
-
-    def beside(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, sides: int = 2) -> KVCache:
-        """A plain cache over the same block ids, for what another model keeps of the same tokens.
-
-        Block heads are copied in it whenever they are copied here; all else that happens to either does not touch the
-        other.
-        """
-        shape = self.num_blocks, layers, kv_heads, head_dim, self.block_size
-        other = KVCache(*shape, dtype, device=self.data.device, sides=sides)
-        self.others.append(other)
-        return other
+        """From one block to the next: of all that lies in one."""
+        return self.memory.stride(0)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy block heads: the first `tokens` tokens of block `source`, all layers, for each
+        """Copy block heads: the first `tokens` tokens of block `source`, all layers, of what lies behind too, for each
         (source, destination, tokens). The rest of the destination is left as it is. In the list's order.
         """
         for source, destination, tokens in copies:
             self.numbers[destination, :, :, :, :tokens].copy_(self.numbers[source, :, :, :, :tokens])
             if self.scales is not None:
                 self.scales[destination, :, :, :, :tokens].copy_(self.scales[source, :, :, :, :tokens])
-        for other in self.others:
-            other.copy(copies)
+        if self.behind is not None:
+            self.behind.copy(copies)
 
     def move(self, sources: torch.Tensor | Sequence[int], destinations: torch.Tensor | Sequence[int]) -> None:
         """Copy tokens, all layers, from slots (`block * block_size + offset`) to as many others, each named once.
 
-        All are read before any is written, so a slot may be both. Caches beside this one are left as they are.
+        All are read before any is written, so a slot may be both. What lies behind is left as it is.
         Raises ValueError where the numbers of slots differ.
         """
         if len(sources) != len(destinations):
@@ -135,18 +173,10 @@ def _at(
     return on_device // block_size, on_device % block_size
 
 
-def _memory(size: int, device: torch.device | str) -> torch.Tensor:
-    """`size` bytes that nobody has written."""
+def _zeros(size: int, device: torch.device | str) -> torch.Tensor:
+    """`size` bytes. On a CPU, pages are only taken once they are used."""
     on_cpu = torch.device(device).type == "cpu"
-    return huge(size) if on_cpu else torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def kv_bytes_per_token(
-    layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_cache_dtype: str, sides: int = 2
-) -> int:
-    """Bytes of one token's keys and values in all layers, with their scales."""
-    row = head_dim + SCALE_BYTES if kv_cache_dtype in CODE_DTYPES else head_dim * dtype.itemsize
-    return sides * layers * kv_heads * row
+    return huge(size) if on_cpu else torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,7 +81,6 @@ def latent_attention(
         blocks, names = torch.unique(batch.block_tables, return_inverse=True)
         dtype = kv.dtype if kv.scales is None else torch.float32  # code times scale would be rounded in kv.dtype
         wide = KVCache(len(blocks) + 1, 1, 1, kv.head_dim, kv.block_size, dtype)
-        wide.numbers[:, :, :, VALUE].zero_()
         return wide, replace(batch, block_tables=names), blocks
 
     wide, renamed, blocks = batch.once(("latent", id(kv)), make)

@@ -33,13 +33,13 @@ class Scratch:
 
 
 def huge(size: int) -> torch.Tensor:
-    """`size` bytes for something that every step reads, in huge pages where the system has them.
+    """`size` bytes, all 0, for something that every step reads, in huge pages where the system has them.
 
     Weights and keys are read in long streams: with pages of 4 KiB the processor looks up an address every 64 lines.
     Like any memory, it is taken from the system where it is first written.
     """
     if size < HUGE_PAGE or sys.platform != "linux":
-        return torch.empty(size, dtype=torch.uint8)  # torch aligns to 64 bytes
+        return torch.zeros(size, dtype=torch.uint8)  # torch aligns to 64 bytes
     # A mapping of its own: the heap would keep what lies between, and what is freed later.
     pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)

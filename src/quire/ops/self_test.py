@@ -301,7 +301,6 @@ class _Attention:
         """Room for two such requests, in which the first tokens of one are stored."""
         shape = (2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size)
         cache = KVCache(*shape, self.dtype, self.kv_cache_dtype, self.kernels.device, self.sides)
-        cache.data.zero_()
         if filled:
             self._span(cache, range(filled), 0)
         return cache

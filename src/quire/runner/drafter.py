@@ -11,6 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult
 from quire.models.model import Model
-from quire.ops import KVCache, RaggedBatch
+from quire.ops import Kernels, KVCache, RaggedBatch
+from quire.ops.sampling import Filters
 from quire.runner.device_forward import DeviceForward
-from quire.runner.host_forward import HostForward
-from quire.runner.proposer import Branch, Computed, Drafts, Proposer, Row, Wanted
+from quire.runner.host_forward import HostForward, RowsAhead
+from quire.runner.proposer import Branch, Computed, DraftContext, Drafts, Proposer, Row, Wanted
 from quire.runner.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,9 @@ class Drafter:
         self.seconds = 0.0
 
     def start(self, info: RequestInfo) -> None:
-        """A request is new to the runner."""
+        """A request is new to the runner; one that is not followed gets no drafts."""
+        if not info.followed:
+            return
         tokens = [*info.prompt_token_ids, *info.output_token_ids]
         self._texts[info.request] = _Text(len(tokens), tokens[-1])
         self._ask("start a request", lambda: self._proposer.start(info))
@@ -92,10 +96,23 @@ class Drafter:
         if self._texts.pop(request, None) is not None:
             self._ask("end a request", lambda: self._proposer.end(request))
 
-    def resolve(self, spans: Sequence[Span]) -> tuple[list[Span], dict[int, Drafts]]:
+    @property
+    def following(self) -> bool:
+        """Whether there is a request that may be drafted; without any, steps need not come by here."""
+        return bool(self._texts)
+
+    def let_go(self, requests: Sequence[int]) -> None:
+        """Follow some no longer; one that is not known is ignored."""
+        known = [request for request in requests if request in self._texts]
+        if known:  # the next step finds their last tokens where it would if they had never been followed
+            self._context.set_last(known, [self._texts[request].last for request in known])
+        for request in known:
+            self.end(request)
+
+    def resolve(self, spans: list[Span]) -> tuple[list[Span], dict[int, Drafts]]:
         """Spans with true starts and ids in place of what stood for them; by request, the drafts that they verify."""
-        begin = time.monotonic()
-        known = [span if span.tokens[-1] >= 0 else self._known(span) for span in spans]
+        begin, texts = time.monotonic(), self._texts
+        known = [span if span.tokens[-1] >= 0 or span.request not in texts else self._known(span) for span in spans]
         wanted = [
             Wanted(span.request, span.start + len(span.tokens), span.tokens[-1], len(given.tokens) - len(span.tokens))
             for span, given in zip(known, spans, strict=True)
@@ -132,10 +149,16 @@ class Drafter:
         """A step has run: take in its tokens, put accepted rows into place, and tell the proposer."""
         begin = time.monotonic()
         computed = []
+        others: dict[int, int] = {}  # the last tokens of those that are not followed
         for index, (span, result) in enumerate(zip(outcome.spans, outcome.results, strict=True)):
             if result.error is not None:
                 continue
-            next_token, path, text = None, outcome.paths.get(index), self._texts[span.request]
+            next_token, path, text = None, outcome.paths.get(index), self._texts.get(span.request)
+            if text is None:
+                if outcome.drafts and result.tokens:
+                    self._context.sampler.take(span.request, result.tokens)
+                    others[span.request] = result.tokens[-1]
+                continue
             if path is not None and not path:
                 text.drafted = False
                 continue
@@ -154,6 +177,8 @@ class Drafter:
                     places = range(span.start, span.start + len(path))
                     self._context.move(span.request, [span.start + row for row in path], places)
             computed.append(Computed(span.request, span.start, tokens, next_token, rows))
+        if others:
+            self._context.set_last(list(others), list(others.values()))
         self._ask("follow a step", lambda: self._proposer.follow(computed, outcome.features, self._context))
         self.seconds += time.monotonic() - begin
 
@@ -219,6 +244,71 @@ def drafts_before(drafts: Drafts) -> list[list[int]]:
     return before
 
 
+class Line:
+    """See `DraftLine`. What depends on no token is made for all drafts at once.
+
+    Args:
+        filters: how to sample each draft, see `Sampler.filters_ahead`; None: that depends on the drafts before it.
+        rows: how to compute each, see `HostForward.rows_ahead`; None: as any other batch.
+    """
+
+    def __init__(
+        self,
+        context: DraftContext,
+        wanted: Sequence[Wanted],
+        lead: int,
+        kernels: Kernels | None = None,
+        filters: Sequence[Filters] | None = None,
+        rows: RowsAhead | None = None,
+    ) -> None:
+        self._context, self._wanted, self._lead = context, wanted, lead
+        self._kernels, self._filters, self._rows = kernels, filters, rows
+        self._going = wanting(wanted)
+        self._drawn: list[Tensor] = []  # a draft each: [requests that wanted it] int64, -1: no token was left
+
+    @property
+    def rows(self) -> list[Row]:
+        """See `DraftLine`."""
+        depth = len(self._drawn)
+        ahead = zip(*(tokens.clamp(min=0).tolist() for tokens in self._drawn), strict=False) if depth else repeat(())
+        return [
+            Row(want.request, want.position + depth, tokens)
+            for want, tokens in zip(self._wanted[: self._going[depth]], ahead, strict=False)
+        ]
+
+    def draw(self, logits: Tensor) -> int:
+        """See `DraftLine`."""
+        if self._kernels is not None and self._filters is not None:
+            tokens = self._kernels.sample(logits, self._filters[len(self._drawn)])
+        else:
+            tokens = torch.tensor(self._context.draw(logits, self.rows))
+        self._drawn.append(tokens)
+        return self._going[len(self._drawn)]
+
+    def batch(self) -> RaggedBatch:
+        """See `DraftLine`."""
+        depth = len(self._drawn)
+        tokens = self._drawn[-1].clamp(min=0)
+        if len(tokens) > self._going[depth]:
+            tokens = tokens[: self._going[depth]]
+        if self._rows is not None:
+            return self._rows.batch(depth - 1, tokens)
+        wanted = self._wanted[: len(tokens)]
+        starts = [want.position + depth - 1 - self._lead for want in wanted]
+        return self._context.batch([want.request for want in wanted], starts, [[token] for token in tokens.tolist()])
+
+    def drafts(self) -> list[list[int]]:
+        """See `DraftLine`."""
+        drawn = [tokens.tolist() for tokens in self._drawn]
+        lines = [[tokens[i] for tokens in drawn[: want.count]] for i, want in enumerate(self._wanted)]
+        return [line[: line.index(-1)] if -1 in line else line for line in lines]
+
+
+def wanting(wanted: Sequence[Wanted]) -> list[int]:
+    """How many want at least 1, 2, ... drafts, up to a number that nobody wants; the most comes first in `wanted`."""
+    return [sum(want.count > depth for want in wanted) for depth in range(wanted[0].count + 1)]
+
+
 class RunnerContext:
     """A runner as proposers see it: see `DraftContext`."""
 
@@ -233,6 +323,17 @@ class RunnerContext:
         self.sampler, self.vocab_size = sampler, model.vocab_size
         self._kernels, self._kv = model.kernels, kv
         self._forward, self._row_of = forward, row_of
+
+    @property
+    def kv(self) -> KVCache:
+        """See `DraftContext.kv`.
+
+        Raises:
+            RuntimeError: the blocks were made without it.
+        """
+        if self._kv.behind is None:
+            raise RuntimeError("these blocks have no room for what drafts: make them with Speculation.kv_shape behind")
+        return self._kv.behind
 
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
         """See `DraftContext.batch`."""
@@ -253,6 +354,17 @@ class RunnerContext:
         tokens: list[int] = self.sampler.draw(logits, rows).tolist()
         return tokens
 
+    def line(self, wanted: Sequence[Wanted], lead: int) -> Line:
+        """See `DraftContext.line`."""
+        requests, positions = [want.request for want in wanted], [want.position for want in wanted]
+        filters = self.sampler.filters_ahead(requests, positions, wanting(wanted)[:-1])
+        rows, most = None, wanted[0].count
+        if isinstance(self._forward, HostForward) and most > 1:
+            table_rows = np.array([self._row_of(request) for request in requests])
+            ahead = np.arange(most - 1)[:, None] - lead
+            rows = self._forward.rows_ahead(table_rows, ahead + positions)
+        return Line(self, wanted, lead, self._kernels, filters, rows)
+
     def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """See `DraftContext.distributions`."""
         return self.sampler.distributions(logits, rows)
@@ -260,6 +372,12 @@ class RunnerContext:
     def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
         """See `DraftContext.candidates`."""
         return self.sampler.candidates(logits, rows, width)
+
+    def set_last(self, requests: Sequence[int], tokens: Sequence[int]) -> None:
+        """Say which token was sampled last for some requests, where the runner itself did not see it."""
+        last = self._forward.last_tokens
+        rows, values = (torch.tensor(x, device=last.device) for x in ([self._row_of(r) for r in requests], tokens))
+        last.index_copy_(0, rows, values)
 
     def move(self, request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Put the model's keys and values from positions of a request to others: accepted rows of a tree."""

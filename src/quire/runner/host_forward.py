@@ -34,6 +34,34 @@ class Forwarded(NamedTuple):
     features: Tensor
 
 
+class RowsAhead(NamedTuple):
+    """Batches of one row a request, but for their tokens.
+
+    Attributes:
+        positions, slots: [batches, requests] int64.
+        block_tables, block_size: as in `RaggedBatch`, for all batches: the tables may go on behind the context of one.
+    """
+
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    block_tables: Tensor
+    block_size: int
+
+    def batch(self, index: int, tokens: Tensor) -> RaggedBatch:
+        """One of them, of the first requests: tokens [rows] int64."""
+        count = len(tokens)
+        positions = self.positions[index, :count]
+        return RaggedBatch(
+            token_ids=tokens,
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(self.slots[index, :count]),
+            row_starts=list(range(count + 1)),
+            context_lens=[position + 1 for position in positions.tolist()],
+            block_tables=self.block_tables[:count],
+            block_size=self.block_size,
+        )
+
+
 def forward(model: Model, batch: RaggedBatch, kv: KVCache, tapped: Sequence[int]) -> Forwarded:
     """Through the model; `tapped` are the layers of which features are made."""
     taps = Taps(tapped) if tapped else None
@@ -102,25 +130,23 @@ class HostForward:
     ) -> RaggedBatch:
         """All spans one after the other; see `__call__`."""
         size = self._kv.block_size
-        starts = np.array([span.start for span in spans])
-        lengths = np.diff(row_starts)
-        tokens = np.array(list(chain.from_iterable(span.tokens for span in spans)), np.int64)
-        span_of_row = np.repeat(np.arange(len(spans)), lengths)  # [tokens]
-        previous = (tokens == FROM_PREVIOUS).nonzero()[0]
-        if len(previous):  # a step that failed left -1: nobody will see what this one makes of it
-            tokens[previous] = self.last_tokens.numpy()[rows[span_of_row[previous]]].clip(min=0)
-        positions = places = np.arange(len(tokens)) + (starts - row_starts[:-1])[span_of_row]
-        contexts = starts + lengths
-        trees = None
+        tokens = list(chain.from_iterable(span.tokens for span in spans))
+        ends = [span.start + len(span.tokens) for span in spans]
+        rows_of = rows if len(tokens) == len(spans) else rows.repeat(np.diff(row_starts))  # [tokens]
+        if FROM_PREVIOUS in tokens:  # a step that failed left -1: nobody will see what this one makes of it
+            last = self.last_tokens.numpy()[rows_of].clip(min=0).tolist()
+            tokens = [last[i] if token == FROM_PREVIOUS else token for i, token in enumerate(tokens)]
+        positions = np.array([*chain.from_iterable(map(range, (span.start for span in spans), ends))])
+        places, contexts, trees = positions, np.array(ends), None
         if branches:
             by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
-            positions, places = positions.copy(), positions.copy()
+            places = positions.copy()
             trees = _trees(by_span, row_starts, positions, places, contexts)
         blocks, offsets = np.divmod(places, size)
         return RaggedBatch(
-            token_ids=torch.from_numpy(tokens),
+            token_ids=torch.from_numpy(np.array(tokens)),
             positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(self._tables[rows[span_of_row], blocks] * size + offsets),
+            slots=torch.from_numpy(self._tables[rows_of, blocks] * size + offsets),
             row_starts=row_starts.tolist(),
             context_lens=contexts.tolist(),
             block_tables=torch.from_numpy(self._heads(rows, -(-contexts // size))),
@@ -128,11 +154,25 @@ class HostForward:
             trees=trees,
         )
 
+    def rows_ahead(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> RowsAhead:
+        """What batches of one row a request need: one for each line of `positions` [batches, requests], which rise.
+
+        Args:
+            rows: which row of the tables belongs to each request.
+            positions: they may go beyond what a request has blocks for, as long as nobody asks for its rows there.
+        """
+        size = self._kv.block_size
+        blocks, offsets = np.divmod(positions, size)
+        blocks = blocks.clip(max=self._tables.shape[1] - 1)
+        slots = self._tables[rows, blocks] * size + offsets
+        return RowsAhead(positions, slots, torch.from_numpy(self._heads(rows, blocks[-1] + 1)), size)
+
     def _heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first `lengths` entries of some rows, [rows, longest], with zeros behind them."""
         width = lengths.max()
         heads: NDArray[np.int64] = self._tables[:, :width][rows]
-        heads *= np.arange(width) < lengths[:, None]
+        if len(rows) > 1:
+            heads *= np.arange(width) < lengths[:, None]
         return heads
 
 

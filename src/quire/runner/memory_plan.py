@@ -27,7 +27,8 @@ class MemoryPlan:
         weights: packed weights, of what drafts too.
         quantization: how they are quantized, for people; None: they are not.
         activations: the largest step's intermediate results.
-        kv_bytes_per_token: all layers.
+        kv_bytes_per_token: all layers, and those of what drafts.
+        draft_kv_bytes_per_token: of them, those of what drafts.
         kv_saving: see `Model`.
         num_blocks: of the pool, the null block included.
         block_size: tokens a block.
@@ -46,6 +47,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     quantization: str | None = None
     kv_saving: float | None = None
+    draft_kv_bytes_per_token: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -60,6 +62,8 @@ class MemoryPlan:
         """Rows to print: what, and how much."""
         blocks_each = -(-self.max_model_len // self.block_size)
         a_token = f"{format_size(self.kv_bytes_per_token)} a token"
+        if self.draft_kv_bytes_per_token:
+            a_token += f", {format_size(self.draft_kv_bytes_per_token)} of it for drafts"
         if self.kv_saving is not None:
             a_token += f"; {self.kv_saving:.{0 if self.kv_saving >= 10 else 1}f} times less than full keys and values"
         return [
@@ -98,8 +102,9 @@ def plan_memory(
     """
     notes: list[str] = []
     block_size = config.block_size
-    own_weights, own_kv = (speculation.weight_bytes, speculation.kv_bytes_per_token) if speculation else (0, 0)
-    token_bytes = model.kv_bytes_per_token(config.kv_cache_dtype) + own_kv
+    own_weights = speculation.weight_bytes if speculation else 0
+    own_kv = speculation.kv_shape.bytes_per_token if speculation and speculation.kv_shape else 0
+    token_bytes = model.kv_shape(config.kv_cache_dtype).bytes_per_token + own_kv
     longest = longest_context(config, model)
     rows = logit_rows(model)
     if activations is None:
@@ -149,6 +154,7 @@ def plan_memory(
         notes=tuple(notes),
         quantization=None if model.quantization is None else model.quantization.of_model(),
         kv_saving=model.kv_saving,
+        draft_kv_bytes_per_token=own_kv,
     )
 
 
@@ -244,7 +250,7 @@ def longest_context(config: EngineConfig, model: Model) -> int:
 
 def retention(model: Model, speculation: Speculation | None) -> int | None:
     """How many of the last positions the blocks must keep; None: all, as for a drafting model that may see them."""
-    return None if speculation is not None and speculation.kv_bytes_per_token else model.retention
+    return None if speculation is not None and speculation.kv_shape else model.retention
 
 
 def _longest_fit(config: EngineConfig, model: Model, num_blocks: int, window: int | None) -> int:

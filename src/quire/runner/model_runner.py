@@ -83,7 +83,6 @@ class ModelRunner:
         self._drafter: Drafter | None = None
         self._unsettled: LaunchedStep | None = None  # its tokens have not been taken in
         if speculation is not None:
-            speculation.proposer.beside(kv)
             context = RunnerContext(model, kv, self.sampler, self._forward, self._row_of)
             self._drafter = Drafter(speculation.proposer, context)
 
@@ -112,14 +111,15 @@ class ModelRunner:
                 failed = self._failed
                 spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
                 drafts: Mapping[int, Drafts] = {}
-                if self._drafter is not None:
+                following = self._drafter is not None and self._drafter.following
+                if self._drafter is not None and following:
                     spans, drafts = self._drafter.resolve(spans)
                 parts = self._compute(spans, drafts) if spans else []
             except Exception:
                 self._failed.update(span.request for span in plan.spans)
                 raise
             step = LaunchedStep(plan, parts, begin, self.device.mark())
-            if self._drafter is not None:
+            if self._drafter is not None and following:
                 self._unsettled = step
                 if not self.device.asynchronous:
                     self._settle()
@@ -140,6 +140,8 @@ class ModelRunner:
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
         self._failed.difference_update(plan.ended)
+        if self._drafter is not None and plan.let_go:
+            self._drafter.let_go(plan.let_go)
         for number in plan.ended:
             request = self._requests.pop(number, None)
             if request is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.ops import KVCache, RaggedBatch
+from quire.ops import KVCache, KVShape, RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,27 @@ class Branch(NamedTuple):
     paths: Sequence[Sequence[int]]
 
 
+class DraftLine(Protocol):
+    """Drafts one behind the other, of several requests side by side: see `DraftContext.line`."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Where the next draft stands of each request that wants one."""
+        ...
+
+    def draw(self, logits: Tensor) -> int:
+        """Those drafts from their logits, as `DraftContext.draw`; returns how many of the requests want another one."""
+        ...
+
+    def batch(self) -> RaggedBatch:
+        """A row for the draft just drawn of each request that wants another one."""
+        ...
+
+    def drafts(self) -> list[list[int]]:
+        """What was drawn, by request, up to where no token was left."""
+        ...
+
+
 class DraftContext(Protocol):
     """What a proposer may use of the runner that it works for."""
 
@@ -105,11 +126,13 @@ class DraftContext(Protocol):
         """Of the model that verifies."""
         ...
 
-    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
-        """A span a request: `tokens` from position `start` on, in the request's own blocks.
+    @property
+    def kv(self) -> KVCache:
+        """What the proposer keeps of each token: see `Speculation.kv_shape`, without which there is none."""
+        ...
 
-        What is stored there lies in the blocks' part of whatever cache the batch is used with (`KVCache.beside`).
-        """
+    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
+        """A span a request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""
         ...
 
     def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
@@ -121,6 +144,15 @@ class DraftContext(Protocol):
 
         With the same parameters and the same noise, so that equal logits give equal tokens. -1: no token is left. The
         logits may be overwritten; no request goes on by it.
+        """
+        ...
+
+    def line(self, wanted: Sequence[Wanted], lead: int) -> DraftLine:
+        """Draws drafts one behind the other.
+
+        Args:
+            wanted: those that want the most drafts first, so that those that go on are always the first ones.
+            lead: the row of a token at position p is stored at p - lead.
         """
         ...
 
@@ -140,7 +172,7 @@ class Proposer(Protocol):
     """Guesses tokens. It keeps what it must know of each request itself."""
 
     def start(self, info: RequestInfo) -> None:
-        """A request is new to the runner."""
+        """A request is new, and may be drafted; of others nothing is told (`RequestInfo.followed`)."""
         ...
 
     def end(self, request: int) -> None:
@@ -159,10 +191,6 @@ class Proposer(Protocol):
         """
         ...
 
-    def beside(self, kv: KVCache) -> int:
-        """Makes room beside these blocks for what it keeps of each token; the bytes of it."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -171,7 +199,7 @@ class Speculation:
     Attributes:
         taps: layers of the target whose input it is fed; none: the target's hidden states.
         weight_bytes: of what it computes drafts with.
-        kv_bytes_per_token: of what it keeps of each token.
+        kv_shape: of what it keeps of each token, in the same blocks as the target; None: nothing.
         bytes_per_request: of what it keeps of each request that runs.
         looks_ahead: what it keeps of a token depends on the next one.
         rejection: drafts are accepted by the classic rule, in place of being the very tokens.
@@ -180,7 +208,7 @@ class Speculation:
     proposer: Proposer
     taps: tuple[int, ...] = ()
     weight_bytes: int = 0
-    kv_bytes_per_token: int = 0
+    kv_shape: KVShape | None = None
     bytes_per_request: int = 0
     looks_ahead: bool = False
     rejection: bool = False

@@ -26,14 +26,12 @@ from quire.ops import Kernels, choose_kernels, rejection
 from quire.ops import sampling as ops
 from quire.ops.logit_edits import Edits, History, Lists, count_tokens, list_arrays
 from quire.runner.device import Device
+from quire.runner.edited import Edited
 from quire.runner.proposer import Row
 from quire.runner.token_counts import DeviceCounts, TokenCounts
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias and min_tokens mask all"
-
-_NO_IDS = np.zeros(0, np.int64)
-_NO_VALUES = np.zeros(0, np.float32)
 
 _STATE = np.dtype(
     [
@@ -71,72 +69,6 @@ class SampledRow:
     token: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-
-
-@dataclass(slots=True)
-class _Edited:
-    """What the sampler keeps of a request whose logits are edited, beside its row of the table.
-
-    Attributes:
-        prompt_length: tokens before the output.
-        known: tokens of prompt and output that the host knows of.
-        output: tokens so far; kept only for `bad_words`.
-        counts: for penalties; None: there are none, or the device counts.
-        allowed: no id: all are.
-        stop_ids: banned before `min_tokens`.
-    """
-
-    prompt_length: int
-    known: int
-    output: list[int]
-    counts: TokenCounts | None
-    bias_ids: NDArray[np.int64]
-    biases: NDArray[np.float32]
-    allowed: NDArray[np.int64]
-    stop_ids: list[int]
-    min_tokens: int
-    bad_words: list[list[int]]
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether its edits depend on tokens that the host must know."""
-        return bool(self.bad_words) or self.counts is not None
-
-    def append(self, token: int) -> None:
-        """Learn the next token; a negative one is none, and nobody will see what comes after it."""
-        self.known += 1
-        if token < 0:
-            return
-        if self.bad_words:
-            self.output.append(token)
-        if self.counts is not None:
-            self.counts.add(token)
-
-    def seen(self, ahead: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The tokens so far and how often each stands in the output, drafts included; none without penalties."""
-        return (_NO_IDS, _NO_VALUES) if self.counts is None else self.counts.behind(ahead)
-
-    def banned(self, position: int, ahead: Sequence[int]) -> NDArray[np.int64]:
-        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words.
-
-        Raises:
-            RuntimeError: this request's edits depend on a token before `position` that is not known yet.
-        """
-        if self.needs_tokens and self.known + len(ahead) != position:
-            raise RuntimeError(
-                f"position {position} of a request with bad_words or penalties is sampled while only {self.known} "
-                "tokens before it are known: its last launch must be finished first"
-            )
-        ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
-        if not self.bad_words and not ids:
-            return _NO_IDS
-        found = set(ids)
-        for word in self.bad_words:
-            before = len(word) - 1
-            last = [*self.output[-before:], *ahead][-before:] if before else []
-            if last == word[:-1]:
-                found.add(word[-1])
-        return np.array(sorted(found), np.int64)
 
 
 class Verified(NamedTuple):
@@ -180,7 +112,7 @@ class Sampled:
     _on_host: Tensor  # the same
     _finite: Tensor  # [edited rows] bool, on the host: whether each was finite before its edits
     _edited: NDArray[np.int64]  # which rows were
-    _told: list[tuple[int, _Edited]]  # rows whose requests must know their token on the host
+    _told: list[tuple[int, Edited]]  # rows whose requests must know their token on the host
     _asked: NDArray[np.int64]  # rows that want log-probabilities
     _scored: Scored | None  # of these
 
@@ -223,7 +155,9 @@ class Sampler:
         self._table = np.zeros(64, _STATE)
         self._free = list(range(len(self._table)))
         self._slots: dict[int, int] = {}
-        self._edited: dict[int, _Edited] = {}
+        self._edited: dict[int, Edited] = {}
+        self._noisy: set[int] = set()  # requests that are not greedy
+        self._greedy: dict[int, ops.Filters] = {}  # by the number of rows
         self._history = DeviceCounts(vocab_size, self._device) if self._kernels.reads_spans else None
 
     def start(self, info: RequestInfo) -> None:
@@ -260,8 +194,10 @@ class Sampler:
         self._table[slot] = tuple(state[name] for name in _STATE.names or ())
         if edited is not None:
             self._edited[info.request] = edited
+        if not params.greedy:
+            self._noisy.add(info.request)
 
-    def _edited_state(self, info: RequestInfo, penalized: bool) -> _Edited | None:
+    def _edited_state(self, info: RequestInfo, penalized: bool) -> Edited | None:
         """None where nothing changes the request's logits."""
         params, vocab = info.params, self._vocab_size
         bias, allowed = params.logit_bias or {}, set(params.allowed_token_ids or ())
@@ -275,7 +211,7 @@ class Sampler:
         self._check_ids(info, "logit_bias", bias)
         self._check_ids(info, "allowed_token_ids", allowed)
         on_host = penalized and self._history is None
-        return _Edited(
+        return Edited(
             prompt_length=len(info.prompt_token_ids),
             known=len(info.prompt_token_ids) + len(info.output_token_ids),
             output=list(info.output_token_ids) if bad_words else [],
@@ -304,6 +240,7 @@ class Sampler:
             if self._history is not None and self._table["history"][slot] > 0:
                 self._history.give_back(int(self._table["history"][slot]))
             self._edited.pop(request, None)
+            self._noisy.discard(request)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -358,6 +295,42 @@ class Sampler:
         """The tokens [places] that would be sampled there: see `launch_behind`. Nobody goes on by it."""
         filters, edits = self._prepare_behind(places)
         return self._draw(logits, filters, edits)[0]
+
+    def filters_ahead(
+        self, requests: Sequence[int], positions: Sequence[int], counts: Sequence[int]
+    ) -> list[ops.Filters] | None:
+        """How `draw` samples the requests' next tokens, from `positions` on: one entry for each position.
+
+        None where some request's logits are edited: that depends on the tokens.
+
+        Args:
+            counts: for each entry, how many of the requests it is for, the first ones; never more than in the one
+                before.
+        """
+        slots = [self._slots[request] for request in requests]
+        self._check_positions(self._table["next"][slots], list(zip(requests, positions, strict=True)))
+        if any(request in self._edited for request in requests):
+            return None
+        if self._noisy.isdisjoint(requests):
+            return [self._greedy_filters(count) for count in counts]
+        state = self._table[slots]
+        ahead = np.array(positions) + np.arange(len(counts))[:, None]  # [entries, requests]
+        *sent, keys = self._device.upload(*_filter_arrays(state, ahead))
+        every = self._filters(state, [*sent, keys])
+        made = []
+        for count, row in zip(counts, keys, strict=True):
+            if count < len(row):
+                sent, row = [tensor[:count] for tensor in sent], row[:count]
+            made.append(ops.Filters(sent[0], sent[1], sent[2], sent[3], row, every.some_top_k, every.some_top_p))
+        return made
+
+    def _greedy_filters(self, count: int) -> ops.Filters:
+        """Of so many rows that are greedy: whatever else their requests ask for, and wherever they are, is all one."""
+        if count not in self._greedy:
+            state = np.zeros(count, _STATE)
+            state["log_min_p"], state["top_k"], state["top_p"] = -math.inf, self._vocab_size, math.inf
+            self._greedy[count] = self._filters(state, self._device.upload(*_filter_arrays(state, state["next"])))
+        return self._greedy[count]
 
     def distributions(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
         """What `draw` draws from: probabilities [places, vocab]. The logits may be overwritten."""
@@ -480,7 +453,7 @@ class Sampler:
         held = [self._edited[requests[i]] for i in edited.tolist()]
         behind: list[Sequence[int]] = [ahead[i] if ahead else () for i in edited.tolist()]
         edit_arrays = self._edit_arrays(state[edited], edited, held, behind) if held else []
-        sent = self._device.upload(*arrays, *_filter_arrays(state), *edit_arrays)
+        sent = self._device.upload(*arrays, *_filter_arrays(state, state["next"]), *edit_arrays)
         others, sent = sent[: len(arrays)], sent[len(arrays) :]
         filters = self._filters(state, sent[:_FILTERS])
         edits = self._edits(sent[_FILTERS:]) if held else None
@@ -506,13 +479,12 @@ class Sampler:
                 tokens[first + accepted] = drawn
 
     def _check_positions(self, expected: NDArray[np.int64], rows: Sequence[tuple[int, int]]) -> None:
-        wrong = (expected != [position for _, position in rows]).nonzero()[0]
-        if len(wrong):
-            request, position = rows[wrong[0]]
-            raise ValueError(f"request {request} samples position {position}, but its next is {expected[wrong[0]]}")
+        if expected.tolist() != [position for _, position in rows]:
+            request, position, right = next((*row, at) for row, at in zip(rows, expected, strict=True) if row[1] != at)
+            raise ValueError(f"request {request} samples position {position}, but its next is {right}")
 
     def _edit_arrays(
-        self, state: NDArray[Any], rows: NDArray[np.int64], requests: list[_Edited], ahead: list[Sequence[int]]
+        self, state: NDArray[Any], rows: NDArray[np.int64], requests: list[Edited], ahead: list[Sequence[int]]
     ) -> list[NDArray[Any]]:
         """What `_edits` takes, for some of a step's rows, the requests that they belong to, and drafts before them."""
         positions = state["next"].tolist()
@@ -562,10 +534,12 @@ def _penalized(info: RequestInfo) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or repetition != 1
 
 
-def _filter_arrays(state: NDArray[Any]) -> list[NDArray[Any]]:
-    """What `Sampler._filters` takes."""
-    keys = ops.noise_keys(state["stream"], state["next"])
-    return [state["temperature"], state["log_min_p"], state["top_k"], state["top_p"], keys]
+def _filter_arrays(state: NDArray[Any], positions: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """What `Sampler._filters` takes; the last one, of the noise, in the shape of `positions` [..., rows]."""
+    temperature = state["temperature"]
+    noisy = temperature.any()  # else nobody looks at the keys
+    keys = ops.noise_keys(state["stream"], positions) if noisy else np.zeros(positions.shape, np.int64)
+    return [temperature, state["log_min_p"], state["top_k"], state["top_p"], keys]
 
 
 def _token_logprobs(ids: list[int], values: list[float], rank: int, top: int) -> TokenLogprobs:

@@ -13,7 +13,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span, StepPlan
 from quire.errors import MemoryPlanError
 from quire.models.model import Model
-from quire.ops import KVCache
+from quire.ops import KVCache, KVShape
 from quire.runner.device import Device
 from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes
 from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
@@ -51,13 +51,14 @@ def start_runner(
         ConfigError: what was asked for does not fit; see `plan_memory`.
     """
     report("planning memory", 1.0)
+    behind = speculation.kv_shape if speculation else None
     if not device.asynchronous:
         plan = plan_memory(config, model, free_memory(), speculation=speculation)
     else:
-        activations = _measured_activations(config, model, device)
+        activations = _measured_activations(config, model, device, behind)
         granted = _granted(config, device)
         plan = plan_memory(config, model, granted, activations, share=1.0, speculation=speculation)
-    kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype)
+    kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype, behind)
     if not model.kernels.reads_spans:
         return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation), kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
@@ -109,17 +110,18 @@ def _granted(config: EngineConfig, device: Device) -> int:
     return granted
 
 
-def _measured_activations(config: EngineConfig, model: Model, device: Device) -> int:
+def _measured_activations(config: EngineConfig, model: Model, device: Device, behind: KVShape | None) -> int:
     """Most bytes that the largest admissible step holds: such a step is run, on a pool of two blocks.
+
+    They have what lies `behind` too: kernels are compiled for how far apart blocks are.
 
     Raises:
         MemoryPlanError: there is not enough for it.
     """
-    kv = model.new_cache(2, config.block_size, config.kv_cache_dtype)
+    kv = model.new_cache(2, config.block_size, config.kv_cache_dtype, behind)
     forward = _device_forward(config, model, kv, device, longest_context(config, model))
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward)
     with torch.inference_mode(), device.active():
-        kv.data.zero_()
         model.kernels.warm_up(model.vocab_size)
     try:
         peak = device.peak(lambda: _run_largest(runner, config, model))

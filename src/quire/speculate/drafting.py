@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,8 +24,7 @@ from torch import Tensor
 from quire.core.step import RequestInfo
 from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.model import Model
-from quire.ops import KVCache, RaggedBatch
-from quire.ops.memory import HUGE_PAGE
+from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.runner.proposer import Computed, DraftContext, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
@@ -33,18 +32,18 @@ CHUNK = 16
 """Rows that a request may lag behind before it catches up without being drafted. Those that lag half as far join it."""
 
 
+NOTHING = torch.empty(0, 0)
+"""What a draft model is fed beside tokens."""
+
+
 class DraftingModel(Protocol):
     """What drafts are computed with; EAGLE's heads are such, and `DraftModel` and `MtpHead` make others so.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim, kv_sides, dtype: the shape of a token's KV, as in `Model`.
+        kv_shape: of a token's KV.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    kv_sides: int
-    dtype: torch.dtype
+    kv_shape: KVShape
 
     def fuse(self, features: Tensor) -> Tensor:
         """From the target's features [rows, width] to what a row is fed as `hidden`."""
@@ -69,8 +68,7 @@ class DraftModel:
     def __init__(self, model: Model, vocab_size: int) -> None:
         self._model = model
         self._more = vocab_size - model.vocab_size  # rows that the target has more
-        self.num_layers, self.num_kv_heads, self.head_dim = model.num_layers, model.num_kv_heads, model.head_dim
-        self.kv_sides, self.dtype = model.kv_sides, model.dtype
+        self.kv_shape = model.kv_shape()
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftingModel`; nothing asks for it."""
@@ -98,8 +96,7 @@ class MtpHead:
     def __init__(self, model: DeepseekV3) -> None:
         if model.mtp is None:
             raise ValueError("the model has no multi-token-prediction layer: load it with mtp=True")
-        self.num_layers, self.num_kv_heads, self.head_dim = 1, model.num_kv_heads, model.head_dim
-        self.kv_sides, self.dtype = model.kv_sides, model.dtype
+        self.kv_shape = dataclasses.replace(model.kv_shape(), layers=1)
         # It is the layer behind the last of the model's cache, and the first of its own: the same weights, renumbered.
         self._mtp, self._mtp.layer = copy.copy(model.mtp), copy.copy(model.mtp.layer)
         self._mtp.layer.attention = copy.copy(model.mtp.layer.attention)
@@ -127,14 +124,12 @@ class _Request:
         followed: the drafting model's rows before this position are right.
         tokens: what its rows from there on take, as far as that is known.
         fed: drafts that a draft model was fed at positions from `followed` on.
-        place: of what a head is fed for the rows that wait, in `_Waiting`; -1: none yet.
     """
 
     end: int = 0
     followed: int = 0
     tokens: list[int] = field(default_factory=list)
     fed: list[int] = field(default_factory=list)
-    place: int = -1
 
     def known(self, lead: int) -> int:
         """Position of the first token that no row has taken, or waits with."""
@@ -144,8 +139,8 @@ class _Request:
 class DraftingProposer:
     """Drafts with a model: one token after the other, or a tree.
 
-    Where a request begins behind a cached head, that head's blocks hold what was stored beside them when another
-    request computed it.
+    Where a request begins behind a cached head, that head's blocks hold what another request stored there when it
+    computed it.
 
     Args:
         model: what drafts.
@@ -166,33 +161,20 @@ class DraftingProposer:
         self._model, self._lead, self._tree = model, lead, tree
         self._requests: dict[int, _Request] = {}
         self._waiting = _Waiting()
-        self._kv: KVCache  # see `beside`
 
     def start(self, info: RequestInfo) -> None:
-        """See `Proposer`. One without speculation is not followed; drafts behind its cached head are worse."""
-        if info.params.speculate:
-            self._requests[info.request] = _Request()
+        """See `Proposer`. Drafts behind the cached head of one that was not followed are worse."""
+        self._requests[info.request] = _Request()
 
     def end(self, request: int) -> None:
         """See `Proposer`; one that is not known is ignored."""
-        state = self._requests.pop(request, None)
-        if state is not None and state.place >= 0:
-            self._waiting.give_back(state.place)
-
-    def beside(self, kv: KVCache) -> int:
-        """See `Proposer`."""
-        model = self._model
-        own = kv.beside(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, model.kv_sides)
-        if own.data.device.type != "cpu" or own.data.nbytes < HUGE_PAGE:  # more of the host's memory comes as zeros
-            own.data.zero_()  # a cached head may have rows that nobody has written: they must be finite
-        self._kv = own
-        return own.data.nbytes
+        self._requests.pop(request, None)
+        self._waiting.drop(request)
 
     # -- following -----------------------------------------------------------------------------------------
 
     def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
         """See `Proposer`."""
-        computed = [each for each in computed if each.request in self._requests]
         hidden = self._model.fuse(features) if self._lead and computed else None
         waiting = [self._take(each) for each in computed]
         lags = [len(self._requests[each.request].tokens) for each in computed]
@@ -224,37 +206,36 @@ class DraftingProposer:
         """What a head is fed for all rows whose tokens are known: those that waited, and those just computed."""
         if hidden is None:  # a draft model
             return []
-        state = self._requests[computed.request]
-        new = _pick(hidden, computed.rows[: len(state.tokens) - waiting])
-        return [self._waiting.of(state.place, waiting), new] if waiting else [new]
+        new = _pick(hidden, computed.rows[: len(self._requests[computed.request].tokens) - waiting])
+        return [self._waiting.first({computed.request: waiting}), new] if waiting else [new]
 
     def _keep(self, computed: Sequence[Computed], hidden: Tensor) -> None:
         """What rows to come are fed waits for them: of a head's last one the token is never known."""
         rows: list[int] = []
-        places: list[int] = []
+        counts = {}
         for each in computed:
             state = self._requests[each.request]
-            if state.place < 0:
-                state.place = self._waiting.take(hidden)
-            first, zero = max(state.followed, each.start), state.place * CHUNK - state.followed
-            rows += each.rows[first - each.start :]
-            places += range(zero + first, zero + state.end)
-        self._waiting.write(places, _pick(hidden, rows))
+            new = each.rows[max(state.followed, each.start) - each.start :]
+            self._waiting.drop(each.request, state.end - state.followed - len(new))
+            counts[each.request] = len(new)
+            rows += new
+        self._waiting.keep(counts, hidden if len(rows) == len(hidden) else _pick(hidden, rows))
 
     # -- drafting ------------------------------------------------------------------------------------------
 
     def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
         """See `Proposer`. A request whose tokens it has not seen all has no drafts."""
         asked = [each for each in wanted if each.count > 0 and self._has_all_before(each)]
+        asked.sort(key=lambda each: -each.count)
         found: dict[int, Drafts] = {}
         if asked:
-            parts = []
+            counts = {}
             for each in asked:
-                state = self._requests[each.request]
-                state.tokens.append(each.token)
-                if self._lead:
-                    parts.append(self._waiting.of(state.place, len(state.tokens)))
-            out = self._catch_up([each.request for each in asked], parts, context)
+                tokens = self._requests[each.request].tokens
+                tokens.append(each.token)
+                counts[each.request] = len(tokens)
+            hidden = [self._waiting.first(counts)] if self._lead else []
+            out = self._catch_up(list(counts), hidden, context)
             tree = self._tree
             made = self._lines(asked, out, context) if tree is None else self._trees(tree, asked, out, context)
             found = {each.request: drafts for each, drafts in zip(asked, made, strict=True)}
@@ -277,52 +258,41 @@ class DraftingProposer:
         for state in states:
             state.followed += len(state.tokens)
             state.tokens = []
-        out = self._forward(torch.cat(list(hidden)) if hidden else None, context.batch(requests, starts, tokens))
+        batch = context.batch(requests, starts, tokens)
+        out = self._forward(torch.cat(list(hidden)) if hidden else None, batch, context.kv)
         return _pick(out, [end - 1 for end in itertools.accumulate(map(len, tokens))])
 
-    def _forward(self, hidden: Tensor | None, batch: RaggedBatch) -> Tensor:
+    def _forward(self, hidden: Tensor | None, batch: RaggedBatch, kv: KVCache) -> Tensor:
         """The model's; a batch may have rows of padding behind those of `hidden`."""
         if hidden is None:
-            hidden = torch.empty(0, 0)  # a draft model looks at nothing but tokens
+            return self._model.forward(NOTHING, batch, kv)
         padding = len(batch.token_ids) - len(hidden)
-        return self._model.forward(F.pad(hidden, (0, 0, 0, padding)) if padding else hidden, batch, self._kv)
+        return self._model.forward(F.pad(hidden, (0, 0, 0, padding)) if padding else hidden, batch, kv)
 
     def _lines(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
         """Drafts one behind the other, from `out` [requests, hidden] of their last known rows."""
-        lines: list[list[int]] = [[] for _ in asked]
-        drawn_from: list[list[Tensor]] = [[] for _ in asked]
-        going = list(range(len(asked)))
-        while going:
+        line = context.line(asked, self._lead)
+        drawn_from: list[Tensor] = []  # a draft each: [requests that want it, vocabulary]
+        while True:
             logits = self._model.logits(out)
-            rows = [Row(asked[i].request, asked[i].position + len(lines[i]), tuple(lines[i])) for i in going]
             if self._needs_distributions:
-                for i, distribution in zip(going, context.distributions(logits.clone(), rows), strict=True):
-                    drawn_from[i].append(distribution)
-            fed = []  # rows of `out`
-            for row, (i, token) in enumerate(zip(going, context.draw(logits, rows), strict=True)):
-                if token >= 0:
-                    lines[i].append(token)
-                    if len(lines[i]) < asked[i].count:
-                        fed.append(row)
-            going = [going[row] for row in fed]
-            if going:
-                out = self._feed([asked[i] for i in going], [lines[i] for i in going], _pick(out, fed), context)
-        if not self._needs_distributions:
-            return [Drafts(line) for line in lines]
-        pairs = zip(lines, drawn_from, strict=True)
-        return [Drafts(line, distributions=torch.stack(rows[: len(line)]) if line else None) for line, rows in pairs]
-
-    def _feed(
-        self, asked: Sequence[Wanted], lines: Sequence[Sequence[int]], hidden: Tensor, context: DraftContext
-    ) -> Tensor:
-        """A row for the last draft of each request: [requests, hidden]."""
-        starts = [each.position + len(line) - 1 - self._lead for each, line in zip(asked, lines, strict=True)]
-        batch = context.batch([each.request for each in asked], starts, [[line[-1]] for line in lines])
-        out = self._forward(hidden, batch)[: len(asked)]
+                drawn_from.append(context.distributions(logits.clone(), line.rows))
+            going = line.draw(logits)
+            if not going:
+                break
+            out = _first(self._forward(_first(out, going), line.batch(), context.kv), going)
+        lines = line.drafts()
         if not self._lead:  # a head computes these rows again, from what the target makes of them
-            for each, line in zip(asked, lines, strict=True):
-                self._requests[each.request].fed.append(line[-1])
-        return out
+            for each, tokens in zip(asked, lines, strict=True):
+                self._requests[each.request].fed = tokens[: each.count - 1]
+        if not self._needs_distributions:
+            return [Drafts(tokens) for tokens in lines]
+        return [
+            Drafts(tokens, distributions=torch.stack([rows[i] for rows in drawn_from[: len(tokens)]]))
+            if tokens
+            else Drafts([])
+            for i, tokens in enumerate(lines)
+        ]
 
     def _trees(self, shape: TreeShape, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
         """Drafts that branch; the trees of all requests grow together, a layer at a time."""
@@ -345,41 +315,61 @@ class DraftingProposer:
                     [trees[i].branch(asked[i].request, asked[i].position - 1 - self._lead, nodes) for i, nodes in grown]
                 )
                 parents = [row_of[i, trees[i].parent(node)] for i, node in expanded]
-                out = self._forward(_pick(out, parents), batch)[: len(expanded)]
+                out = self._forward(_pick(out, parents), batch, context.kv)[: len(expanded)]
         return [tree.drafts() for tree in trees]
 
 
 class _Waiting:
-    """What heads are fed for rows that are not computed yet: of each request at most `CHUNK`."""
+    """What heads are fed for rows that are not computed yet: of each request `CHUNK` of them, or a few more."""
 
     def __init__(self) -> None:
-        self._rows = torch.empty(0, CHUNK, 0)  # [places, CHUNK, hidden]
-        self._free: list[int] = []
+        self._rows = torch.empty(0, 0)  # [places, hidden]
+        self._used = 0
+        self._places: dict[int, list[int]] = {}  # by request
 
-    def take(self, like: Tensor) -> int:
-        """A place for the rows of a request; they are as `like` [rows, hidden]."""
-        if not self._free:
-            old = self._rows
-            self._rows = like.new_empty(max(8, 2 * len(old)), CHUNK, like.shape[1])
-            if len(old):
-                self._rows[: len(old)] = old
-            self._free = list(range(len(old), len(self._rows)))[::-1]
-        return self._free.pop()
+    def first(self, counts: Mapping[int, int]) -> Tensor:
+        """[rows, hidden], so many of the first ones of each request."""
+        return _pick(self._rows, [place for request, n in counts.items() for place in self._places[request][:n]])
 
-    def give_back(self, place: int) -> None:
-        """The place of a request that has ended."""
-        self._free.append(place)
+    def keep(self, counts: Mapping[int, int], hidden: Tensor) -> None:
+        """So many new rows of each request, one request's behind another's: hidden [rows, hidden]."""
+        if self._used + len(hidden) > len(self._rows):
+            self._make_room(hidden)
+        first, self._used = self._used, self._used + len(hidden)
+        self._rows[first : self._used] = hidden
+        for request, count in counts.items():
+            self._places.setdefault(request, []).extend(range(first, first + count))
+            first += count
 
-    def of(self, place: int, count: int) -> Tensor:
-        """The first rows of a place."""
-        return self._rows[place, :count]
+    def drop(self, request: int, left: int = 0) -> None:
+        """A request's first rows: so many are left."""
+        places = self._places.get(request)
+        if places:
+            del places[: len(places) - left]
+        if not left:
+            self._places.pop(request, None)
 
-    def write(self, where: Sequence[int], hidden: Tensor) -> None:
-        """hidden: [rows, hidden], each for one row of a place: row i of place p is number `p * CHUNK + i`."""
-        self._rows.flatten(0, 1).index_copy_(0, torch.tensor(where, device=hidden.device), hidden)
+    def _make_room(self, new: Tensor) -> None:
+        """For rows like the new ones: those that wait move to the front, where there is room for as many again."""
+        held = [place for places in self._places.values() for place in places]
+        rows = new.new_empty(2 * (len(held) + len(new)) + 8 * CHUNK, new.shape[1])
+        if held:
+            rows[: len(held)] = _pick(self._rows, held)
+        self._rows, self._used = rows, 0
+        for places in self._places.values():
+            places[:] = range(self._used, self._used + len(places))
+            self._used += len(places)
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    return x if len(x) == count else x[:count]
 
 
 def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows of x; where they follow one another, as a view."""
+    first, count = rows[0] if rows else 0, len(rows)
+    if list(rows) == list(range(first, first + count)):
+        return x[first : first + count]
     return x.index_select(0, torch.tensor(rows, dtype=torch.int64, device=x.device))
 
 

@@ -9,7 +9,6 @@ from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import resolve
 from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.model import Model
-from quire.ops.kv_cache import kv_bytes_per_token
 from quire.runner.proposer import Speculation
 from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
@@ -37,9 +36,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
         DraftingProposer(drafting, lead, tree, rejection),
         taps=taps,
         weight_bytes=weight_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(
-            drafting.num_layers, drafting.num_kv_heads, drafting.head_dim, drafting.dtype, "auto", drafting.kv_sides
-        ),
+        kv_shape=drafting.kv_shape,
         bytes_per_request=lead * CHUNK * target.config.layer.hidden_size * target.dtype.itemsize,
         looks_ahead=bool(lead),
         rejection=rejection,

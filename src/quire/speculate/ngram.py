@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.ops import KVCache
 from quire.runner.proposer import Computed, DraftContext, Drafts, Wanted
 
 _MASK = (1 << 64) - 1
@@ -72,10 +71,6 @@ class NgramProposer:
             text.extend(part.start, part.tokens)
             if part.next_token is not None:
                 text.extend(part.start + len(part.tokens), (part.next_token,))
-
-    def beside(self, kv: KVCache) -> int:
-        """It keeps nothing in the blocks."""
-        return 0
 
     def _drafts(self, wanted: Wanted) -> list[int]:
         text = self._texts.get(wanted.request)

@@ -32,7 +32,7 @@ class CCache(ctypes.Structure):
 
     _fields_ = (
         ("data", POINTER),
-        ("layers", I64),
+        ("block_bytes", I64),
         ("kv_heads", I64),
         ("block_size", I64),
         ("head_dim", I64),
@@ -137,7 +137,7 @@ def host_trees(batch: RaggedBatch) -> HostTrees | None:
 
 def describe(kv: KVCache) -> CCache:
     """The cache as C++ sees it. The tensor must outlive it."""
-    shape = kv.layers, kv.kv_heads, kv.block_size, kv.head_dim
+    shape = kv.bytes_per_block, kv.kv_heads, kv.block_size, kv.head_dim
     return CCache(kv.data.data_ptr(), *shape, KV_FORMATS[kv.stored_dtype], kv.sides)
 
 
@@ -185,20 +185,15 @@ def plan_items(
     The longest come first, so that the threads end together. An item has as many heads as leave each thread some
     items: from one head to the next, memory is read ahead.
     """
-    starts, context = np.array(row_starts), np.array(context_lens)
-    lengths = np.diff(starts)
-    tiles = -(-lengths // tile_rows)
-    span = np.repeat(np.arange(len(lengths)), tiles)
-    offset = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * tile_rows
-    rows = np.minimum(tile_rows, lengths[span] - offset)
-    first = context - lengths if trees is None else np.where(trees.spans, trees.bases, context - lengths)
-    position = first[span] + offset
+    tiles: list[tuple[int, int, int, int]] = []  # numpy would take longer, but for hundreds of spans
+    for span, (start, end, context) in enumerate(zip(row_starts, row_starts[1:], context_lens, strict=False)):
+        first = context - (end - start) if trees is None or not trees.spans[span] else int(trees.bases[span])
+        for row in range(start, end, tile_rows):
+            tiles.append((span, row, min(tile_rows, end - row), first + row - start))
+    tiles.sort(key=lambda tile: -tile[2] * (tile[3] + tile[2]))
     parts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    count = next((n for n in parts if n * len(span) >= ITEMS_A_THREAD * threads), kv_heads)
-    order = np.repeat(np.argsort(-rows * (position + rows), kind="stable"), count)
-    head = np.tile(np.arange(count) * (kv_heads // count), len(span))
-    columns = [span[order], (starts[span] + offset)[order], rows[order], position[order], head]
-    return np.stack([*columns, np.full(len(head), kv_heads // count)], axis=1)
+    heads = kv_heads // next((n for n in parts if n * len(tiles) >= ITEMS_A_THREAD * threads), kv_heads)
+    return np.array([(*tile, head, heads) for tile in tiles for head in range(0, kv_heads, heads)])
 
 
 def checked_tables(batch: RaggedBatch, kv: KVCache) -> torch.Tensor:

@@ -202,7 +202,7 @@ def _take_in(
 
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
     if QUANTIZED:
-        scale_at = scales + plane // 4 + offset  # PLANE is in bytes
+        scale_at = scales + plane // 4 + offset  # BLOCK_STRIDE and PLANE are in bytes
         scores *= (tl.load(scale_at, mask=there, other=0.0) * scale)[None, :]
     else:
         scores *= scale
@@ -244,7 +244,7 @@ def _attend(
     scale,
     Q_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
-    LAYERS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PLANE: tl.constexpr,
@@ -310,7 +310,7 @@ def _attend(
         for key_tile in range(first, last):
             key = key_tile * KEYS + tl.arange(0, KEYS)
             there = (key >= low) & (key < high)
-            plane = ((block.to(tl.int64) * LAYERS + layer) * KV_HEADS + kv_head) * 2 * PLANE
+            plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
             block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
             seen = key[None, :] <= position
             if WINDOW:
@@ -329,7 +329,7 @@ def _attend(
                     there = (key >= low) & (key < end)
                     place = _place_of(path, base, key, there)
                     block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
-                    plane = ((block.to(tl.int64) * LAYERS + layer) * KV_HEADS + kv_head) * 2 * PLANE
+                    plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
                     seen = mine & (key[None, :] <= position)
                     if WINDOW:
                         seen &= key[None, :] > position - WINDOW
@@ -546,7 +546,7 @@ def attend(
         scale=scale * LOG2_E,
         Q_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
-        LAYERS=kv.layers,
+        BLOCK_STRIDE=kv.numbers.stride(0),
         KV_HEADS=kv.kv_heads,
         GROUP=heads // kv.kv_heads,
         PLANE=kv.numbers.stride(3),

@@ -55,16 +55,19 @@ def copy_blocks(kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
     """See `Kernels.copy_blocks`. The list goes to the device: not for a captured graph."""
     if not copies:
         return
-    _copy_on_device(kv, torch.tensor(copies).to(kv.data.device, non_blocking=True))  # the host waits for no step before
+    on_device = torch.tensor(copies).to(kv.data.device, non_blocking=True)  # the host waits for no step before
+    _copy_on_device(kv, on_device)
+    if kv.behind is not None:
+        _copy_on_device(kv.behind, on_device)
 
 
 def _copy_on_device(kv: KVCache, copies: torch.Tensor) -> None:
-    """Copies [copies, 3] int64, in this cache and those beside it."""
+    """Copies [copies, 3] int64, of one model."""
     planes, size = kv.layers * kv.kv_heads * kv.sides, kv.block_size * kv.head_dim
     grid = len(copies), planes, -(-size // COPIED)
     _copy_blocks[grid](
         *(kv.data, kv.scales, copies),
-        PLANES=planes,
+        BLOCK_STRIDE=kv.data.stride(0),
         PLANE=kv.data.stride(3),
         DIM=kv.head_dim,
         BLOCK_SIZE=kv.block_size,
@@ -72,8 +75,6 @@ def _copy_on_device(kv: KVCache, copies: torch.Tensor) -> None:
         num_warps=4,
         enable_fp_fusion=False,
     )
-    for other in kv.others:
-        _copy_on_device(other, copies)
 
 
 def rotate_and_store(
@@ -95,7 +96,7 @@ def rotate_and_store(
         KV_HEADS=kv.kv_heads,
         DIM=kv.head_dim,
         HALF=half,
-        LAYERS=kv.layers,
+        BLOCK_STRIDE=kv.data.stride(0),
         BLOCK_SIZE=kv.block_size,
         PLANE=kv.data.stride(3),
         LARGEST=LARGEST.get(kv.stored_dtype),
@@ -154,7 +155,7 @@ def _copy_blocks(
     numbers,
     scales,
     copies,
-    PLANES: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     PLANE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -162,14 +163,15 @@ def _copy_blocks(
 ):
     copy = copies + 3 * tl.program_id(0)
     source, destination, tokens = tl.load(copy), tl.load(copy + 1), tl.load(copy + 2)  # int64
-    source, destination = source * PLANES + tl.program_id(1), destination * PLANES + tl.program_id(1)
+    source = source * BLOCK_STRIDE + tl.program_id(1) * PLANE
+    destination = destination * BLOCK_STRIDE + tl.program_id(1) * PLANE
     i = tl.program_id(2) * COPIED + tl.arange(0, COPIED)
-    values = tl.load(numbers + source * PLANE + i, mask=i < tokens * DIM)
-    tl.store(numbers + destination * PLANE + i, values, mask=i < tokens * DIM)
+    values = tl.load(numbers + source + i, mask=i < tokens * DIM)
+    tl.store(numbers + destination + i, values, mask=i < tokens * DIM)
     if scales is not None:  # few: each part of a plane copies them all
         token = tl.arange(0, BLOCK_SIZE)
-        factors = tl.load(scales + source * (PLANE // 4) + token, mask=token < tokens)
-        tl.store(scales + destination * (PLANE // 4) + token, factors, mask=token < tokens)
+        factors = tl.load(scales + source // 4 + token, mask=token < tokens)  # BLOCK_STRIDE and PLANE are in bytes
+        tl.store(scales + destination // 4 + token, factors, mask=token < tokens)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -187,7 +189,7 @@ def _rotate_and_store(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
-    LAYERS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PLANE: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -223,11 +225,11 @@ def _rotate_and_store(
 
     slot = tl.load(slots + row)
     kv_head = tl.where(is_value, head - KV_HEADS, head) - QUERIES
-    plane = ((slot // BLOCK_SIZE * LAYERS + layer) * KV_HEADS + kv_head) * 2 + is_value.to(tl.int32)
+    plane = slot // BLOCK_SIZE * BLOCK_STRIDE + ((layer * KV_HEADS + kv_head) * 2 + is_value.to(tl.int32)) * PLANE
     if scales is not None:
         first, second, scale = _quantized(first.to(tl.float32), second.to(tl.float32), LARGEST)
-        tl.store(scales + plane * (PLANE // 4) + slot % BLOCK_SIZE, scale, mask=is_stored)
-    into = numbers + plane * PLANE + slot % BLOCK_SIZE * DIM + i
+        tl.store(scales + plane // 4 + slot % BLOCK_SIZE, scale, mask=is_stored)  # BLOCK_STRIDE and PLANE are in bytes
+    into = numbers + plane + slot % BLOCK_SIZE * DIM + i
     tl.store(into, first, mask=is_stored & in_half)
     tl.store(into + DIM // 2, second, mask=is_stored & in_half)
 

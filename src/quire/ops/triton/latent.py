@@ -67,7 +67,7 @@ def store_latent(
         *(compressed, norm, eps, *tables, batch.slots, kv.data, kv.scales, layer),
         WIDTH=width,
         ROPE=size - width,
-        LAYERS=kv.layers,
+        BLOCK_STRIDE=kv.data.stride(0),
         BLOCK_SIZE=kv.block_size,
         PLANE=kv.data.stride(3),
         LARGEST=LARGEST.get(kv.stored_dtype),
@@ -137,7 +137,7 @@ def _store_latent(
     layer,
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
-    LAYERS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PLANE: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -155,11 +155,11 @@ def _store_latent(
     key = _turned(start + WIDTH, row, i, cos, sin, i < ROPE, ROPE).to(dtype)
 
     slot = tl.load(slots + row)
-    plane = slot // BLOCK_SIZE * LAYERS + layer
+    plane = slot // BLOCK_SIZE * BLOCK_STRIDE + layer * PLANE
     if scales is not None:
         vector, key, scale = _quantized(vector.to(tl.float32), key.to(tl.float32), LARGEST)
-        tl.store(scales + plane * (PLANE // 4) + slot % BLOCK_SIZE + tl.zeros((1, 1), tl.int32), scale)
-    into = numbers + plane * PLANE + slot % BLOCK_SIZE * (WIDTH + ROPE) + i
+        tl.store(scales + plane // 4 + slot % BLOCK_SIZE + tl.zeros((1, 1), tl.int32), scale)  # they are in bytes
+    into = numbers + plane + slot % BLOCK_SIZE * (WIDTH + ROPE) + i
     tl.store(into, vector, mask=i < WIDTH)
     tl.store(into + WIDTH, key, mask=i < ROPE)
 
@@ -238,7 +238,7 @@ def _attend_latent(
     slots,
     layer,
     scale,
-    LAYERS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PLANE: tl.constexpr,
@@ -307,7 +307,7 @@ def _attend_latent(
         for key_tile in range(first, last):
             key = key_tile * KEYS + tl.arange(0, KEYS)
             there = key < high
-            plane = (block.to(tl.int64) * LAYERS + layer) * PLANE
+            plane = block.to(tl.int64) * BLOCK_STRIDE + layer * PLANE
             block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
             seen = key[None, :] <= position
             top, total, out = _take_in(
@@ -324,7 +324,7 @@ def _attend_latent(
                     there = key < end
                     place = _place_of(path, base, key, there)
                     block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
-                    plane = (block.to(tl.int64) * LAYERS + layer) * PLANE
+                    plane = block.to(tl.int64) * BLOCK_STRIDE + layer * PLANE
                     seen = mine & (key[None, :] <= position)
                     top, total, taken = _take_in(
                         *(top, total, out, queries, rope_queries, numbers, scales, plane, place % BLOCK_SIZE, there),
@@ -463,7 +463,7 @@ def attend_latent(
         slots=plan.slots,
         layer=layer,
         scale=scale * LOG2_E,
-        LAYERS=kv.layers,
+        BLOCK_STRIDE=kv.data.stride(0),
         HEADS=heads,
         GROUP=plan.group,
         PLANE=kv.data.stride(3),

@@ -1,9 +1,10 @@
 // The cache of keys and values in memory: where a row lies, and writing one, plain or quantized.
 //
-// A block is [layers, kv_heads, sides, plane]; a plane holds one head's keys (0) or values (1) of a block's tokens:
-// [block_size, head_dim] numbers. With one side, a value is the beginning of its key (see latent.cpp). In the quantized
-// formats these are codes of a byte, and behind them lie the tokens' scales, [block_size] fp32: a number is its code
-// times its token's scale.
+// A block holds planes [layers, kv_heads, sides], and perhaps another model's behind or before them: from one block to
+// the next it is `block_bytes`. A plane holds one head's keys (0) or values (1) of a block's tokens: [block_size,
+// head_dim] numbers. With one side, a value is the beginning of its key (see latent.cpp). In the quantized formats these
+// are codes of a byte, and behind them lie the tokens' scales, [block_size] fp32: a number is its code times its token's
+// scale.
 #pragma once
 
 #include "simd.h"
@@ -17,8 +18,8 @@ enum KvFormat : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_F
 enum : int64_t { KEYS = 0, VALUES = 1 };
 
 struct KvCache {
-    char* data;
-    int64_t layers, kv_heads, block_size, head_dim;
+    char* data;  // of block 0
+    int64_t block_bytes, kv_heads, block_size, head_dim;
     int32_t format, sides;  // a KvFormat; 2, or 1
 
     bool quantized() const { return format >= KV_INT8; }
@@ -27,7 +28,7 @@ struct KvCache {
     int64_t plane_bytes() const { return block_size * (row_bytes() + (quantized() ? 4 : 0)); }
     char* plane(int64_t block, int64_t layer, int64_t head, int64_t which) const {
         const int64_t side = sides == 1 ? 0 : which;
-        return data + (((block * layers + layer) * kv_heads + head) * sides + side) * plane_bytes();
+        return data + block * block_bytes + ((layer * kv_heads + head) * sides + side) * plane_bytes();
     }
     float* scales(char* plane) const { return (float*)(plane + block_size * row_bytes()); }
 };
