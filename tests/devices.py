@@ -6,14 +6,17 @@ again. `SpanKernels` are the plain-torch kernels behind the interface of those t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from quire.engine import engine
 from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
@@ -97,14 +100,75 @@ class DelayedDevice(Device):
 
 
 class _Mark(Reached):
-    def __init__(self, hidden: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, hidden: list[tuple[Tensor, Tensor]], waited: Callable[[], None] = lambda: None) -> None:
         super().__init__()
-        self._hidden = hidden
+        self._hidden, self._waited = hidden, waited
 
     def wait(self) -> None:
+        self._waited()
         with torch.inference_mode():
             for shown, tensor in self._hidden:
                 shown.copy_(tensor)
+
+
+class StrictDevice(DelayedDevice):
+    """One that is told what to do without ever being waited for; a test in which it is, fails.
+
+    To wait is to wait for a mark, or to look at what is on the device, while a step is launched.
+    """
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with super().active(), _Unseen():
+            yield
+
+    def mark(self) -> Any:
+        hidden, self._hidden = self._hidden, []
+        return _Mark(hidden, self._check_free)
+
+    def _check_free(self) -> None:
+        if self._active:
+            pytest.fail("a step is waited for while another one is launched")
+
+
+class _Unseen(TorchFunctionMode):
+    """Numbers on the device cannot be seen by the host; nor can anything be made whose size depends on them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in SEEN or (name in SIZED and any(_decides_size(name, arg) for arg in args[1:])):
+            pytest.fail(f"{name} looks at what is on the device while a step is launched")
+        return func(*args, **(kwargs or {}))
+
+
+SEEN = {"tolist", "item", "numpy", "cpu", "equal", "allclose", "nonzero", "masked_select", "unique"} | {
+    f"__{name}__" for name in ("bool", "int", "float", "index", "array", "iter", "contains")
+}
+"""What a host does with a tensor that it can see."""
+
+SIZED = {"__getitem__", "repeat_interleave"}
+"""What makes as many elements as some arguments say."""
+
+
+def _decides_size(name: str, arg: Any) -> bool:
+    parts = arg if isinstance(arg, tuple) else (arg,)
+    return any(isinstance(part, Tensor) and (name != "__getitem__" or part.dtype == torch.bool) for part in parts)
+
+
+def opaque(kernels: Kernels) -> Kernels:
+    """The same, whose insides a `StrictDevice` does not look at: they stand for what runs on a GPU."""
+    for name in dir(Kernels):
+        method = getattr(kernels, name)
+        if not name.startswith("_") and callable(method):
+            setattr(kernels, name, functools.partial(_unwatched, method))
+    return kernels
+
+
+def _unwatched(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunction():
+        return method(*args, **kwargs)
 
 
 class SpanKernels(Kernels):
@@ -131,9 +195,18 @@ class SpanKernels(Kernels):
         self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
     ) -> Tensor:
         real, host = _on_host(batch)
-        out = super().attend(q[:real], kv, host, layer, scale, window) if real else q.flatten(1)[:0]
-        padding = out.new_full((len(batch.positions) - real, out.shape[1]), torch.nan)  # nobody may read it
-        return torch.cat([out, padding])
+        return _padded(batch, super().attend(q[:real], kv, host, layer, scale, window) if real else q.flatten(1)[:0])
+
+    def attend_latent(self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int) -> Tensor:
+        real, host = _on_host(batch)
+        return _padded(
+            batch, super().attend_latent(q[:real], kv, host, layer, scale, width) if real else q[:0, :, :width]
+        )
+
+
+def _padded(batch: RaggedBatch, out: Tensor) -> Tensor:
+    """With rows of padding, which nobody may read, as the batch has them."""
+    return torch.cat([out, out.new_full((len(batch.positions) - len(out), *out.shape[1:]), torch.nan)])
 
 
 def _on_host(batch: RaggedBatch) -> tuple[int, RaggedBatch]:

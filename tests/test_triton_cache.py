@@ -61,10 +61,11 @@ def test_a_step_s_inputs_are_what_its_spans_say(
 ) -> None:
     spans, on_device = step(seed, padded_spans)
     last_tokens = torch.tensor([50, -1, 2**31 + 5, 0, -1, 9, 8, 7, -3])
+    recent = last_tokens[:, None]
     owners = [index for index, span in enumerate(spans) for _ in span[2]]
     tokens = [token for span in spans for token in span[2]]
     made = kernels.place(
-        ints(tokens + [17] * padded_rows), ints(owners + [0] * padded_rows), last_tokens, on_device, block_size=16
+        ints(tokens + [17] * padded_rows), ints(owners + [0] * padded_rows), recent, on_device, block_size=16
     )
     ids, positions, slots = [], [], []
     for request, start, tokens in spans:
@@ -81,9 +82,20 @@ def test_a_step_s_inputs_are_what_its_spans_say(
 
 
 @BOTH
+def test_tokens_that_only_the_device_knows_are_found_by_their_positions(kernels: Kernels) -> None:
+    recent = 100 * torch.arange(9)[:, None] + torch.arange(8)  # at position p, request r has 100 r + p % 8
+    recent[3, 7] = -1
+    spans = DeviceSpans(ints([0, 3, 5, 6, 6]), ints([4, 21, 8, 0]), ints([0] * 4), ints([2, 3, 7, 0]), torch.ones(9, 3))
+    spans.block_tables = spans.block_tables.to(torch.int32)
+    made = kernels.place(ints([-1, -1, -1, -2, -2, 9, -1]), ints([0, 0, 0, 1, 1, 2, 0]), recent, spans, block_size=16)
+    assert made[0].tolist() == [204, 205, 206, 306, 0, 9, 0]
+    assert made[1].tolist() == [4, 5, 6, 21, 22, 8, 0]
+
+
+@BOTH
 def test_slots_may_be_beyond_32_bits(kernels: Kernels) -> None:
     spans = DeviceSpans(ints([0, 1]), ints([255]), ints([0]), ints([0]), ints([2**31 - 1]).view(1, 1))
-    made = kernels.place(ints([5]), ints([0]), torch.tensor([0]), spans, block_size=256)
+    made = kernels.place(ints([5]), ints([0]), torch.tensor([[0]]), spans, block_size=256)
     assert [tensor.tolist() for tensor in made] == [[5], [255], [(2**31 - 1) * 256 + 255]]
 
 
@@ -251,7 +263,7 @@ def launch_all() -> None:
     for seed, padding in ((0, 0), (1, 3), (2, 16)):
         spans, on_device = step(seed, padding)
         ids = torch.zeros(sum(len(tokens) for _, _, tokens in spans) + padding, dtype=torch.int32)
-        TRITON.place(ids, ids, torch.zeros(9, dtype=torch.int64), on_device, 16)
+        TRITON.place(ids, ids, torch.zeros(9, 4, dtype=torch.int64), on_device, 16)
     for kv_cache_dtype, dtype, shape, norm in KINDS:
         for tokens, layer in ((1, 0), (3, 1), (16, 16)):
             case = Case(shape, tokens, dtype)

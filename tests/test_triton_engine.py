@@ -142,6 +142,17 @@ def test_drafts_change_nothing(setting):
         assert engine.stats.drafted > engine.stats.accepted > 5
 
 
+def test_drafts_that_stay_on_the_device_change_nothing(setting):
+    """The target is its own draft model: without quantization all are accepted."""
+    folder, options = setting
+    plain = run(start(folder, options, cuda_graphs="off"), [0, 1, 3], max_tokens=6)
+    spec = {"method": "draft_model", "model": folder, "num_speculative_tokens": 2, "adaptive": False}
+    engine = start(folder, options, speculative_config=spec, check_invariants=True)
+    assert run(engine, [0, 1, 3], max_tokens=6) == plain
+    assert engine.stats.drafted >= engine.stats.accepted > 0
+    assert options or engine.stats.accepted == engine.stats.drafted
+
+
 def test_penalties_hold_in_each_row_of_a_step_that_verifies_drafts():
     """Also in the first one: counts behind drafts must not be taken for those of a request without penalties."""
     torch.manual_seed(0)

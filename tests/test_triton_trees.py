@@ -55,7 +55,7 @@ def on_device(parts: Sequence[Part], size: int, kernels: Kernels, padding: tuple
     )
     owner = [span for span, part in enumerate(parts) for _ in part.places]
     tokens = padded([7] * len(owner), 7, rows)
-    placed = kernels.place(tokens, padded(owner, 0, rows), torch.zeros(count, dtype=torch.int64), device, size)
+    placed = kernels.place(tokens, padded(owner, 0, rows), torch.zeros(count, 1, dtype=torch.int64), device, size)
     for got, wanted in zip(placed, (torch.full_like(host.slots, 7), host.positions, host.slots), strict=True):
         assert got.tolist() == [*wanted.tolist(), *[0] * rows]
     assert device.context_lens.tolist() == [part.places[-1] + 1 for part in parts] + [0] * spans
@@ -197,7 +197,7 @@ def launch_all() -> None:
     latent.attend_latent(torch.empty(32, 16, 576, dtype=torch.bfloat16), kv, batch, 1, 0.1, 512)
     spans = batch.spans
     assert spans is not None
-    TRITON.place(torch.zeros(32).int(), torch.zeros(32).int(), torch.zeros(1).long(), spans, 16)
+    TRITON.place(torch.zeros(32).int(), torch.zeros(32).int(), torch.zeros(1, 1).long(), spans, 16)
 
 
 @EACH_ARCHITECTURE

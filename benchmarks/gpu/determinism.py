@@ -237,6 +237,7 @@ RIGHT = 0.7
 DRAFTED: dict[str, tuple[str, dict[str, Any]]] = {
     "a recording": ("plain", {"method": "ngram", "num_speculative_tokens": 4}),  # in place of n-grams
     "demo-draft": ("demo", {"method": "draft_model"}),
+    "demo-eagle": ("demo", {"method": "eagle"}),
     "demo-draft, in trees": ("demo", {"method": "draft_model", "tree_width": 3}),
     "demo-eagle, in trees": ("demo", {"method": "eagle", "tree_width": 3}),
 }

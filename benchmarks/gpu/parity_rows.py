@@ -67,14 +67,14 @@ def _row_kernels(rig: Rig, hidden: int, inter: int) -> None:
 def _place(rig: Rig, step: Step, what: str = "") -> None:
     """The inputs of a step, with padding, tokens that only the device knows, and a request that has failed."""
     tokens = torch.randint(0, 1000, (step.rows + step.pad_rows,), dtype=torch.int32)
-    tokens[7:9] = -1
-    last = torch.tensor([11, 12, -1, 14])
+    tokens[7:9], tokens[11] = -1, -2
+    recent = torch.tensor([[11, 111, 211, 311], [12, 112, 212, 312], [-1] * 4, [14, 114, 214, 314]])
     spans = F.pad(step.span_of_row, (0, step.pad_rows)).int()
     answers = []
     for kernels, device in ((rig.reference, "cpu"), (rig.kernels, rig.job.device)):
         on_device = step.device_spans(device)
         on_device.context_lens.fill_(-7)
-        made = kernels.place(tokens.to(device), spans.to(device), last.to(device), on_device, 16)
+        made = kernels.place(tokens.to(device), spans.to(device), recent.to(device), on_device, 16)
         answers.append([*made, on_device.context_lens])
     for name, wanted, found in zip(("token ids", "positions", "slots", "context lengths"), *answers, strict=True):
         rig.same(f"place{what}, {name}", found, wanted)

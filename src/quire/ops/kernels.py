@@ -129,23 +129,24 @@ class Kernels:
         self,
         tokens: torch.Tensor,
         span_of_row: torch.Tensor,
-        last_tokens: torch.Tensor,
+        recent: torch.Tensor,
         spans: DeviceSpans,
         block_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and slots of a step's rows, [rows] int64 each, for kernels that read spans.
 
         Args:
-            tokens: [rows] int32, ids; `FROM_PREVIOUS` (-1) stands for the request's last sampled token.
+            tokens: [rows] int32, ids; -1 stands for the one in `recent` for the row's slot (`FROM_PREVIOUS`), -2 for
+                the one behind it, and so on.
             span_of_row: [rows] int32; 0 in rows of padding.
-            last_tokens: [requests] int64, the last sampled token of each row of the block tables; a negative one
-                (that step failed, and nobody will see this one's result) counts as 0.
+            recent: [requests, size] int64, tokens of each row of the block tables by position modulo `size`; a negative
+                one (that step failed, and nobody will see this one's result) counts as 0.
             spans: `context_lens` is written here: start + rows. A row's slot is start + its number in the span; so is
                 its position, unless it has a depth in `spans.trees`.
 
         Rows of padding (those from `row_starts[-1]` on) get token 0, position 0 and slot 0.
         """
-        return step_inputs.place(tokens, span_of_row, last_tokens, spans, block_size)
+        return step_inputs.place(tokens, span_of_row, recent, spans, block_size)
 
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy block heads: (source, destination, tokens) each; no destination is another's source or destination.

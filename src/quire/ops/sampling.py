@@ -126,17 +126,28 @@ def noise_keys(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDA
 
 
 def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
-    """SplitMix64 of the stream `keys` at place `ids`: `NOISE_BITS` random bits, int64, shape as broadcast.
+    """SplitMix64 of the stream `keys` at place `ids`: `NOISE_BITS` random bits, int64, shape as broadcast."""
+    return (
+        _mixed(ids * _signed(_GAMMA) + keys).bitwise_right_shift_(64 - NOISE_BITS).bitwise_and_((1 << NOISE_BITS) - 1)
+    )
+
+
+def keys_at(streams: Tensor, positions: Tensor) -> Tensor:
+    """`noise_keys` on the device: streams as signed 64-bit integers."""
+    return _mixed((positions + 1) * _signed(_GAMMA) + streams)
+
+
+def _mixed(z: Tensor) -> Tensor:
+    """`_mix` of signed 64-bit integers, which are overwritten.
 
     int64 products wrap, and a logical shift is an arithmetic one with the copied sign bits masked away.
     """
-    z = ids * _signed(_GAMMA) + keys
     scratch = torch.empty_like(z)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         torch.bitwise_right_shift(z, shift, out=scratch).bitwise_and_((1 << (64 - shift)) - 1)
         z.bitwise_xor_(scratch).mul_(_signed(factor))
     torch.bitwise_right_shift(z, 31, out=scratch).bitwise_and_((1 << 33) - 1)
-    return z.bitwise_xor_(scratch).bitwise_right_shift_(64 - NOISE_BITS).bitwise_and_((1 << NOISE_BITS) - 1)
+    return z.bitwise_xor_(scratch)
 
 
 def gumbel(bits: Tensor) -> Tensor:

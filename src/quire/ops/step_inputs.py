@@ -10,7 +10,7 @@ from quire.ops.ragged import DeviceSpans
 def place(
     tokens: torch.Tensor,
     span_of_row: torch.Tensor,
-    last_tokens: torch.Tensor,
+    recent: torch.Tensor,
     spans: DeviceSpans,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -20,8 +20,9 @@ def place(
     rows = torch.arange(len(tokens), device=tokens.device)
     real = rows < row_starts[-1]
     table_rows = spans.table_rows[span].long()
-    ids = torch.where(tokens < 0, last_tokens[table_rows].clamp(min=0), tokens)
     places = torch.where(real, spans.starts[span] + rows - row_starts[span], 0)
+    known = recent[table_rows, (places - 1 - tokens) % recent.shape[1]]
+    ids = torch.where(tokens < 0, known.clamp(min=0), tokens)
     blocks = spans.block_tables[table_rows, places // block_size].long()
     slots = blocks * block_size + places % block_size
     positions = places

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 LARGEST_GRAPH = 1024
 """Tokens of the largest step that is recorded. Computing more takes longer than launching their kernels."""
 
+AT_LAST = -1
+"""Stands for a span's start: the position of its request's last known token, which only the device may know."""
+
 CHUNK = 64
 """Tokens of a step that holds more than decodes are a multiple of this."""
 
@@ -63,10 +66,14 @@ class DeviceForward:
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
         spare: bytes of the device that must be free for another graph: its own, and those of steps without one.
         taps: see `HostForward`.
+        keeps: tokens of each request in `recent`.
 
     Attributes:
         graphs: the same.
-        last_tokens: [requests] int64, the last sampled token of each row of the tables.
+        recent: [requests, keeps] int64, tokens of each row of the tables by position modulo `keeps`: the last ones that
+            are known, and what is drafted behind them.
+        lengths: [requests] int32, how many tokens of each are known. Whoever sends spans that start at `AT_LAST` or
+            more than one sampled token a span keeps both.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class DeviceForward:
         graphs: str = "off",
         spare: int = 0,
         taps: Sequence[int] = (),
+        keeps: int = 1,
     ) -> None:
         self._model, self._kv, self._device, self._taps = model, kv, device, taps
         self._most_spans, self.graphs, self._spare = most_spans, graphs, spare
@@ -87,7 +95,13 @@ class DeviceForward:
         # Twice the spans: requests that were preempted keep their row. More grow the tables, and record again.
         with device.active():
             self._tables = torch.zeros(2 * most_spans, width, dtype=torch.int32, device=device.torch)
-            self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64, device=device.torch)
+            self.recent = torch.zeros(len(self._tables), keeps, dtype=torch.int64, device=device.torch)
+            self.lengths = torch.zeros(len(self._tables), dtype=torch.int32, device=device.torch)
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """See `HostForward`; where no more tokens than that are kept."""
+        return self.recent[:, 0]
 
     def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
         """Entries of some rows of the tables, each from its start on."""
@@ -105,7 +119,8 @@ class DeviceForward:
         """More rows. What was recorded reads the old tables, so it is forgotten."""
         more = max(height, 2 * len(self._tables)) - len(self._tables)
         self._tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
-        self.last_tokens = torch.nn.functional.pad(self.last_tokens, (0, more))
+        self.recent = torch.nn.functional.pad(self.recent, (0, 0, 0, more))
+        self.lengths = torch.nn.functional.pad(self.lengths, (0, more))
         self._recorded.clear()
         self._full = False
 
@@ -234,13 +249,30 @@ class DeviceForward:
     ) -> RaggedBatch:
         """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie behind a row."""
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
+        if self.recent.shape[1] > 1:  # else nobody keeps the lengths
+            starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables, trees)
-        kernels, block_size = self._model.kernels, self._kv.block_size
-        ids, positions, slots = kernels.place(tokens, span_of_row, self.last_tokens, spans, block_size)
+        batch = self._placed(tokens, span_of_row, spans)
         if reach is not None:
             torch.maximum(spans.context_lens, reach, out=spans.context_lens)
-        none = self._tables[:0]
-        return RaggedBatch(ids, positions, slots, [], [], none, block_size, spans)
+        return batch
+
+    def _placed(self, tokens: Tensor, span_of_row: Tensor, spans: DeviceSpans) -> RaggedBatch:
+        size = self._kv.block_size
+        ids, positions, slots = self._model.kernels.place(tokens, span_of_row, self.recent, spans, size)
+        return RaggedBatch(ids, positions, slots, [], [], self._tables[:0], size, spans)
+
+    def decodes(self, table_rows: Tensor, starts: Tensor, tokens: Tensor) -> RaggedBatch:
+        """A token of each of some requests, of which the host knows nothing but how many they are.
+
+        Args:
+            table_rows: [requests] int32, their rows of the tables.
+            starts: [requests] int32, positions.
+            tokens: [requests] int64, ids.
+        """
+        row_starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
+        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables)
+        return self._placed(tokens.to(torch.int32), row_starts[:-1], spans)
 
     def _forward(self, batch: RaggedBatch) -> Forwarded:
         return forward(self._model, batch, self._kv, self._taps)

@@ -1,7 +1,7 @@
 """Drafts on their way through a step: proposed before it, verified by it, and told to the proposer after it.
 
-Where drafts are, the host must know a step's tokens before it begins the next one: a device that works by itself is
-waited for there.
+Where drafts are made here, the host must know a step's tokens before it begins the next one: a device that works by
+itself is waited for. `device_drafter` does without.
 """
 
 from __future__ import annotations
@@ -66,6 +66,25 @@ class Outcome:
     paths: Mapping[int, list[int]]
 
 
+class Guard:
+    """Calls a proposer: one that fails costs speed and nothing else, unless the device has failed."""
+
+    def __init__(self) -> None:
+        self._failures: set[str] = set()  # what it failed to do
+
+    def __call__(self, what: str, call: Callable[[], T]) -> T | None:
+        """What `call` returns; None where it fails."""
+        try:
+            return call()
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            level = logging.DEBUG if what in self._failures else logging.ERROR  # it may fail in every step
+            self._failures.add(what)
+            logger.log(level, "the proposer failed to %s: there are no drafts, or worse ones", what, exc_info=True)
+            return None
+
+
 class Drafter:
     """Stands between the plans, which say how many drafts there may be, and the proposer, which says which.
 
@@ -74,13 +93,16 @@ class Drafter:
         context: what it may use.
 
     Attributes:
+        waits: whether the host must know what came of a step before the next one is launched.
         seconds: spent on proposing and following since the last step.
     """
+
+    waits = True
 
     def __init__(self, proposer: Proposer, context: RunnerContext) -> None:
         self._proposer, self._context = proposer, context
         self._texts: dict[int, _Text] = {}
-        self._failures: set[str] = set()  # what the proposer failed to do
+        self._ask = Guard()
         self.seconds = 0.0
 
     def start(self, info: RequestInfo) -> None:
@@ -181,18 +203,6 @@ class Drafter:
             self._context.set_last(list(others), list(others.values()))
         self._ask("follow a step", lambda: self._proposer.follow(computed, outcome.features, self._context))
         self.seconds += time.monotonic() - begin
-
-    def _ask(self, what: str, call: Callable[[], T]) -> T | None:
-        """Calls the proposer: one that fails costs speed and nothing else, unless the device has failed."""
-        try:
-            return call()
-        except torch.AcceleratorError:
-            raise
-        except Exception:
-            level = logging.DEBUG if what in self._failures else logging.ERROR  # it may fail in every step
-            self._failures.add(what)
-            logger.log(level, "the proposer failed to %s: there are no drafts, or worse ones", what, exc_info=True)
-            return None
 
     def take_seconds(self) -> float:
         """`seconds`, and from 0 again."""
@@ -309,6 +319,13 @@ def wanting(wanted: Sequence[Wanted]) -> list[int]:
     return [sum(want.count > depth for want in wanted) for depth in range(wanted[0].count + 1)]
 
 
+def kept_behind(kv: KVCache) -> KVCache:
+    """What a proposer keeps in these blocks; raises RuntimeError where they were made without it."""
+    if kv.behind is None:
+        raise RuntimeError("these blocks have no room for what drafts: make them with Speculation.kv_shape behind")
+    return kv.behind
+
+
 class RunnerContext:
     """A runner as proposers see it: see `DraftContext`."""
 
@@ -326,14 +343,8 @@ class RunnerContext:
 
     @property
     def kv(self) -> KVCache:
-        """See `DraftContext.kv`.
-
-        Raises:
-            RuntimeError: the blocks were made without it.
-        """
-        if self._kv.behind is None:
-            raise RuntimeError("these blocks have no room for what drafts: make them with Speculation.kv_shape behind")
-        return self._kv.behind
+        """See `DraftContext.kv`; raises what `kept_behind` does."""
+        return kept_behind(self._kv)
 
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
         """See `DraftContext.batch`."""

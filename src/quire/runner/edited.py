@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.step import RequestInfo
 from quire.runner.token_counts import TokenCounts
 
 _NO_IDS = np.zeros(0, np.int64)
@@ -42,6 +43,10 @@ class Edited:
     def needs_tokens(self) -> bool:
         """Whether its edits depend on tokens that the host must know."""
         return bool(self.bad_words) or self.counts is not None
+
+    def needs_host(self, length: int) -> bool:
+        """Whether what is masked behind `length` tokens or more depends on what these are, or how many."""
+        return self.needs_tokens or (bool(self.stop_ids) and length - self.prompt_length < self.min_tokens)
 
     def append(self, token: int) -> None:
         """Learn the next token; a negative one is none, and nobody will see what comes after it."""
@@ -78,3 +83,10 @@ class Edited:
             if last == word[:-1]:
                 found.add(word[-1])
         return np.array(sorted(found), np.int64)
+
+
+def has_penalties(info: RequestInfo) -> bool:
+    """Whether the request has penalties."""
+    params = info.params
+    repetition = params.repetition_penalty or 1.0
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or repetition != 1

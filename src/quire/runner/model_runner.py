@@ -2,14 +2,15 @@
 
 A step has two halves. `launch` tells the device all that there is to do, and does not wait: the sampled tokens stay
 there, where the next step finds them. `LaunchedStep.wait` waits, and makes the result of what came back. On a CPU
-everything is done when `launch` returns. Where tokens are drafted (see `drafter`), a step is launched once the host
-knows what the one before it has sampled.
+everything is done when `launch` returns. Where tokens are drafted on the host (see `drafter`), a step is launched once
+that knows what the one before it has sampled; where on a device (see `device_drafter`), it need not.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprob
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device, Mark
+from quire.runner.device_drafter import Context, DeviceDrafter
 from quire.runner.device_forward import DeviceForward
 from quire.runner.drafter import Drafter, Outcome, RunnerContext, accepted_path, branch_of, drafts_before
 from quire.runner.host_forward import HostForward
-from quire.runner.proposer import Drafts, Row, Speculation
+from quire.runner.proposer import DeviceProposer, Drafts, Proposer, Row, Speculation
 from quire.runner.sampler import Sampled, SampledRow, Sampler, Scored, Verified
 
 logger = logging.getLogger(__name__)
@@ -80,11 +82,19 @@ class ModelRunner:
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
         self._next_number = 0
         self._rejection = speculation is not None and speculation.rejection
-        self._drafter: Drafter | None = None
-        self._unsettled: LaunchedStep | None = None  # its tokens have not been taken in
+        self._drafter: Drafter | DeviceDrafter | None = None
+        self._unsettled: deque[LaunchedStep] = deque()  # their tokens have not been taken in
         if speculation is not None:
-            context = RunnerContext(model, kv, self.sampler, self._forward, self._row_of)
-            self._drafter = Drafter(speculation.proposer, context)
+            self._drafter = self._make_drafter(speculation.proposer)
+
+    def _make_drafter(self, proposer: Proposer | DeviceProposer) -> Drafter | DeviceDrafter:
+        forward = self._forward
+        if not isinstance(proposer, DeviceProposer):
+            return Drafter(proposer, RunnerContext(self.model, self.kv, self.sampler, forward, self._row_of))
+        if not isinstance(forward, DeviceForward):
+            raise ValueError("these drafts stay on the device, but the forward pass keeps its tables on the host")
+        vocab_size = self.model.vocab_size
+        return DeviceDrafter(proposer, Context(vocab_size, self.kv, self.sampler, forward, self.device, self._row_of))
 
     def _row_of(self, request: int) -> int:
         return self._requests[request].row
@@ -114,28 +124,31 @@ class ModelRunner:
                 following = self._drafter is not None and self._drafter.following
                 if self._drafter is not None and following:
                     spans, drafts = self._drafter.resolve(spans)
+                drafted = self.device.mark() if isinstance(self._drafter, DeviceDrafter) else None
                 parts = self._compute(spans, drafts) if spans else []
             except Exception:
                 self._failed.update(span.request for span in plan.spans)
                 raise
-            step = LaunchedStep(plan, parts, begin, self.device.mark())
+            step = LaunchedStep(plan, parts, begin, self.device.mark(), drafted)
             if self._drafter is not None and following:
-                self._unsettled = step
+                self._unsettled.append(step)
                 if not self.device.asynchronous:
                     self._settle()
                     step.end = self.device.mark()
-                step.drafting = self._drafter.take_seconds()
+                if isinstance(self._drafter, Drafter):
+                    step.drafting = self._drafter.take_seconds()
             return step
 
     def _settle(self) -> None:
-        """What came of the last step, before anything that depends on it."""
-        step, self._unsettled = self._unsettled, None
-        if step is None or self._drafter is None:
-            return
-        for part, results in zip(step.parts, step.results(), strict=True):
-            pairs = zip(part.spans, results, strict=True)
-            self._failed.update(span.request for span, result in pairs if result.error is not None)
-            self._drafter.settle(part.outcome(results))
+        """What came of steps, before anything that depends on it; the last one is waited for only if it must be."""
+        while self._drafter is not None and self._unsettled:
+            if not (self._drafter.waits or len(self._unsettled) > 1 or self._unsettled[0].known):
+                break
+            step = self._unsettled.popleft()
+            for part, results in zip(step.parts, step.results(), strict=True):
+                pairs = zip(part.spans, results, strict=True)
+                self._failed.update(span.request for span, result in pairs if result.error is not None)
+                self._drafter.settle(part.outcome(results))
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
@@ -185,13 +198,17 @@ class ModelRunner:
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
         trees = {span.request: branch_of(span, drafts[span.request]) for span in spans if span.request in drafts}
         branches = {request: branch for request, branch in trees.items() if branch is not None}
-        hidden, finite, features = self._forward(spans, rows, row_starts, branches)
+        made = self._forward(spans, rows, row_starts, branches)
+        hidden, finite, features = made
         part = _Part(spans, row_starts=row_starts.tolist())
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
         part.drafts, part.features = drafts, features
-        if part.chosen:
+        if isinstance(self._drafter, DeviceDrafter):
+            part.sampled, ahead = self._drafter.sample(spans, part.row_starts, made, self.model.logits)
+            [part.ahead] = self.device.download(ahead)
+        elif part.chosen:
             part.sampled = self._sample_behind(part, hidden) if drafts else self._sample(part, hidden, rows)
         [part.finite] = self.device.download(finite)
         return part
@@ -244,13 +261,18 @@ class LaunchedStep:
     Attributes:
         parts: what it was computed in.
         end: when all of it was done.
-        drafting: see `StepResult`.
+        drafting: see `StepResult`. Where a device drafts without being waited for, what it took is known in the end.
     """
 
-    def __init__(self, plan: StepPlan, parts: list[_Part], begin: Mark, end: Mark) -> None:
-        self._plan, self.parts, self._begin, self.end = plan, parts, begin, end
+    def __init__(self, plan: StepPlan, parts: list[_Part], begin: Mark, end: Mark, drafted: Mark | None = None) -> None:
+        self._plan, self.parts, self._begin, self._drafted, self.end = plan, parts, begin, drafted, end
         self.drafting = 0.0
         self._results: list[list[SpanResult]] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._results is not None
 
     def results(self) -> list[list[SpanResult]]:
         """One a span of each part, once the device has computed them."""
@@ -263,7 +285,10 @@ class LaunchedStep:
         """Its result, once the device has computed it."""
         self.end.wait()
         results = self.results()
-        began, ended = self._begin.time(), self.end.time()
+        began = self._begin.time()
+        if self._drafted is not None:
+            self.drafting = self._drafted.time() - began
+        ended = self.end.time()
         if len(self.parts) == 1 and self.parts[0].spans is self._plan.spans:
             [spans] = results
         else:  # computed in parts, resolved, or without those that failed before
@@ -285,6 +310,7 @@ class _Part:
         scored: by index of the span, the slices of its prompt's scores.
         chosen: indices of the spans that sample, in the order of `sampled`.
         drafts: by request, those that its span verifies.
+        ahead: [sampled spans, most] those that only the device knew, in the order of `chosen`.
         features: see `Forwarded`.
         error: why none of them has a result.
     """
@@ -296,6 +322,7 @@ class _Part:
         self.chosen: list[int] = []
         self.sampled: Sampled | None = None
         self.drafts: Mapping[int, Drafts] = {}
+        self.ahead = torch.empty(0, 0)
         self.features = torch.empty(0)
         self._paths: dict[int, list[int]] = {}  # see `Outcome`
 
@@ -307,6 +334,12 @@ class _Part:
         for index, slices in self.scored.items():
             entries = [entry for scored in slices for entry in scored.finish()]
             _take_scores(results[index], entries)
+        if self.ahead.numel():
+            spans = [self.spans[index] for index in self.chosen]
+            lines = zip(spans, self.ahead.tolist(), strict=True)
+            self.drafts = {
+                span.request: Drafts(line[: span.num_sampled - 1]) for span, line in lines if span.num_sampled > 1
+            }
         rows = iter(self.sampled.finish() if self.sampled else ())
         for index in self.chosen:
             result, drafts = results[index], self.drafts.get(self.spans[index].request)

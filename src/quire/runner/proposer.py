@@ -6,10 +6,12 @@ begins, and it is told what the step computed when it ends. What it says changes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo
@@ -78,6 +80,18 @@ class Row(NamedTuple):
     request: int
     position: int
     ahead: Sequence[int] = ()
+
+
+class Ahead(NamedTuple):
+    """Rows of which only the device knows where they are and what is drafted before them.
+
+    Attributes:
+        positions: [rows] int64, that the tokens take.
+        drafts: [rows, width] int64, that stand before them; -1 where there are fewer.
+    """
+
+    positions: Tensor
+    drafts: Tensor
 
 
 class Branch(NamedTuple):
@@ -192,6 +206,140 @@ class Proposer(Protocol):
         ...
 
 
+class Asked(NamedTuple):
+    """A request that decodes in a step, of which the host does not know what the step before it made.
+
+    Attributes:
+        certain: tokens that it has had before that step.
+        most: tokens that it may have now: from `certain + 1`, if it is in that step, or `certain`, on.
+        drafts: so many are wanted behind them.
+    """
+
+    request: int
+    certain: int
+    most: int
+    drafts: int
+
+
+class Ends(NamedTuple):
+    """Where some requests' texts end, as only the device knows.
+
+    Attributes:
+        rows: [requests] int32, of the block tables, and of `DeviceContext.recent`.
+        lengths: [requests] int64, tokens that are known.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+
+    def first(self, count: int) -> Ends:
+        """Of the first so many of them."""
+        return Ends(self.rows[:count], self.lengths[:count])
+
+
+class Lines(NamedTuple):
+    """Drafts that follow one another: tokens [requests, longest] int64, -1 where there is none."""
+
+    requests: list[int]
+    tokens: Tensor
+
+
+class Placed(NamedTuple):
+    """Rows of a step's features whose positions the device knows; all [rows] int64.
+
+    Attributes:
+        picked: which rows.
+        table_rows: of the block tables, of their requests.
+        positions: their own.
+    """
+
+    picked: Tensor
+    table_rows: Tensor
+    positions: Tensor
+
+
+class DeviceContext(Protocol):
+    """What a `DeviceProposer` may use of the runner that it works for."""
+
+    @property
+    def kv(self) -> KVCache:
+        """See `DraftContext.kv`."""
+        ...
+
+    @property
+    def recent(self) -> Tensor:
+        """[requests, size] int64: tokens of each row of the block tables by position modulo `size`."""
+        ...
+
+    def row_of(self, request: int) -> int:
+        """Its row of the block tables."""
+        ...
+
+    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        """To the device, in one copy."""
+        ...
+
+    def ends(self, requests: Sequence[int]) -> Ends:
+        """Of these requests."""
+        ...
+
+    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
+        """See `DraftContext.batch`; -1 stands for the recent token of the row's position, -2 for the next one."""
+        ...
+
+    def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
+        """A row a request, `offset` positions behind its last known token: `tokens` [requests] int64."""
+        ...
+
+    def draw(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
+        """See `DraftContext.draw`: the tokens [requests] behind `drafts` [requests, count], which stay there."""
+        ...
+
+
+class DeviceProposer(ABC):
+    """A proposer whose drafts nobody but the device need know, so that the host waits for no step to launch the next.
+
+    It is told of requests that it was not told to start, too, and ignores them.
+
+    Attributes:
+        keeps: tokens of each request in `DeviceContext.recent`, at least.
+    """
+
+    keeps: int
+
+    @abstractmethod
+    def start(self, info: RequestInfo) -> None:
+        """See `Proposer`."""
+
+    @abstractmethod
+    def end(self, request: int) -> None:
+        """See `Proposer`."""
+
+    @abstractmethod
+    def restart(self, request: int, start: int) -> None:
+        """It is computed from here on: it is new, or was preempted. What is before lies in cached blocks."""
+
+    @abstractmethod
+    def propose(self, asked: Sequence[Asked], context: DeviceContext) -> Lines | None:
+        """Drafts for those that want some, or for fewer. Every request that decodes is told of."""
+
+    @abstractmethod
+    def follow(
+        self, computed: Sequence[Computed], placed: Placed | None, features: Tensor, context: DeviceContext
+    ) -> None:
+        """A step was launched.
+
+        Args:
+            computed: its parts of prompts; of a whole one the last row, which samples, is in `placed` too.
+            placed: the rows that sample; None: there are none.
+            features: see `Proposer.follow`.
+        """
+
+    @abstractmethod
+    def settle(self, request: int, length: int) -> None:
+        """So many tokens of it are known, of the steps before the last one that `propose` was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """A proposer, and what it asks of the engine that it drafts for.
@@ -205,10 +353,15 @@ class Speculation:
         rejection: drafts are accepted by the classic rule, in place of being the very tokens.
     """
 
-    proposer: Proposer
+    proposer: Proposer | DeviceProposer
     taps: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_shape: KVShape | None = None
     bytes_per_request: int = 0
     looks_ahead: bool = False
     rejection: bool = False
+
+    @property
+    def keeps(self) -> int:
+        """Tokens of each request that the device must keep."""
+        return self.proposer.keeps if isinstance(self.proposer, DeviceProposer) else 1

@@ -26,9 +26,9 @@ from quire.ops import Kernels, choose_kernels, rejection
 from quire.ops import sampling as ops
 from quire.ops.logit_edits import Edits, History, Lists, count_tokens, list_arrays
 from quire.runner.device import Device
-from quire.runner.edited import Edited
-from quire.runner.proposer import Row
-from quire.runner.token_counts import DeviceCounts, TokenCounts
+from quire.runner.edited import Edited, has_penalties
+from quire.runner.proposer import Ahead, Row
+from quire.runner.token_counts import DeviceCounts, TokenCounts, padded
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias and min_tokens mask all"
@@ -169,7 +169,7 @@ class Sampler:
         params = info.params.resolved()
         if params.seed is None and not params.greedy:
             raise ValueError(f"request {info.request} has no seed; the engine sets one at admission")
-        penalized = _penalized(info)
+        penalized = has_penalties(info)
         edited = self._edited_state(info, penalized)
         counted = self._history if penalized else None
         vocab = self._vocab_size
@@ -291,6 +291,38 @@ class Sampler:
         state, ahead = self._state_behind(places)
         return self._launch(logits, rows, state, ahead, verified)[0]
 
+    def launch_ahead(self, logits: Tensor, rows: Sequence[tuple[int, int]], ahead: Ahead) -> Sampled:
+        """The same for rows of which the host knows no more than a bound, so that nothing need be finished before.
+
+        The requests go on when `count` and `take` say which tokens are theirs.
+
+        Args:
+            rows: per row, the request and at most the position that the token will take: the very one, and alone,
+                where `needs_host`.
+        """
+        return self._launch(logits, rows, self._state_at(rows), ahead, ())[0]
+
+    def draw_ahead(self, logits: Tensor, rows: Sequence[tuple[int, int]], ahead: Ahead) -> Tensor:
+        """The tokens [rows] that `launch_ahead` would sample."""
+        filters, edits, _ = self._prepare(self._state_at(rows), ahead, [request for request, _ in rows])
+        return self._draw(logits, filters, edits)[0]
+
+    def needs_host(self, request: int, length: int) -> bool:
+        """Whether what is masked behind `length` tokens or more depends on what these are, or how many."""
+        edited = self._edited.get(request)
+        return edited is not None and edited.needs_host(length)
+
+    def count(self, requests: Sequence[int], tokens: Tensor) -> None:
+        """The next tokens [requests, most] of requests' outputs, -1 where there are fewer, for their penalties.
+
+        What the host must know of them, `take` says.
+        """
+        history = self._table["history"][[self._slots[request] for request in requests]]
+        if self._history is not None and history.any():
+            [places] = self._device.upload(history)
+            places = places.repeat_interleave(tokens.shape[1])
+            count_tokens(History(self._history.counts, places), tokens.flatten())
+
     def draw(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
         """The tokens [places] that would be sampled there: see `launch_behind`. Nobody goes on by it."""
         filters, edits = self._prepare_behind(places)
@@ -357,12 +389,12 @@ class Sampler:
         best = scores.topk(min(width, scores.shape[1]), -1)
         return ids.gather(1, best.indices), best.values
 
-    def take(self, request: int, tokens: Sequence[int]) -> None:
-        """These are the request's next tokens."""
+    def take(self, request: int, tokens: Sequence[int], counted: bool = False) -> None:
+        """These are the request's next tokens; `counted` where `count` was told of them."""
         slot = self._slots[request]
         self._table["next"][slot] += len(tokens)
         history = int(self._table["history"][slot])
-        if history > 0 and self._history is not None:
+        if history > 0 and self._history is not None and not counted:
             self._history.add(history, tokens)
         edited = self._edited.get(request)
         if edited is not None:
@@ -404,7 +436,7 @@ class Sampler:
         logits: Tensor,
         rows: Sequence[tuple[int, int]],
         state: NDArray[Any],
-        ahead: Sequence[Sequence[int]] | None,
+        ahead: Sequence[Sequence[int]] | Ahead | None,
         verified: Sequence[Verified],
     ) -> tuple[Sampled, Edits | None]:
         """What `launch` and `launch_behind` share; `ahead` is None where no request has more than one row."""
@@ -427,6 +459,12 @@ class Sampler:
         on_host, finite = self._device.download(tokens, finite)
         return Sampled(tokens, on_host, finite, edited, told, asked, scored), edits
 
+    def _state_at(self, rows: Sequence[tuple[int, int]]) -> NDArray[Any]:
+        """Rows of the table for these requests, with these positions in `next`."""
+        state = self._table[[self._slots[request] for request, _ in rows]]
+        state["next"] = [position for _, position in rows]
+        return state
+
     def _prepare_behind(self, places: Sequence[Row]) -> tuple[ops.Filters, Edits | None]:
         state, ahead = self._state_behind(places)
         filters, edits, _ = self._prepare(state, ahead, [place.request for place in places])
@@ -434,31 +472,36 @@ class Sampler:
 
     def _state_behind(self, places: Sequence[Row]) -> tuple[NDArray[Any], list[Sequence[int]]]:
         """Rows of the table for these places, with their positions in `next`; and their drafts."""
-        state = self._table[[self._slots[place.request] for place in places]]
-        ahead = [place.ahead for place in places]
-        rows = [(place.request, place.position - len(place.ahead)) for place in places]
-        self._check_positions(state["next"], rows)
-        state["next"] = [place.position for place in places]
-        return state, ahead
+        known = self._table["next"][[self._slots[place.request] for place in places]]
+        self._check_positions(known, [(place.request, place.position - len(place.ahead)) for place in places])
+        return self._state_at([(place.request, place.position) for place in places]), [place.ahead for place in places]
 
     def _prepare(
         self,
         state: NDArray[Any],
-        ahead: Sequence[Sequence[int]] | None,
+        ahead: Sequence[Sequence[int]] | Ahead | None,
         requests: Sequence[int],
         *arrays: NDArray[Any],
     ) -> tuple[ops.Filters, Edits | None, list[Tensor]]:
         """Filters and edits of some rows, and whatever else is to be sent to the device with them."""
         edited = state["edited"].nonzero()[0]
         held = [self._edited[requests[i]] for i in edited.tolist()]
-        behind: list[Sequence[int]] = [ahead[i] if ahead else () for i in edited.tolist()]
+        on_host = () if isinstance(ahead, Ahead) else ahead
+        behind: list[Sequence[int]] = [on_host[i] if on_host else () for i in edited.tolist()]
         edit_arrays = self._edit_arrays(state[edited], edited, held, behind) if held else []
-        sent = self._device.upload(*arrays, *_filter_arrays(state, state["next"]), *edit_arrays)
+        positions = None if isinstance(ahead, Ahead) else state["next"]
+        sent = self._device.upload(*arrays, *_filter_arrays(state, positions), *edit_arrays)
         others, sent = sent[: len(arrays)], sent[len(arrays) :]
         filters = self._filters(state, sent[:_FILTERS])
+        if isinstance(ahead, Ahead):
+            filters.keys = ops.keys_at(filters.keys, ahead.positions)
         edits = self._edits(sent[_FILTERS:]) if held else None
-        if edits is not None and isinstance(edits.seen, History) and any(behind) and self._history is not None:
-            edits.seen = self._history.behind(edits.seen, behind)
+        if edits is not None and isinstance(edits.seen, History) and self._history is not None:
+            if isinstance(ahead, Ahead):
+                edits.seen = self._history.behind(edits.seen, ahead.drafts.index_select(0, edits.rows))
+            elif any(behind):
+                [drafts] = self._device.upload(padded(behind))
+                edits.seen = self._history.behind(edits.seen, drafts)
         return filters, edits, others
 
     def _verify(
@@ -528,17 +571,18 @@ class Sampler:
         return Scored(ops.TokenScores(*self._device.download(*scores)), tops)
 
 
-def _penalized(info: RequestInfo) -> bool:
-    params = info.params
-    repetition = params.repetition_penalty or 1.0
-    return params.presence_penalty != 0 or params.frequency_penalty != 0 or repetition != 1
+def _filter_arrays(state: NDArray[Any], positions: NDArray[np.int64] | None) -> list[NDArray[Any]]:
+    """What `Sampler._filters` takes; the last one, of the noise, in the shape of `positions` [..., rows].
 
-
-def _filter_arrays(state: NDArray[Any], positions: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """What `Sampler._filters` takes; the last one, of the noise, in the shape of `positions` [..., rows]."""
+    Without positions, that is not the keys, but the streams of which they are made.
+    """
     temperature = state["temperature"]
-    noisy = temperature.any()  # else nobody looks at the keys
-    keys = ops.noise_keys(state["stream"], positions) if noisy else np.zeros(positions.shape, np.int64)
+    if positions is None:
+        keys = state["stream"].view(np.int64)
+    elif temperature.any():
+        keys = ops.noise_keys(state["stream"], positions)
+    else:  # nobody looks at them
+        keys = np.zeros(positions.shape, np.int64)
     return [temperature, state["log_min_p"], state["top_k"], state["top_p"], keys]
 
 

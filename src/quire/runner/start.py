@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +63,7 @@ def start_runner(
         return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation), kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
-    taps = speculation.taps if speculation else ()
-    forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, taps)
+    forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
     notes = [f"device: {device.describe()}"]
     if forward.graphs == "lazy":
         notes.append(f"up to {len(all_sizes(config.max_num_seqs))} CUDA graphs are recorded, each at its first use")
@@ -85,10 +84,11 @@ def _device_forward(
     longest: int,
     graphs: str = "off",
     spare: int = 0,
-    taps: Sequence[int] = (),
+    speculation: Speculation | None = None,
 ) -> DeviceForward:
     width = -(-longest // config.block_size)
-    return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, taps)
+    taps, keeps = (speculation.taps, speculation.keeps) if speculation else ((), 1)
+    return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, taps, keeps)
 
 
 def _granted(config: EngineConfig, device: Device) -> int:

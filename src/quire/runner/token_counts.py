@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from quire.ops.logit_edits import IN_OUTPUT, IN_PROMPT, History
+from quire.ops.logit_edits import IN_OUTPUT, IN_PROMPT, History, count_tokens
 from quire.runner.device import Device
 
 
@@ -95,18 +95,19 @@ class DeviceCounts:
         self.counts[row].index_copy_(0, ids, numbers)
         return row
 
-    def behind(self, seen: History, drafts: Sequence[Sequence[int]]) -> History:
+    def behind(self, seen: History, drafts: Tensor) -> History:
         """The history of rows that have drafts before them, as if these were tokens of the output; a copy.
 
         Its first row is nobody's, as in the original, so that rows without penalties stay without.
+
+        Args:
+            drafts: [rows, most] int64, -1 where a row has fewer.
         """
-        rows = np.repeat(np.arange(1, len(drafts) + 1), [len(part) for part in drafts])
-        tokens = np.fromiter(chain.from_iterable(drafts), np.int64, len(rows))
-        of_rows, places = self._device.upload(rows, rows * self.counts.shape[1] + tokens)
         requests = torch.cat([seen.requests.new_zeros(1), seen.requests])
-        counts = self.counts[requests]
-        counts.view(-1).index_add_(0, places, (requests > 0).to(torch.int32)[of_rows] * IN_OUTPUT)
-        return History(counts, torch.arange(1, len(counts), device=counts.device))
+        history = History(self.counts[requests], torch.arange(1, len(requests), device=self.counts.device))
+        of_rows = torch.where(seen.requests > 0, history.requests, 0)
+        count_tokens(History(history.counts, of_rows.repeat_interleave(drafts.shape[1])), drafts.flatten())
+        return history
 
     def add(self, row: int, tokens: Sequence[int]) -> None:
         """Count tokens as the next of a row's output."""
@@ -115,3 +116,11 @@ class DeviceCounts:
 
     def give_back(self, row: int) -> None:
         self._free.append(row)
+
+
+def padded(drafts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """What stands before some rows, as `DeviceCounts.behind` takes it: [rows, longest]."""
+    padded = np.full((len(drafts), max(map(len, drafts))), -1)
+    for row, part in enumerate(drafts):
+        padded[row, : len(part)] = part
+    return padded

@@ -10,6 +10,7 @@ from quire.models.checkpoint import resolve
 from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.model import Model
 from quire.runner.proposer import Speculation
+from quire.speculate.device_drafting import DeviceDraftingProposer
 from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
 from quire.speculate.ngram import NgramProposer
@@ -32,12 +33,17 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
     drafting, taps, weight_bytes = _load(spec, target, folder)
     lead = int(spec.method != "draft_model")
     tree = TreeShape(spec.tree_width, spec.tree_depth) if spec.tree_width > 1 else None
+    proposer: DraftingProposer | DeviceDraftingProposer = DraftingProposer(drafting, lead, tree, rejection)
+    kept = CHUNK
+    if target.kernels.reads_spans and tree is None and not rejection:
+        proposer = DeviceDraftingProposer(drafting, lead, spec.num_speculative_tokens)
+        kept = 2 * proposer.keeps  # of waiting requests, too
     return Speculation(
-        DraftingProposer(drafting, lead, tree, rejection),
+        proposer,
         taps=taps,
         weight_bytes=weight_bytes,
         kv_shape=drafting.kv_shape,
-        bytes_per_request=lead * CHUNK * target.config.layer.hidden_size * target.dtype.itemsize,
+        bytes_per_request=lead * kept * target.config.layer.hidden_size * target.dtype.itemsize,
         looks_ahead=bool(lead),
         rejection=rejection,
     )

@@ -31,7 +31,7 @@ stays within a warp; with heads of 128 that makes 2 warps, and the 32 programs t
 def place(
     tokens: torch.Tensor,
     span_of_row: torch.Tensor,
-    last_tokens: torch.Tensor,
+    recent: torch.Tensor,
     spans: DeviceSpans,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,8 +41,8 @@ def place(
     grid = (-(-max(rows, count) // PLACED),)
     trees = (None, None) if spans.trees is None else (spans.trees.bases, spans.trees.depths)
     _place[grid](
-        *(tokens, span_of_row, last_tokens, spans.row_starts, spans.starts, spans.table_rows, tables),
-        *(spans.context_lens, ids, positions, slots, *trees, rows, count, tables.stride(0)),
+        *(tokens, span_of_row, recent, spans.row_starts, spans.starts, spans.table_rows, tables),
+        *(spans.context_lens, ids, positions, slots, *trees, rows, count, tables.stride(0), recent.shape[1]),
         BLOCK_SIZE=block_size,
         PLACED=PLACED,
         num_warps=4,
@@ -107,11 +107,11 @@ def rotate_and_store(
     return qkv.view(rows, heads, kv.head_dim)[:, : -2 * kv.kv_heads]
 
 
-@triton.jit(do_not_specialize=["rows", "count", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "count", "table_stride", "size"])
 def _place(
     tokens,
     span_of_row,
-    last_tokens,
+    recent,
     row_starts,
     starts,
     table_rows,
@@ -125,6 +125,7 @@ def _place(
     rows,
     count,
     table_stride,
+    size,
     BLOCK_SIZE: tl.constexpr,
     PLACED: tl.constexpr,
 ):
@@ -144,8 +145,8 @@ def _place(
         depth = tl.load(depths + i, mask=real, other=-1)
         position = tl.where(depth < 0, place, tl.load(bases + span, mask=real, other=0) + depth)
     token = tl.load(tokens + i, mask=real, other=0).to(tl.int64)
-    last = tl.load(last_tokens + table, mask=real, other=0)
-    tl.store(ids + i, tl.where(token < 0, tl.maximum(last, 0), token), mask=i < rows)
+    known = tl.load(recent + table * size + (place - 1 - token) % size, mask=real & (token < 0), other=0)
+    tl.store(ids + i, tl.where(token < 0, tl.maximum(known, 0), token), mask=i < rows)
     tl.store(positions + i, tl.where(real, position, 0), mask=i < rows)
     tl.store(slots + i, tl.where(real, block * BLOCK_SIZE + place % BLOCK_SIZE, 0), mask=i < rows)
 

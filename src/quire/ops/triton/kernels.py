@@ -66,11 +66,11 @@ class TritonKernels(Kernels):
         self,
         tokens: torch.Tensor,
         span_of_row: torch.Tensor,
-        last_tokens: torch.Tensor,
+        recent: torch.Tensor,
         spans: DeviceSpans,
         block_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return cache.place(tokens, span_of_row, last_tokens, spans, block_size)
+        return cache.place(tokens, span_of_row, recent, spans, block_size)
 
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         cache.copy_blocks(kv, copies)

@@ -1,0 +1,321 @@
+"""Drafts that stay on the device: neither they nor how many were accepted need come back before the next step.
+
+The device keeps the last tokens of each request, with the drafts behind them, and how many are known
+(`DeviceForward.recent`, `lengths`). There a step reads its tokens and positions, and puts down what it has accepted.
+The host learns it a step later, and works with upper bounds until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span
+from quire.ops import KVCache, RaggedBatch
+from quire.runner.device import Device
+from quire.runner.device_forward import AT_LAST, DeviceForward
+from quire.runner.drafter import Guard, Outcome, kept_behind
+from quire.runner.host_forward import Forwarded
+from quire.runner.proposer import Ahead, Asked, Computed, DeviceProposer, Drafts, Ends, Placed
+from quire.runner.sampler import Sampled, Sampler
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the host knows of a request's tokens.
+
+    Attributes:
+        length: how many there are, as far as steps are settled.
+        coming: how many at most the steps since then bring.
+        computed: the model has computed so many, as far as steps are settled; of prompts, launched.
+        drafted: see `drafter`: False once a row failed beside drafts.
+    """
+
+    length: int
+    coming: int = 0
+    computed: int = 0
+    drafted: bool = True
+
+
+class DeviceDrafter:
+    """As `Drafter`, where a step is launched before the host knows what came of the one before it.
+
+    A request whose masks depend on tokens that the host must know gets no drafts meanwhile: what comes next is then
+    known as well as without speculation.
+
+    Attributes:
+        waits, following: see `Drafter`. The device's tables must be kept up for all requests.
+    """
+
+    waits, following = False, True
+
+    def __init__(self, proposer: DeviceProposer, context: Context) -> None:
+        self._proposer, self._context = proposer, context
+        self._texts: dict[int, _Text] = {}
+        self._ask = Guard()
+
+    def start(self, info: RequestInfo) -> None:
+        """A request is new to the runner."""
+        self._texts[info.request] = _Text(len(info.prompt_token_ids) + len(info.output_token_ids))
+        if info.followed:
+            self._ask("start a request", lambda: self._proposer.start(info))
+
+    def end(self, request: int) -> None:
+        """Forget it; one that is not known is ignored."""
+        if self._texts.pop(request, None) is not None:
+            self._ask("end a request", lambda: self._proposer.end(request))
+
+    def let_go(self, requests: Sequence[int]) -> None:
+        """Follow some no longer."""
+        self._ask("end a request", lambda: [self._proposer.end(request) for request in requests])
+
+    # -- before a step -------------------------------------------------------------------------------------
+
+    def resolve(self, spans: Sequence[Span]) -> tuple[list[Span], dict[int, Drafts]]:
+        """The spans with as many drafts as there are; which, the device's tables say, so that none are named."""
+        resolved = [_without_drafts(span) for span in spans]
+        self._tell([span for span in resolved if span.num_sampled and span.tokens[-1] >= 0])
+        asked, restarted = [], []
+        for span, given in zip(resolved, spans, strict=True):
+            text = self._texts[span.request]
+            if span.start != AT_LAST and span.tokens[-1] >= 0 and span.start != text.computed:
+                restarted.append((span.request, span.start))
+            if len(span.tokens) == span.num_sampled:
+                may = text.drafted and not self._context.sampler.needs_host(span.request, text.length)
+                count = len(given.tokens) - len(span.tokens) if may else 0
+                asked.append(Asked(span.request, text.length, text.length + text.coming, count))
+            else:
+                text.computed = span.start + len(span.tokens)
+        self._ask("begin again", lambda: [self._proposer.restart(*each) for each in restarted])
+        counts = self._propose(asked)
+        for span in resolved:
+            count = counts.get(span.request, 0)
+            span.tokens += [FROM_PREVIOUS] * count
+            span.num_sampled += count
+            self._texts[span.request].coming += span.num_sampled
+        return resolved, {}
+
+    def _tell(self, spans: Sequence[Span]) -> None:
+        """What the host knows for certain."""
+        if spans:
+            ends = np.array([span.start + len(span.tokens) for span in spans])
+            self._context.tell([span.request for span in spans], ends, np.array([span.tokens[-1] for span in spans]))
+
+    def _propose(self, asked: Sequence[Asked]) -> dict[int, int]:
+        """Puts drafts behind the tokens of those that have some; by request, how many."""
+
+        def ask() -> dict[int, int]:
+            lines = self._proposer.propose(asked, self._context)
+            if lines is None:
+                return {}
+            counts = {each.request: each.drafts for each in asked}
+            tokens = lines.tokens[:, : max(counts.values())]
+            self._context.put_drafts(lines.requests, tokens)
+            return {request: min(counts[request], tokens.shape[1]) for request in lines.requests}
+
+        return self._ask("propose drafts", ask) or {}
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def sample(
+        self, spans: Sequence[Span], row_starts: Sequence[int], made: Forwarded, logits: Callable[[Tensor], Tensor]
+    ) -> tuple[Sampled | None, Tensor]:
+        """Samples the last rows of spans, puts down what was accepted, and tells the proposer.
+
+        Returns:
+            Sampled rows, in the order of the spans; and the drafts that they verified, [sampled spans, most], of which
+            a span had `num_sampled - 1`.
+        """
+        chosen = [index for index, span in enumerate(spans) if span.num_sampled]
+        placed, sampled, drafts = None, None, torch.empty(0, 0)
+        if chosen:
+            rows = _Rows(self._context, [spans[i] for i in chosen], [row_starts[i + 1] for i in chosen])
+            sampled = self._sample(rows, logits(made.hidden.index_select(0, rows.picked)))
+            self._put_accepted(rows, sampled.tokens, made.finite.index_select(0, rows.picked))
+            placed, drafts = rows.placed(), rows.drafts
+        computed = [
+            Computed(span.request, span.start, span.tokens, None, range(first, first + len(span.tokens)))
+            for span, first in zip(spans, row_starts, strict=False)
+            if len(span.tokens) > span.num_sampled
+        ]
+        self._ask("follow a step", lambda: self._proposer.follow(computed, placed, made.features, self._context))
+        return sampled, drafts
+
+    def _sample(self, rows: _Rows, logits: Tensor) -> Sampled:
+        places = []
+        for span in rows.spans:
+            text = self._texts[span.request]
+            end = text.length + text.coming  # at most; of a request that needs the host the very end
+            places += [(span.request, position) for position in range(end - span.num_sampled, end)]
+        return self._context.sampler.launch_ahead(logits, places, rows.ahead())
+
+    def _put_accepted(self, rows: _Rows, tokens: Tensor, finite: Tensor) -> None:
+        """Drafts count while they are what was sampled, up to a row that failed: see `_Part` in `model_runner`.
+
+        Args:
+            tokens, finite: of each row.
+        """
+        sampled = tokens[rows.grid]  # [spans, most]
+        counts = (finite & (tokens >= 0))[rows.grid]
+        columns = torch.arange(sampled.shape[1], device=tokens.device)
+        counts[:, 1:] &= (sampled[:, :-1] == rows.drafts) & (columns[1:] < rows.counts[:, None])
+        counts = counts.to(torch.int32).cumprod(1)
+        self._context.put_sampled(rows.ends, sampled, counts.sum(1, dtype=torch.int32))
+        requests = [span.request for span in rows.spans]
+        self._context.sampler.count(requests, torch.where(counts > 0, sampled, -1))
+
+    # -- behind a step -------------------------------------------------------------------------------------
+
+    def settle(self, outcome: Outcome) -> None:
+        """The host knows what came of a step, or of a part of it."""
+        settled = []
+        for span, result in zip(outcome.spans, outcome.results, strict=True):
+            text = self._texts.get(span.request)
+            if text is None or not span.num_sampled:
+                continue
+            text.coming -= span.num_sampled
+            text.drafted &= result.error is None and bool(result.tokens)
+            text.length += len(result.tokens)
+            text.computed = text.length - 1
+            if result.error is None:
+                self._context.sampler.take(span.request, result.tokens, counted=True)
+            settled.append((span.request, text.length))
+        self._ask("settle a step", lambda: [self._proposer.settle(*each) for each in settled])
+
+
+def _without_drafts(span: Span) -> Span:
+    """A span of its own, with the device's tokens and start for what only the device knows."""
+    tokens = [token for token in span.tokens if token != DRAFT]
+    sampled = span.num_sampled - (len(span.tokens) - len(tokens))
+    return Span(span.request, AT_LAST if span.start_follows else span.start, tokens, sampled, span.targets)
+
+
+class _Rows:
+    """The rows of a step that sample, as the device sees them.
+
+    Args:
+        spans: which sample.
+        stops: the row behind each span's last.
+
+    Attributes:
+        ends: of the spans' requests.
+        counts: [spans] int64, rows of each.
+        picked: [rows] int64, which rows of the step they are.
+        grid: [spans, most] int64, the rows of each span, counted from the first one here; the last one again behind it.
+        drafts: [spans, most - 1] int64, the drafts behind each one's last known token.
+    """
+
+    def __init__(self, context: Context, spans: Sequence[Span], stops: Sequence[int]) -> None:
+        self.spans = spans
+        lengths = np.array([span.num_sampled for span in spans])
+        starts = np.cumsum(lengths) - lengths
+        of_row = np.repeat(np.arange(len(spans)), lengths)
+        offsets = np.arange(len(of_row)) - starts[of_row]
+        picked = (np.array(stops) - lengths)[of_row] + offsets
+        grid = starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+        sent = context.upload(lengths, of_row, offsets, picked, grid)
+        self.counts, self._of_row, self._offsets, self.picked, self.grid = sent
+        self.ends = context.ends([span.request for span in spans])
+        self.drafts = context.drafts(self.ends, grid.shape[1] - 1)
+        self._positions = self.ends.lengths[self._of_row] + self._offsets
+
+    def ahead(self) -> Ahead:
+        """For the sampler."""
+        columns = torch.arange(self.drafts.shape[1], device=self.drafts.device)
+        before = columns < self._offsets[:, None]
+        return Ahead(self._positions, torch.where(before, self.drafts[self._of_row], -1))
+
+    def placed(self) -> Placed:
+        """For the proposer."""
+        return Placed(self.picked, self.ends.rows[self._of_row], self._positions - 1)
+
+
+class Context:
+    """A runner as a `DeviceProposer` and its drafter see it: see `DeviceContext`."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        kv: KVCache,
+        sampler: Sampler,
+        forward: DeviceForward,
+        device: Device,
+        row_of: Callable[[int], int],
+    ) -> None:
+        self.sampler, self.row_of = sampler, row_of
+        self._vocab_size, self._kv, self._forward, self._device = vocab_size, kv, forward, device
+
+    @property
+    def kv(self) -> KVCache:
+        """See `DraftContext.kv`; raises what `kept_behind` does."""
+        return kept_behind(self._kv)
+
+    @property
+    def recent(self) -> Tensor:
+        """See `DeviceContext.recent`."""
+        return self._forward.recent
+
+    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        """See `DeviceContext.upload`."""
+        return self._device.upload(*arrays)
+
+    def ends(self, requests: Sequence[int]) -> Ends:
+        """See `DeviceContext.ends`."""
+        [rows] = self.upload(self._rows_of(requests).astype(np.int32))
+        return Ends(rows, self._forward.lengths.index_select(0, rows).long())
+
+    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
+        """See `DeviceContext.batch`."""
+        spans = [Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)]
+        return self._forward.batch(spans, self._rows_of(requests), np.cumsum([0, *map(len, tokens)]))
+
+    def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
+        """See `DeviceContext.decodes`."""
+        return self._forward.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
+
+    def draw(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
+        """See `DeviceContext.draw`."""
+        places = [(each.request, each.most + drafts.shape[1]) for each in asked]
+        return self.sampler.draw_ahead(logits, places, Ahead(ends.lengths + drafts.shape[1], drafts))
+
+    # -- the tables ----------------------------------------------------------------------------------------
+
+    def tell(self, requests: Sequence[int], lengths: NDArray[np.int64], last: NDArray[np.int64]) -> None:
+        """So many tokens of these requests are known, and the last one of each."""
+        rows, keeps = self._rows_of(requests), self.recent.shape[1]
+        places = rows * keeps + (lengths - 1) % keeps
+        sent = self.upload(rows, lengths.astype(np.int32), places, last)
+        self._forward.lengths.index_copy_(0, *sent[:2])
+        self.recent.view(-1).index_copy_(0, *sent[2:])
+
+    def drafts(self, ends: Ends, count: int) -> Tensor:
+        """What stands behind the known tokens, [requests, count]."""
+        return self.recent.view(-1)[self._places(ends, count)]
+
+    def put_drafts(self, requests: Sequence[int], tokens: Tensor) -> None:
+        """Drafts [requests, count] behind the known tokens; what is no token of the model's is none."""
+        self._put(self.ends(requests), torch.where((tokens >= 0) & (tokens < self._vocab_size), tokens, -1))
+
+    def put_sampled(self, ends: Ends, tokens: Tensor, counts: Tensor) -> None:
+        """Tokens [requests, most] behind the known ones; the first `counts` [requests] int32 of each are known, too."""
+        self._put(ends, tokens)
+        self._forward.lengths.index_copy_(0, ends.rows.long(), ends.lengths.to(torch.int32) + counts)
+
+    def _put(self, ends: Ends, tokens: Tensor) -> None:
+        places = self._places(ends, tokens.shape[1])
+        self.recent.view(-1).index_copy_(0, places.flatten(), tokens.flatten())
+
+    def _places(self, ends: Ends, count: int) -> Tensor:
+        """Of the positions behind the known tokens, in `recent`: [requests, count]."""
+        keeps = self.recent.shape[1]
+        positions = ends.lengths[:, None] + torch.arange(count, device=ends.lengths.device)
+        return ends.rows[:, None].long() * keeps + positions % keeps
+
+    def _rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
+        return np.array([self.row_of(request) for request in requests], np.int64)

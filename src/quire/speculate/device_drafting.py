@@ -1,0 +1,186 @@
+"""Drafts of a second model where steps overlap on a device: see `drafting`, of which this is the part without trees.
+
+The host does not know where a text ends, but how far at most. So the model's rows of a request are computed up to
+there: what they take is what the device has at these positions, and those behind the end are computed again. The row
+of the last known token is picked on the device, and each draft goes from there into the next row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.step import RequestInfo
+from quire.runner.proposer import Asked, Computed, DeviceContext, DeviceProposer, Ends, Lines, Placed
+from quire.speculate.drafting import CHUNK, NOTHING, DraftingModel
+
+
+def kept_tokens(most: int) -> int:
+    """Tokens of a request that are looked at again, where a step verifies at most so many drafts: a power of two.
+
+    Those are what may wait, what the step in flight may add to it, and drafts.
+    """
+    return 1 << (CHUNK + 2 * (most + 1) - 1).bit_length()
+
+
+@dataclass(slots=True)
+class _Request:
+    """How far a request has been followed.
+
+    Attributes:
+        followed: the model's rows before this position are right.
+        ahead: so are those of the tokens that a step has made which is not settled yet.
+    """
+
+    followed: int = 0
+    ahead: bool = False
+
+
+class DeviceDraftingProposer(DeviceProposer):
+    """Drafts with a model, one token after the other.
+
+    Args:
+        model: what drafts.
+        lead: see `DraftingProposer`.
+        most: drafts of a request in a step.
+    """
+
+    def __init__(self, model: DraftingModel, lead: int, most: int) -> None:
+        self._model, self._lead, self._most = model, lead, most
+        self.keeps = kept_tokens(most)
+        self._requests: dict[int, _Request] = {}
+        self._hidden = torch.empty(0, 0)  # [requests * keeps, hidden]: what a head is fed, as `DeviceContext.recent`
+
+    def start(self, info: RequestInfo) -> None:
+        """See `DeviceProposer`. One without speculation is not followed; drafts behind its cached head are worse."""
+        if info.params.speculate:
+            self._requests[info.request] = _Request()
+
+    def end(self, request: int) -> None:
+        """See `DeviceProposer`; one that is not known is ignored."""
+        self._requests.pop(request, None)
+
+    def restart(self, request: int, start: int) -> None:
+        """See `DeviceProposer`."""
+        if request in self._requests:
+            self._requests[request] = _Request(start)
+
+    def settle(self, request: int, length: int) -> None:
+        """See `DeviceProposer`."""
+        state = self._requests.get(request)
+        if state is not None and state.ahead:
+            state.followed, state.ahead = length - self._lead, False
+
+    # -- following -----------------------------------------------------------------------------------------
+
+    def follow(
+        self, computed: Sequence[Computed], placed: Placed | None, features: Tensor, context: DeviceContext
+    ) -> None:
+        """See `DeviceProposer`: prompts at once; what is sampled, when drafts are wanted or enough of it waits."""
+        hidden = self._model.fuse(features) if self._lead else NOTHING
+        if not self._has_room(context):
+            grown = hidden.new_zeros(len(context.recent) * self.keeps, hidden.shape[1])
+            if len(self._hidden):
+                grown[: len(self._hidden)] = self._hidden
+            self._hidden = grown
+        try:
+            self._follow_prompts([each for each in computed if each.request in self._requests], hidden, context)
+        finally:  # whatever may have failed, the next step goes on from here
+            if self._lead and placed is not None:
+                places = placed.table_rows.long() * self.keeps + placed.positions % self.keeps
+                self._keep(hidden, placed.picked, places)
+
+    def _follow_prompts(self, computed: Sequence[Computed], hidden: Tensor, context: DeviceContext) -> None:
+        """All rows whose tokens the prompts name; a head's last one waits for what comes behind it."""
+        batch: list[tuple[int, int, list[int]]] = []  # request, start and tokens of each
+        picked: list[int] = []  # rows of `hidden` that they are fed
+        waited: list[tuple[int, int]] = []  # rows of the batch for which that has waited, and where
+        kept: list[tuple[int, int]] = []  # rows of `hidden` that are to wait, and where
+        for each in computed:
+            state, place = self._requests[each.request], context.row_of(each.request) * self.keeps
+            if state.followed != each.start - self._lead:  # it begins here, or what was before was not followed
+                state.followed = each.start
+            tokens = each.tokens[state.followed + self._lead - each.start :]
+            if tokens:
+                batch.append((each.request, state.followed, tokens))
+                if state.followed < each.start:
+                    waited.append((len(picked), place + state.followed % self.keeps))
+                first = each.rows[0] + state.followed - each.start
+                picked += (max(0, row) for row in range(first, first + len(tokens)))
+            state.followed = each.start + len(each.tokens) - self._lead
+            kept.append((each.rows[-1], place + state.followed % self.keeps))
+        if batch:
+            fed = self._fed(hidden, picked, waited, context) if self._lead else NOTHING
+            self._model.forward(fed, context.batch(*zip(*batch, strict=True)), context.kv)
+        if self._lead and kept:
+            self._keep(hidden, *context.upload(*np.array(kept).T))
+
+    def _has_room(self, context: DeviceContext) -> bool:
+        """Whether there is a place for whatever may wait."""
+        return not self._lead or len(self._hidden) >= len(context.recent) * self.keeps
+
+    def _fed(self, hidden: Tensor, picked: list[int], waited: list[tuple[int, int]], context: DeviceContext) -> Tensor:
+        """Rows of `hidden`, with what has waited in place of some."""
+        rows, at, places = context.upload(np.array(picked), *np.array(waited, np.int64).reshape(-1, 2).T)
+        return hidden.index_select(0, rows).index_copy_(0, at, self._hidden.index_select(0, places))
+
+    def _keep(self, hidden: Tensor, rows: Tensor, places: Tensor) -> None:
+        """Rows of `hidden` wait in these places."""
+        self._hidden.index_copy_(0, places, hidden.index_select(0, rows))
+
+    # -- drafting ------------------------------------------------------------------------------------------
+
+    def propose(self, asked: Sequence[Asked], context: DeviceContext) -> Lines | None:
+        """See `DeviceProposer`. Requests that lag behind catch up, too."""
+        known = [each for each in asked if each.request in self._requests]
+        lags = [each.most - self._lead - self._requests[each.request].followed for each in known]
+        late = CHUNK // 2 if max(lags, default=0) >= CHUNK else max(lags, default=0) + 1
+        wanted = [each for each, lag in zip(known, lags, strict=True) if each.drafts and lag > 0]
+        wanted.sort(key=lambda each: -each.drafts)
+        others = [each for each, lag in zip(known, lags, strict=True) if not each.drafts and lag >= late]
+        if not self._has_room(context) or not (wanted or others):
+            return None
+        ends = context.ends([each.request for each in [*wanted, *others]])
+        out = self._catch_up([*wanted, *others], ends, context)
+        if not wanted:
+            return None
+        return Lines([each.request for each in wanted], self._lines(wanted, ends, out, context))
+
+    def _catch_up(self, asked: Sequence[Asked], ends: Ends, context: DeviceContext) -> Tensor:
+        """Computes all rows that may be known. If that fails, it is not tried again.
+
+        Returns what the model made of the row of each request's last known token, [requests, hidden].
+        """
+        starts, counts = [], []
+        for each in asked:
+            state, stop = self._requests[each.request], each.most - self._lead
+            starts.append(max(state.followed, stop + self._most + 1 - self.keeps))  # what is before is there no longer
+            counts.append(stop - starts[-1])
+            state.followed, state.ahead = each.certain - self._lead, each.most > each.certain
+        batch = context.batch([each.request for each in asked], starts, [[-1 - self._lead] * count for count in counts])
+        firsts = np.cumsum(counts) - counts
+        positions = np.arange(sum(counts)) + np.repeat(np.array(starts) - firsts, counts)
+        rows = np.repeat([context.row_of(each.request) for each in asked], counts)
+        places, begins, rows_before, lasts = context.upload(
+            rows * self.keeps + positions % self.keeps, np.array(starts), firsts, np.array(counts) - 1
+        )
+        out = self._model.forward(self._hidden.index_select(0, places) if self._lead else NOTHING, batch, context.kv)
+        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # below: that step failed; nobody will see this one
+        return out.index_select(0, rows_before + torch.minimum(row, lasts))
+
+    def _lines(self, asked: Sequence[Asked], ends: Ends, out: Tensor, context: DeviceContext) -> Tensor:
+        """Drafts one behind the other, from `out` of the last known rows; those that want most come first."""
+        drafts = torch.full((len(asked), asked[0].drafts), -1, device=out.device)
+        for depth in range(asked[0].drafts):
+            count = sum(each.drafts > depth for each in asked)
+            if depth:
+                fed = drafts[:count, depth - 1].clamp(min=0)
+                batch = context.decodes(ends.first(count), depth - self._lead, fed)
+                out = self._model.forward(out[:count], batch, context.kv)
+            logits = self._model.logits(out[:count])
+            drafts[:count, depth] = context.draw(logits, asked[:count], ends.first(count), drafts[:count, :depth])
+        return drafts

@@ -1,0 +1,497 @@
+"""Drafts on a device that works by itself: no step is waited for before the next is launched, and nothing changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo
+from quire.engine.engine import Engine
+from quire.ops import sampling
+from quire.runner.device_drafter import DeviceDrafter
+from quire.runner.model_runner import OUT_OF_MEMORY
+from quire.runner.proposer import Ahead, Asked, DeviceContext, DeviceProposer, Lines, Row
+from quire.runner.sampler import Sampler
+from quire.runner.token_counts import padded
+from quire.speculate import methods
+from quire.speculate.device_drafting import DeviceDraftingProposer, kept_tokens
+from quire.speculate.drafting import DraftingProposer
+from tests.devices import DelayedDevice, SpanKernels, StrictDevice, on_device, opaque
+from tests.oracle import save_checkpoint
+from tests.test_models_deepseek import save_with_mtp
+from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
+from tests.test_speculation import CHOICES, Outcome, ends, prompts, request, run
+
+METHODS = ("draft_model", "eagle", "eagle3", "mtp", "itself")
+"""`itself`: the target is its own draft model."""
+
+TARGETS = {"eagle3": "deep", "mtp": "mtp"}
+"""What some draft for; the others, for `target`."""
+
+UNDRAFTED = (7, 9, 10, 13)
+"""Requests of `test_speculation` with bad_words, with min_tokens, and without speculation."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    made = {name: tmp_path_factory.mktemp(name) for name in ("target", "deep", "draft_model", "eagle", "eagle3", "mtp")}
+    save_checkpoint(made["target"], "llama", num_hidden_layers=2)
+    save_checkpoint(made["deep"], "llama", num_hidden_layers=7)
+    save_checkpoint(made["draft_model"], "llama", num_hidden_layers=1)
+    write(made["eagle"], eagle_tensors())
+    write(made["eagle3"], eagle3_tensors(), draft_vocab_size=len(eagle3_tensors()["lm_head.weight"]))
+    save_with_mtp(made["mtp"])
+    return {name: str(folder) for name, folder in made.items()} | {"itself": str(made["target"])}
+
+
+def start(
+    folders: dict[str, str],
+    method: str | None,
+    drafts: int = 4,
+    device: DelayedDevice | None = None,
+    proposer: DeviceProposer | None = None,
+    **more: Any,
+) -> Engine:
+    """An engine on a stand-in for a GPU; `spec` among the options changes what is drafted."""
+    spec: dict[str, Any] | None = None
+    if method is not None:
+        name = "draft_model" if method == "itself" else method
+        spec = {"method": name, "num_speculative_tokens": drafts, "adaptive": False} | more.pop("spec", {})
+        if name not in ("ngram", "mtp"):
+            spec["model"] = folders[method]
+    options = {"threads": 1, "max_num_seqs": 16, "max_model_len": 200, "num_kv_blocks": 100, "check_invariants": True}
+    on_gpu = {"device": "cuda", "deterministic": True, "gpu_memory_utilization": 1.0}
+    with on_device(device or DelayedDevice(), opaque(SpanKernels())):
+        config = EngineConfig(
+            model=folders[TARGETS.get(method or "", "target")], **(options | on_gpu | more), speculative_config=spec
+        )
+        return Engine(config, proposer=proposer)
+
+
+@pytest.fixture(scope="module")
+def alone(folders) -> dict[str, list[Outcome]]:
+    """What each request gets alone without drafts, by target."""
+    outcomes = {}
+    for target in ("target", "deep", "mtp"):
+        engine = start(folders | {"target": folders[target]}, None, prefix_cache="off")
+        outcomes[target] = [run(engine, [index])[0] for index in range(16)]
+    return outcomes
+
+
+def drafted_on_device(engine: Engine) -> bool:
+    return isinstance(engine.executor._runner._drafter, DeviceDrafter)
+
+
+# -- launching ahead -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "mtp"])  # plain experts look
+def test_a_step_is_launched_while_nobody_has_waited_for_the_one_before(folders, alone, method):
+    engine = start(folders, method, device=StrictDevice(), max_num_batched_tokens=64)
+    waiting = []
+    submit = engine.executor.submit
+    engine.executor.submit = lambda plan: waiting.append(len(engine._in_flight)) or submit(plan)  # type: ignore
+    assert run(engine, range(16)) == alone[TARGETS.get(method, "target")]
+    assert drafted_on_device(engine) and max(waiting) == 1
+    assert engine.stats.drafted > 100 and engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize(("method", "spec"), [("ngram", {}), ("eagle", {"tree_width": 2})])
+def test_what_drafts_on_the_host_is_seen_to_wait(folders, method, spec):
+    engine = start(folders, method, device=StrictDevice(), spec=spec)
+    assert not drafted_on_device(engine)
+    with pytest.raises(pytest.fail.Exception, match=r"while (another one|a step) is launched"):
+        run(engine, range(16))
+
+
+def test_the_classic_rule_waits(folders):
+    assert not drafted_on_device(start(folders, "eagle", speculative_acceptance="rejection"))
+    assert drafted_on_device(start(folders, "eagle"))
+
+
+# -- the contract --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_drafts_change_nothing_at_any_depth_of_overlap(folders, alone, method, depth):
+    outcomes = alone[TARGETS.get(method, "target")]
+    cache = ("hash", "radix", "off")[depth]
+    engine = start(folders, method, async_scheduling=depth > 0, prefix_cache=cache, max_num_batched_tokens=64)
+    engine._depth = depth
+    assert run(engine, range(16)) == outcomes
+    assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes, "warm"
+    assert engine.stats.drafted > 100 and engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("drafts", range(1, 9))
+def test_drafts_of_any_length_change_nothing(folders, alone, drafts):
+    engine = start(folders, "itself", drafts, max_num_batched_tokens=80)
+    assert [run(engine, [index])[0] for index in (1, 2, 5)] == [alone["target"][index] for index in (1, 2, 5)]
+    assert run(engine, range(16), first_id=100) == alone["target"]
+    assert engine.stats.accepted == engine.stats.drafted > 100
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_drafts_change_nothing_while_requests_preempt_each_other(folders, alone, method, depth):
+    engine = start(folders, method, num_kv_blocks=20, max_num_batched_tokens=40)
+    engine._depth = depth
+    assert run(engine, range(16)) == alone[TARGETS.get(method, "target")]
+    assert engine.stats.preemptions > 0 and engine.stats.drafted > 0
+    if method == "itself":
+        assert engine.stats.accepted == engine.stats.drafted
+
+
+@pytest.mark.parametrize("graphs", ["off", "lazy", "eager"])
+def test_drafts_change_nothing_with_graphs_or_without(folders, alone, graphs):
+    device = DelayedDevice()
+    engine = start(folders, "eagle3", device=device, cuda_graphs=graphs)
+    assert run(engine, range(16), prompt_logprobs=1) == alone["deep"]
+    assert (device.num_replayed > 0) == (graphs != "off")
+    assert device.num_elsewhere == 0
+
+
+def test_self_tuning_drafts_and_changes_nothing(folders, alone):
+    for method in ("itself", "eagle"):
+        engine = start(folders, method, 6, spec={"adaptive": True})
+        assert run(engine, range(16)) == alone["target"]
+        assert run(engine, range(16), first_id=100, stagger=1) == alone["target"]
+        assert engine.stats.drafted > 0
+
+
+def test_where_masks_need_tokens_there_are_no_drafts(folders, alone):
+    engine = start(folders, "itself")
+    assert run(engine, UNDRAFTED) == [alone["target"][index] for index in UNDRAFTED]
+    assert 0 < engine.stats.drafted < 24, "what follows once min_tokens are there"
+
+
+def test_requests_that_are_let_go_get_no_drafts_and_the_same_tokens(folders, alone):
+    engine = start(folders, "itself", 3)
+    schedule, steps = engine.scheduler.schedule, [0]
+
+    def letting_go(now: float) -> Any:
+        plan = schedule(now)
+        steps[0] += 1
+        for span in plan.spans if plan is not None and steps[0] in (5, 9) else ():
+            if not span.start_follows and span.request % 3 == 0:
+                plan.let_go.append(span.request)
+                engine.scheduler.requests[span.request].draft_state.followed = False
+        return plan
+
+    engine.scheduler.schedule = letting_go  # type: ignore[method-assign]
+    assert run(engine, range(16)) == alone["target"]
+    assert engine.stats.accepted == engine.stats.drafted > 50
+
+
+# -- what is drafted -----------------------------------------------------------------------------------------------
+
+
+class OnHost(DraftingProposer):
+    """In place of what drafts on the device."""
+
+    def __init__(self, model: Any, lead: int, most: int) -> None:
+        super().__init__(model, lead)
+        self.keeps = 1
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+def test_the_drafts_are_those_of_the_host(folders, method):
+    """As many are accepted of each request, whatever is cached, chunked or in flight."""
+    found = []
+    for kind in (OnHost, DeviceDraftingProposer):
+        with mock.patch.object(methods, "DeviceDraftingProposer", kind):
+            engine = start(folders, method, 3, max_num_batched_tokens=50, prefix_cache="hash")
+        counts = []
+        for index in range(12):
+            if index not in UNDRAFTED:
+                run(engine, [index])
+                counts.append((engine.stats.drafted, engine.stats.accepted))
+        assert drafted_on_device(engine) == (kind is DeviceDraftingProposer)
+        found.append(counts)
+    assert found[0] == found[1]
+    assert found[0][-1][1] > 0
+
+
+@pytest.mark.parametrize("lag", [1, 20])
+def test_requests_that_were_not_drafted_for_a_while_are_caught_up_with(folders, alone, lag):
+    """Whatever waits, the drafts of a model that is the target are all accepted."""
+    engine = start(folders, "itself", 3)
+    reserve = engine.scheduler._reserve_drafts
+    asked: dict[int, int] = {}
+
+    def sometimes(given: Request, count: int) -> int:
+        asked[given.id] = asked.get(given.id, 0) + 1
+        return reserve(given, count) if asked[given.id] % (lag + 1) == 0 else 0
+
+    engine.scheduler._reserve_drafts = sometimes  # type: ignore[method-assign]
+    assert run(engine, range(16)) == alone["target"]
+    assert engine.stats.accepted == engine.stats.drafted > 0
+
+
+def test_more_preempted_requests_than_rows_grow_what_waits(folders):
+    found = []
+    for method in (None, "eagle"):
+        engine = start(folders, method, max_num_seqs=2, scheduling_policy="priority", num_kv_blocks=400)
+        tokens: dict[int, list[int]] = {number: [] for number in range(8)}
+        steps = 0
+        while steps < 16 or not engine.idle:
+            if steps < 16 and steps % 2 == 0:
+                number = steps // 2
+                params = SamplingParams(temperature=0.0, seed=0, priority=-number, ignore_eos=True).resolved()
+                engine.add(Request(number, prompts()[number], params, max_tokens=12))
+            for update in engine.step():
+                tokens[update.request] += update.tokens
+            steps += 1
+        assert engine.stats.preemptions > 4
+        found.append(tokens)
+    assert found[0] == found[1] and engine.stats.drafted > 0
+
+
+# -- whatever is drafted -------------------------------------------------------------------------------------------
+
+
+class Recorded(DeviceProposer):
+    """Proposes as `choose` says; it may look at the device."""
+
+    keeps = kept_tokens(8)
+
+    def __init__(self, outcomes: Sequence[Outcome], choose: Callable[[list[int], int], Any]) -> None:
+        self._texts = [[*prompt, *out[0]] for prompt, out in zip(prompts(), outcomes, strict=True)]
+        self._choose = choose
+
+    def start(self, info: Any) -> None: ...
+
+    def end(self, request: int) -> None: ...
+
+    def restart(self, request: int, start: int) -> None: ...
+
+    def settle(self, request: int, length: int) -> None: ...
+
+    def follow(self, computed: Any, placed: Any, features: torch.Tensor, context: DeviceContext) -> None: ...
+
+    def propose(self, asked: Sequence[Asked], context: DeviceContext) -> Lines | None:
+        wanted = [each for each in asked if each.drafts]
+        if not wanted:
+            return None
+        ends = context.ends([each.request for each in wanted])
+        lines = torch.full((len(wanted), max(each.drafts for each in wanted)), -1)
+        for line, each, row, length in zip(lines, wanted, *map(torch.Tensor.tolist, ends), strict=True):
+            text = self._texts[each.request % 100]
+            assert each.certain <= length <= each.most
+            if length <= len(text):
+                assert context.recent[row, (length - 1) % self.keeps] == text[length - 1]
+            tokens = self._choose(text[length:], each.drafts).tokens[: lines.shape[1]]
+            line[: len(tokens)] = torch.tensor(tokens)
+        return self.answer(Lines([each.request for each in wanted], lines))
+
+    def answer(self, lines: Lines) -> Lines:
+        return lines
+
+
+@pytest.mark.parametrize("choice", ["right", "wrong", "right, then wrong", "random", "failing"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whatever_is_drafted_the_output_is_the_same(folders, alone, choice, overlap):
+    for drafts in (1, 3, 8):
+        proposer = Recorded(alone["target"], CHOICES[choice])
+        engine = start(folders, "ngram", drafts, proposer=proposer, async_scheduling=overlap, max_num_batched_tokens=64)
+        assert run(engine, range(16)) == alone["target"]
+        assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == alone["target"]
+        assert (engine.stats.drafted > 0) == (choice != "failing")
+        if choice == "right":
+            assert engine.stats.accepted > 200
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda lines: Lines(lines.requests, lines.tokens.repeat(1, 40)),
+        lambda lines: Lines(lines.requests, lines.tokens + 2**40),
+        lambda lines: Lines(lines.requests, -2 - lines.tokens),
+        lambda lines: Lines(lines.requests, lines.tokens.float()),
+        lambda lines: Lines(lines.requests, lines.tokens[:, :0]),
+        lambda lines: Lines(lines.requests[1:], lines.tokens),
+        lambda lines: Lines([7000, *lines.requests[1:]], lines.tokens),
+    ],
+    ids=["too many", "beyond the vocabulary", "below it", "no integers", "none", "for fewer", "for others"],
+)
+def test_nonsense_costs_speed_and_nothing_else(folders, alone, answer):
+    proposer = Recorded(alone["target"], CHOICES["right, then wrong"])
+    proposer.answer = answer
+    engine = start(folders, "ngram", 4, proposer=proposer, max_num_batched_tokens=64)
+    assert run(engine, range(16)) == alone["target"]
+
+
+@pytest.mark.parametrize("what", ["propose", "follow", "start", "end", "restart", "settle"])
+def test_a_proposer_that_fails_costs_speed_and_nothing_else(folders, alone, what, caplog):
+    engine = start(folders, "eagle", max_num_batched_tokens=40, num_kv_blocks=20)
+    assert engine.speculation is not None
+    draw, whole = random.Random(3), getattr(engine.speculation.proposer, what)
+
+    def sometimes(*args: Any) -> Any:
+        if draw.random() < 0.5:
+            raise RuntimeError("this proposer fails now and then")
+        return whole(*args)
+
+    with mock.patch.object(engine.speculation.proposer, what, sometimes):
+        assert run(engine, range(16)) == alone["target"]
+    assert (
+        sum("the proposer failed to" in record.message for record in caplog.records if record.levelname == "ERROR") == 1
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("choice", ["right", "wrong"])
+def test_drafts_that_are_not_finite_spoil_nothing(tmp_path, choice, overlap):
+    save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=2, tie_word_embeddings=False)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    bad = [20, 50, 77, 100, 130]
+    weights["model.embed_tokens.weight"][bad] = torch.nan
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    folders = {"target": str(tmp_path)}
+    plain = ends(start(folders, None))
+    assert 2 < sum(out[-1] in ("length", "stop") for out in plain) < 14
+    draw = random.Random(4)
+
+    def choose(coming: list[int], count: int) -> Any:
+        drafts = CHOICES[choice](coming, count)
+        drafts.tokens = [draw.choice(bad) if draw.random() < 0.05 else token for token in drafts.tokens]
+        return drafts
+
+    outcomes: list[Outcome] = [(tuple(t for t in out if isinstance(t, int)), (), None) for out in plain]
+    engine = start(folders, "ngram", 6, proposer=Recorded(outcomes, choose), async_scheduling=overlap)
+    assert ends(engine) == plain
+    stats = engine.stats
+    assert stats.drafted > 0 and sum(stats.accepted_by_position) == stats.accepted >= 0
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_halves_a_step_with_drafts(folders, alone):
+    engine = start(folders, "itself", 8, cuda_graphs="off")
+    forward, failures = engine.model.forward, []
+
+    def small(batch: Any, kv: Any, taps: Any = None) -> torch.Tensor:
+        if len(batch.token_ids) > 64:
+            failures.append(len(batch.token_ids))
+            raise torch.OutOfMemoryError("no")
+        return forward(batch, kv, taps)
+
+    engine.model.forward = small  # type: ignore[method-assign]
+    indices = [0, 1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15]  # with prompts of up to 53 tokens
+    assert run(engine, indices) == [alone["target"][index] for index in indices]
+    assert len(failures) > 5 and engine.stats.accepted == engine.stats.drafted > 0
+
+
+def test_a_request_that_does_not_fit_alone_ends_alone(folders, alone):
+    engine = start(folders, "eagle", cuda_graphs="off")
+    forward = engine.model.forward
+
+    def small(batch: Any, kv: Any, taps: Any = None) -> torch.Tensor:
+        if len(batch.token_ids) > 80:
+            raise torch.OutOfMemoryError("no")
+        return forward(batch, kv, taps)
+
+    engine.model.forward = small  # type: ignore[method-assign]
+    found: dict[int, list[Any]] = {index: [] for index in (1, 5, 8)}
+    for index in found:
+        engine.add(request(index, index))
+    while not engine.idle:
+        for update in engine.step():
+            found[update.request] += [*update.tokens, *filter(None, (update.error,))]
+    assert found[8] == [OUT_OF_MEMORY]  # 127 tokens
+    assert all(tuple(found[index]) == alone["target"][index][0] for index in (1, 5))
+
+
+def test_requests_may_be_aborted_at_any_time(folders, alone):
+    engine = start(folders, "itself", num_kv_blocks=40)
+    draw = random.Random(2)
+    for round in range(4):
+        for index in range(16):
+            engine.add(request(index, 100 * round + index))
+        tokens: dict[int, list[int]] = {}
+        aborted = set()
+        while not engine.idle:
+            if draw.random() < 0.3:
+                aborted.add(draw.randrange(16))
+                engine.abort(100 * round + max(aborted))
+            for update in engine.step():
+                assert update.error is None
+                tokens.setdefault(update.request % 100, []).extend(update.tokens)
+        for index, made in tokens.items():
+            whole = alone["target"][index][0]
+            assert tuple(made) == whole[: len(made)] and (index in aborted or len(made) == len(whole))
+
+
+def test_a_step_that_cannot_be_launched_ends_its_requests_and_no_others(folders, alone):
+    engine = start(folders, "eagle", cuda_graphs="off")
+    forward = engine.model.forward
+    for index in (0, 1):
+        engine.add(request(index, index))
+    engine.step()
+    engine.step()
+    with mock.patch.object(engine.model, "forward", mock.Mock(side_effect=ValueError("broken"))):
+        engine.step()
+    errors = {}
+    while not engine.idle:
+        for update in engine.step():
+            errors[update.request] = update.error
+    assert all("the step that computed this request failed" in str(error) for error in errors.values())
+    assert engine.model.forward == forward
+    assert run(engine, range(16), first_id=100) == alone["target"]
+
+
+# -- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_keys_made_on_the_device_are_those_of_the_host():
+    draw = random.Random(1)
+    places = [(draw.getrandbits(64), draw.randrange(4), draw.randrange(2**20)) for _ in range(200)]
+    purpose = sampling.Purpose.SAMPLE
+    streams = [sampling.noise_stream(seed, choice, purpose) for seed, choice, _ in places]
+    signed = torch.tensor([stream - (stream >> 63 << 64) for stream in streams])
+    made = sampling.keys_at(signed, torch.tensor([position for _, _, position in places]))
+    assert made.tolist() == [sampling.noise_key(seed, choice, purpose, position) for seed, choice, position in places]
+
+
+@pytest.mark.parametrize("reported", [None, 2])
+def test_rows_are_sampled_alike_whether_the_host_knows_where_they_stand(reported):
+    """With and without penalties, before and behind drafts, and again once some of these are counted."""
+    torch.manual_seed(0)
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+    logits = torch.randn(6, 30)
+    logits[:, [5, 9, 20]] += 3.0  # what is penalized would win
+    drafts = [[], [20], [20, 9], [], [9], []]
+    rows = [Row(number, 4 + len(ahead), ahead) for number, ahead in zip([0, 0, 0, 1, 1, 2], drafts, strict=True)]
+    known, unknown = Sampler(30, SpanKernels(), DelayedDevice()), Sampler(30, SpanKernels(), DelayedDevice())
+    for sampler in (known, unknown):
+        for number, more in ((0, penalties), (1, {}), (2, penalties)):
+            given = SamplingParams(temperature=0.7, top_p=0.9, seed=number, logprobs=reported, **more).resolved()
+            sampler.start(RequestInfo(number, given, 0, [4, 5, 6], [9]))
+    for _ in range(2):
+        places = [(row.request, row.position) for row in rows]
+        wanted = known.launch_behind(logits.clone(), rows)
+        ahead = Ahead(
+            torch.tensor([row.position for row in rows]), torch.from_numpy(padded([row.ahead for row in rows]))
+        )
+        found = unknown.launch_ahead(logits.clone(), places, ahead)
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        assert found.tokens.tolist() == unknown.draw_ahead(logits.clone(), places, ahead).tolist()
+        for sampler, sampled in ((known, wanted), (unknown, found)):
+            sampler._device.mark().wait()
+            assert sampled.finish() == wanted.finish()
+        unknown.count([0, 1, 2], torch.tensor([[20, 9], [-1, -1], [5, -1]]))
+        for number, tokens in ((0, [20, 9]), (2, [5])):
+            known.take(number, tokens)
+            unknown.take(number, tokens, counted=True)
+        logits, rows = logits[-3:], [Row(0, 6), Row(0, 7, [20]), Row(2, 5)]
