@@ -62,6 +62,7 @@ class FakeRunner:
         self.tables: dict[int, list[int]] = {}
         self.next_number = 0
         self.broken: set[int] = set()  # requests whose logits are not finite
+        self.spoils: Callable[[], bool] = lambda: False  # whether drafts make the row before them fail
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.number != self.next_number:
@@ -106,6 +107,8 @@ class FakeRunner:
                 raise RuntimeError("a span writes the null block")
             self.memory[block][position % self.block_size] = token
         sampled = []
+        if drafts and self.spoils():
+            return SpanResult([])
         if span.num_sampled:
             end = start + len(tokens)
             sampled = [next_token(self._read(table, end), self.window)]
@@ -135,12 +138,13 @@ def make_scheduler(
     max_model_len: int = 10_000,
     drafts: int = 0,
     drafter: Callable[[list[int], int, int | None], list[int]] = often_right,
+    adaptive: bool = False,
     looks_ahead: bool = False,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
-    """A scheduler and the runner that goes with it; options are `EngineConfig`'s. `drafts` are always verified."""
+    """A scheduler and the runner that goes with it; options are `EngineConfig`'s."""
     if drafts:
-        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": False}
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "min_chunk": 4}
     config = EngineConfig(model="fake", **(defaults | options))
     kv = KVManager(num_blocks, block_size, config.prefix_cache, BlockHasher(bytes(32), "fake"), window, looks_ahead)

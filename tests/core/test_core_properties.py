@@ -37,6 +37,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
             looks_ahead=draw(st.booleans()),
         )
+        luck, spoilt = random.Random(draw(st.integers(0, 99))), draw(st.sampled_from([0.0, 0.0, 0.3]))
+        self.runner.spoils = lambda: luck.random() < spoilt
         self.prompts: dict[int, list[int]] = {}
         self.max_tokens: dict[int, int] = {}
         self.aborted: set[int] = set()

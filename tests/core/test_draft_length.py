@@ -218,7 +218,7 @@ def test_the_gap_before_a_step_is_part_of_it_unless_it_was_a_pause(gap: float, c
     lengths = DraftLengths(MOST)
     for i in range(10):
         began = 100.0 + i * (PLAIN + gap)
-        lengths.observe_step(StepResult(i, [SpanResult([5])], PLAIN, began), followed_decodes=True)
+        lengths.observe_step(StepResult(i, [SpanResult([5])], PLAIN, began), tuned=True)
     assert lengths._verifying.at(1) == pytest.approx(counted)
 
 
@@ -227,6 +227,28 @@ def test_a_machine_that_becomes_slower_for_good_is_learned() -> None:
     machine.run(steps=100)
     machine.run(steps=200, slow=8.0)  # drafting is next to nothing now
     assert mean([length for (length,) in machine.history[-60:] if length]) > 6.5
+
+
+@pytest.mark.parametrize("few", [1, 2])
+def test_a_hiccup_of_larger_steps_says_nothing_of_smaller_ones(few: int) -> None:
+    """Of a size that was not seen more than once, the curve's first piece is followed down: never to nothing."""
+    lengths = DraftLengths(4)
+    for _ in range(3):
+        lengths.observe(8, PLAIN, 0.0, 0)
+        lengths.observe(10, 3 * PLAIN, 0.0, 0)
+    lengths.start(DraftState(), True, few)
+    lengths.observe(few, PLAIN, 0.0, 0)
+    assert PLAIN * few / 8 <= lengths._verifying.at(few) <= PLAIN
+    assert len(lengths.choose([DraftState()] * few, [4] * few, 100, few)) == few
+
+
+def test_a_clock_that_sees_no_time_go_by_does_no_harm() -> None:
+    lengths, state = DraftLengths(4), DraftState()
+    lengths.start(state, True, 1)
+    for seconds in [0.0] * 20 + [0.015, 0.0, 0.0] * 20:
+        [length] = lengths.choose([state], [4], 100, 1)
+        lengths.observe(1 + length, seconds, seconds, length, length, length)
+        lengths.let_go([state])
 
 
 # --- following --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.core.request import Status
-from quire.core.step import FROM_PREVIOUS, SpanResult, StepResult
+from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepResult
 from quire.errors import ConfigError, RequestError, RequestTooLargeError
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
 
@@ -335,3 +335,38 @@ def test_a_sliding_window_frees_the_blocks_it_has_passed():
     updates = run_all(scheduler, runner)
     assert outputs(updates)[0] == expected_output(prompt, 60, window=9)
     assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("block_size", [1, 2])
+@pytest.mark.parametrize("room", [60, 160])
+def test_a_row_that_drafts_spoil_is_computed_again_with_all_that_it_sees(room, block_size, depth):
+    """Steps in flight are planned before anybody knows that it failed: its window must not have passed meanwhile."""
+    for seed in range(10):
+        rnd = random.Random(seed)
+        scheduler, runner = make_scheduler(room // block_size + 2, block_size, window=9, drafts=3, prefix_cache="off")
+        runner.spoils = lambda rnd=rnd: rnd.random() < 0.3
+        prompts = [[rnd.randrange(3) for _ in range(rnd.randrange(1, 20))] for _ in range(6)]
+        for id, prompt in enumerate(prompts):
+            scheduler.add(make_request(id, prompt, max_tokens=40))
+        made = outputs(run_all(scheduler, runner, depth))
+        assert [made[id] for id in range(6)] == [expected_output(prompt, 40, 9) for prompt in prompts]
+
+
+def test_self_tuning_learns_of_steps_without_parts_of_prompts_and_of_no_others():
+    scheduler, runner = make_scheduler(num_blocks=17, block_size=4, drafts=3, adaptive=True)
+    assert scheduler._lengths is not None
+    told: list[bool] = []
+    scheduler._lengths.observe_step = lambda result, tuned: told.append(tuned)  # type: ignore[method-assign]
+    for id in range(4):
+        scheduler.add(make_request(id, [id // 2, 1, 2, 3, 4], max_tokens=30))  # of every other one, 4 are cached
+    plans = []
+    for step in range(1000):
+        plan = scheduler.schedule(float(step))
+        if plan is None:
+            break
+        plans.append([[token for token in span.tokens if token != DRAFT] for span in plan.spans])
+        scheduler.commit(plan, runner.run(plan), float(step))
+    assert scheduler.idle and scheduler.num_preemptions > 0  # what was made before is computed again, as a prompt is
+    assert told == [all(len(tokens) == 1 for tokens in spans) for spans in plans]
+    assert True in told and told.count(False) > 1

@@ -32,6 +32,9 @@ _RECENT = 5
 _FREE_ROWS = 1.5
 """So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
 
+_SHORTEST = 1e-6
+"""Seconds that a step takes at least: a coarse clock may see none of it."""
+
 _MARGIN = 1.05
 """Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
 
@@ -195,6 +198,8 @@ class _Times:
             return 0.0
         free = max(self._free * sizes[-1], sizes[-1] + self._once)
         least = seconds[-1] * size / free if size > sizes[-1] else 0.0
+        if size < sizes[0]:  # a hiccup makes the first piece steep: followed down, it would soon be below nothing
+            least = seconds[0] * size / sizes[0]
         if len(sizes) == 1:
             return max(seconds[0], least)
         i = min(max(1, bisect_left(sizes, size)), len(sizes) - 1)  # beyond either end the last piece goes on
@@ -246,20 +251,20 @@ class DraftLengths:
         self._step_seconds = 0.0  # of a usual step of decodes
         self._credit = math.inf  # seconds that may be lost: at first, the most
 
-    def observe_step(self, result: StepResult, followed_decodes: bool) -> None:
-        """Learn from a step, which held decodes alone, and some request that is followed; or not.
+    def observe_step(self, result: StepResult, tuned: bool) -> None:
+        """Learn from a step; `tuned`: nobody had more than one token beside drafts, and somebody could be drafted.
 
         The gap before it is part of what a step takes: fewer steps have fewer gaps. A longer one was no work.
         """
         gap = result.began - self._ended
         self._ended = result.began + result.seconds
         seconds = result.seconds + (gap if 0 < gap < result.seconds else 0.0)
-        if not followed_decodes:
+        if not tuned:
             self.account(seconds, result.drafting)
             return
         drafted, base = [span.num_drafted for span in result.spans], len(result.spans)
         drafts = sum(drafted)
-        accepted = sum(len(span.tokens) for span in result.spans) - base if drafts else 0
+        accepted = sum(max(0, len(span.tokens) - 1) for span in result.spans)
         self.observe(base + drafts, seconds, result.drafting, max(drafted), drafts, accepted)
 
     def observe(
@@ -275,7 +280,7 @@ class DraftLengths:
             drafts, accepted: of all requests.
         """
         self._now += 1
-        new = self._verifying.observe(self._now, rows, max(0.0, seconds - drafting))
+        new = self._verifying.observe(self._now, rows, max(_SHORTEST, seconds - drafting))
         if depth:
             new |= self._drafting.observe(self._now, self._most if self._whole else depth, drafting)
         else:
@@ -346,8 +351,6 @@ class DraftLengths:
             budget: drafts that all may have together.
             base_rows: rows that the step computes without drafts.
         """
-        if not states:
-            return []
         if self._credit < 0:
             room = [0 if state.empty >= _PATIENCE else drafts for state, drafts in zip(states, room, strict=True)]
         lengths = [0] * len(states)
@@ -408,7 +411,7 @@ class DraftLengths:
         """
         points = self._points(base, min(budget, sum(item[3] for item in items)))
         base_seconds = points[0][1]
-        best, rows, best_depth = _MARGIN * base / base_seconds if base_seconds else 0.0, 0, 0
+        best, rows, best_depth = _MARGIN * base / base_seconds, 0, 0
         last = 0.0
         for depth in self._depths(items, base_seconds):
             drafting = self._drafting.at(depth)

@@ -74,8 +74,8 @@ class Request:
 
     Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
     steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
-    in flight have run. Where those verify drafts, the last two are upper bounds, which `num_uncertain` rejected
-    drafts may lower.
+    in flight have run. Where those verify drafts, the last two are upper bounds: `num_uncertain` rows may come to
+    nothing.
 
     Attributes:
         id: the engine's own number; also the order of arrival.

@@ -127,7 +127,7 @@ class Scheduler:
         if self._latency and flight.num_decodes:
             self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
         if self._lengths:
-            self._lengths.observe_step(result, flight.followed and flight.num_decodes == plan.num_tokens)
+            self._lengths.observe_step(result, flight.tuned)
         return updates
 
     def take_updates(self) -> list[RequestUpdate]:
@@ -205,7 +205,11 @@ class Scheduler:
             self._enqueue(request)
 
     def _choose_drafts(self, step: _Step, most: int) -> None:
-        """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks."""
+        """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks.
+
+        Self-tuning gives none beside prompts: as a rule such a step is bound by arithmetic, where a draft's row costs
+        what the row of the token would that it may save, and is computed in vain at times.
+        """
         decodes = [
             request
             for request, count in step.chosen.items()
@@ -213,10 +217,10 @@ class Scheduler:
         ]
         if not decodes:
             return
-        step.followed = True
+        step.tuned = sum(step.chosen.values()) == len(step.chosen)
         room = [min(most, request.num_draftable) for request in decodes]
         if self._lengths:
-            room = self._self_tuned(self._lengths, step, decodes, room)
+            room = self._self_tuned(self._lengths, step, decodes, room) if step.tuned else [0] * len(decodes)
         for request, count in zip(decodes, room, strict=True):
             count = min(count, step.budget)
             if count > 0:
@@ -224,13 +228,7 @@ class Scheduler:
                 step.choose(request, count)
 
     def _self_tuned(self, lengths: DraftLengths, step: _Step, decodes: list[Request], room: list[int]) -> list[int]:
-        """How many drafts each of them gets.
-
-        None beside prompts: as a rule such a step is bound by arithmetic, where a draft's row costs what the row of the
-        token would that it may save, and is computed in vain at times.
-        """
-        if sum(step.chosen.values()) > len(step.chosen):
-            return [0] * len(decodes)
+        """How many drafts each of them gets in a step that is tuned."""
         states = [request.draft_state for request in decodes]
         counts = lengths.choose(states, room, step.budget, len(step.chosen))
         vain = lengths.let_go(states)
@@ -416,7 +414,7 @@ class Scheduler:
     def _plan(self, step: _Step) -> StepPlan:
         plan = StepPlan(self._next_number, [], ended=self._ended, let_go=self._let_go)
         decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
-        flight = _Flight(plan.number, [], decodes, step.followed)
+        flight = _Flight(plan.number, [], decodes, step.tuned)
         self._next_number += 1
         self._ended, self._let_go = [], []
         for request, count in step.chosen.items():
@@ -451,7 +449,7 @@ class Scheduler:
             self.kv.copied(request, number)
         request.num_computed = end
         request.num_pending += num_sampled
-        request.num_uncertain += max(0, num_sampled - 1)
+        request.num_uncertain += _uncertain(span)
         request.num_in_flight += 1
         request.last_step = number
         return span
@@ -472,7 +470,7 @@ class Scheduler:
         else:
             stats.decode_seconds += seconds
         request.num_pending -= span.num_sampled
-        request.num_uncertain -= max(0, span.num_sampled - 1)
+        request.num_uncertain -= _uncertain(span)
         if outcome.error is not None:
             self._end(request, now)
             return self._terminal(request, "error", error=outcome.error)
@@ -556,15 +554,15 @@ class Scheduler:
 class _Step:
     """The step being made: tokens chosen for each request, and what is left of the budget."""
 
-    __slots__ = ("budget", "chosen", "followed", "num_decodes", "num_partial", "part_way")
+    __slots__ = ("budget", "chosen", "num_decodes", "num_partial", "part_way", "tuned")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
-        self.followed = False  # some request that decodes may be drafted
         self.num_partial = 0  # prompts that will still be part-way after this step
         self.part_way: list[Request] = []  # those that were before it
+        self.tuned = False  # nobody has more than one token beside drafts, and somebody may be drafted
 
     def choose(self, request: Request, count: int) -> None:
         self.chosen[request] = self.chosen.get(request, 0) + count
@@ -577,17 +575,21 @@ class _Step:
 class _Flight:
     """A step in flight: its requests, each with its count of preemptions when the step was planned.
 
-    `num_decodes` counts the tokens of those that decode, drafts included; `followed` says whether one of them may be
-    drafted.
+    `num_decodes` counts the tokens of those that decode, drafts included; for `tuned` see `_Step`.
     """
 
-    __slots__ = ("followed", "num_decodes", "number", "requests")
+    __slots__ = ("num_decodes", "number", "requests", "tuned")
 
-    def __init__(self, number: int, requests: list[tuple[Request, int]], num_decodes: int, followed: bool) -> None:
+    def __init__(self, number: int, requests: list[tuple[Request, int]], num_decodes: int, tuned: bool) -> None:
         self.number = number
         self.requests = requests
         self.num_decodes = num_decodes
-        self.followed = followed
+        self.tuned = tuned
+
+
+def _uncertain(span: Span) -> int:
+    """Rows that may come to nothing: drafts that are rejected, and the first one, too, which drafts may spoil."""
+    return span.num_sampled if span.num_sampled > 1 else 0
 
 
 def _order(request: Request) -> tuple[int, int]:
