@@ -79,7 +79,7 @@ def test_a_rehearsal_measures_every_workload_against_its_bound(rehearsal: tuple[
 
 def test_a_rehearsal_drafts_from_a_recording_and_says_what_it_brings(rehearsal: tuple[int, Path, str]) -> None:
     _, out, _ = rehearsal
-    figures = [one for one in json.loads((out / "results-gpu.json").read_text()) if one.get("workload") == "G"]
+    figures = figures_of("G", out)
     for batch in (1, 3):
         none, off, drafted = (one for one in figures if one["setting"].startswith(f"{batch} x 8, "))
         assert [one["setting"].partition(", ")[2] for one in (none, off, drafted)] == [
@@ -90,6 +90,27 @@ def test_a_rehearsal_drafts_from_a_recording_and_says_what_it_brings(rehearsal: 
         assert none["tokens_a_step"] == off["tokens_a_step"] == 1.0 and "ratio" not in none
         assert 1.5 < drafted["tokens_a_step"] <= 5
         assert drafted["ratio"] == pytest.approx(drafted["value"] / none["value"])
+
+
+def test_a_rehearsal_says_what_it_costs_to_draft_with_a_head(rehearsal: tuple[int, Path, str]) -> None:
+    _, out, _ = rehearsal
+    figures = figures_of("G heads", out)
+    for batch in (1, 3):
+        found = [one for one in figures if one["setting"].startswith(f"{batch} x 8, ")]
+        assert [one["setting"].partition(", ")[2] for one in found] == [
+            "without a head",
+            "a head on the device, speculate=False",
+            "a head on the device, 4 drafts",
+            "a head that is waited for, 4 drafts",
+        ]
+        assert found[0]["tokens_a_step"] == found[1]["tokens_a_step"] == 1.0
+        assert all(1.0 <= one["tokens_a_step"] < 1.5 and one["step_ms"] > 0 for one in found[2:])
+        assert all(one["ratio"] == pytest.approx(one["value"] / found[0]["value"]) for one in found[1:])
+
+
+def figures_of(section: str, out: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads((out / "results-gpu.json").read_text())
+    return [one for one in records if one["kind"] == "figure" and one["section"] == section]
 
 
 def test_a_rehearsal_writes_its_tables(rehearsal: tuple[int, Path, str]) -> None:

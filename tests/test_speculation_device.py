@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
+from torch.overrides import TorchFunctionMode
 
 from quire.config import EngineConfig
 from quire.core.request import Request
@@ -393,6 +395,66 @@ def test_out_of_memory_halves_a_step_with_drafts(folders, alone):
     assert len(failures) > 5 and engine.stats.accepted == engine.stats.drafted > 0
 
 
+def test_memory_that_runs_out_behind_the_sampling_counts_nothing_twice(folders, alone):
+    engine = start(folders, "itself")
+    runner = engine.executor._runner
+    count, draw = runner.sampler.count, random.Random(1)
+
+    def small(requests: Sequence[int], tokens: torch.Tensor) -> None:
+        if len(requests) > 1 and draw.random() < 0.3:
+            raise torch.OutOfMemoryError("no")
+        count(requests, tokens)
+
+    with mock.patch.object(runner.sampler, "count", small):
+        assert run(engine, range(16)) == alone["target"]
+    assert runner.num_halved > 5 and engine.stats.accepted == engine.stats.drafted > 100
+
+
+class ScarceDevice(DelayedDevice):
+    """Memory runs out now and then, whatever asks for some. What is done in place asks for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share, self.draw = 0.0, random.Random(1)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with super().active(), _Scarce(self):
+            yield
+
+
+class _Scarce(TorchFunctionMode):
+    def __init__(self, device: ScarceDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.__name__.endswith("_") and self._device.draw.random() < self._device.share:
+            raise torch.OutOfMemoryError("no")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["itself", "eagle"])
+@pytest.mark.parametrize("share", [0.001, 0.002, 0.006])
+def test_wherever_memory_runs_out_no_request_gets_other_tokens(folders, alone, method, share):
+    device = ScarceDevice()
+    engine = start(folders, method, device=device, cuda_graphs="off", max_num_batched_tokens=64)
+    device.share = share
+    found: dict[int, list[int]] = {index: [] for index in range(16)}
+    failed = set()
+    for index in found:
+        engine.add(request(index, index))
+    while not engine.idle:
+        for update in engine.step():
+            found[update.request] += update.tokens
+            if update.error is not None:
+                failed.add(update.request)
+    assert engine.executor._runner.num_halved > 0 and len(failed) < 16
+    for index, tokens in found.items():
+        wanted = alone["target"][index][0]
+        assert tuple(tokens) == (wanted[: len(tokens)] if index in failed else wanted)
+
+
 def test_a_request_that_does_not_fit_alone_ends_alone(folders, alone):
     engine = start(folders, "eagle", cuda_graphs="off")
     forward = engine.model.forward
@@ -433,22 +495,33 @@ def test_requests_may_be_aborted_at_any_time(folders, alone):
             assert tuple(made) == whole[: len(made)] and (index in aborted or len(made) == len(whole))
 
 
-def test_a_step_that_cannot_be_launched_ends_its_requests_and_no_others(folders, alone):
-    engine = start(folders, "eagle", cuda_graphs="off")
-    forward = engine.model.forward
-    for index in (0, 1):
+@pytest.mark.parametrize("what", ["forward", "sample", "download"])
+def test_a_step_that_cannot_be_launched_ends_its_requests_and_no_others(folders, alone, what):
+    """Whether that is seen before the device's tables change, or behind it."""
+    engine = start(folders, "itself", cuda_graphs="off", max_num_seqs=2)
+    runner = engine.executor._runner
+    owner = {"forward": engine.model, "sample": runner._drafter, "download": runner.device}[what]
+    for index in (0, 1, 2, 3):
         engine.add(request(index, index))
-    engine.step()
-    engine.step()
-    with mock.patch.object(engine.model, "forward", mock.Mock(side_effect=ValueError("broken"))):
-        engine.step()
-    errors = {}
-    while not engine.idle:
+    found: dict[int, list[Any]] = {index: [] for index in range(4)}
+
+    def step() -> None:
         for update in engine.step():
-            errors[update.request] = update.error
-    assert all("the step that computed this request failed" in str(error) for error in errors.values())
-    assert engine.model.forward == forward
+            found[update.request] += [*update.tokens, *filter(None, (update.error,))]
+
+    step()
+    step()
+    with mock.patch.object(owner, what, mock.Mock(side_effect=ValueError("broken"))):
+        step()
+    while not engine.idle:
+        step()
+    for index in (0, 1):
+        *tokens, error = found[index]
+        assert "the step that computed this request failed" in error
+        assert tuple(tokens) == alone["target"][index][0][: len(tokens)]
+    assert all(tuple(found[index]) == alone["target"][index][0] for index in (2, 3))
     assert run(engine, range(16), first_id=100) == alone["target"]
+    assert engine.stats.accepted == engine.stats.drafted > 100
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.gpu.bound import limit, seconds, step_cost
 from benchmarks.gpu.job import Job
@@ -24,6 +26,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor, PendingResult
+from quire.models.eagle import Eagle
+from quire.models.fields import Fields
 from quire.runner.proposer import Proposer
 
 
@@ -141,6 +145,26 @@ class Bench:
                 least[limit(cost, rates)] += seconds(cost, rates)
             fields |= {"share": sum(least.values()) / elapsed, "bound": max(least, key=lambda name: least[name])}
         return fields
+
+
+def random_head(job: Job, target: str) -> Path:
+    """The folder of an EAGLE head with random weights, for a model of shape `target` (see `engine`)."""
+    folder = job.workdir / "head"
+    folder.mkdir()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names += ("max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act")
+    of_target = model_config(target)
+    config = {name: of_target[name] for name in names} | {"model_type": "llama", "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator(job.device).manual_seed(0)
+    tensors = {}
+    for name, dimensions in Eagle.read_config(Fields(config, "a random head"), ()).shapes.items():
+        tensor = torch.ones(dimensions, dtype=torch.bfloat16, device=job.device)  # norms stay so
+        if len(dimensions) > 1:
+            tensor.normal_(0.0, SPREAD, generator=generator)
+        tensors[name] = tensor.cpu()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 @contextmanager

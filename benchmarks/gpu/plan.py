@@ -54,6 +54,7 @@ STEPS: tuple[tuple[Section, ...], ...] = (
     (Section("A 14B", "A", 90),),
     (Section("B 14B", "B", 60),),
     (Section("G", "G", 80),),
+    (Section("G heads", "G", 70),),
     (Section("cost of determinism", "cost", 60),),
     (Section("C", "C", 50),),
     (Section("D", "D", 40),),

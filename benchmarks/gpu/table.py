@@ -16,7 +16,8 @@ WORKLOADS = {
     "D": "D: prefill with a shared prefix, against unshared prompts",
     "E": "E: from the command to the first token",
     "F": "F: of one layer alone, the experts of some rows, and latent attention of a token behind each context",
-    "G": "G: decode steps with drafts from a recording, against none, all with deterministic=True",
+    "G": "G: decode steps with drafts of a recording, and of a head with random weights, against none, all with "
+    "deterministic=True; where the host waits for a step before it launches the next one, that is in its time",
 }
 """What each is, for people."""
 

@@ -47,6 +47,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "E": ("start", "run", ()),
     "F": ("sparse", "run", ()),
     "G": ("workloads", "speculation", ()),
+    "G heads": ("workloads", "heads", ()),
 }
 """Module, function and what it is given behind its job. A module is imported when its section runs."""
 

@@ -13,10 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-from benchmarks.gpu.engines import Bench, bench
+from benchmarks.gpu.engines import Bench, bench, random_head
 from benchmarks.gpu.job import Job
 from quire.bench.replay import ReplayProposer
+from quire.speculate import methods
+from quire.speculate.device_drafting import DeviceDraftingProposer
+from quire.speculate.drafting import DraftingModel, DraftingProposer
 
 SHAPES = {"0.6B": "qwen3-0.6b", "14B": "qwen3-14b"}
 
@@ -41,6 +45,7 @@ class Sizes:
         budgets: tokens a step in C.
         sharers, prefix, own: of D.
         drafted: batches of G; drafted_prompt, drafted_output: tokens of its requests.
+        head_output: tokens of its requests beside a head.
     """
 
     requests: int = 256
@@ -62,6 +67,7 @@ class Sizes:
     drafted: tuple[int, ...] = (1, 8)
     drafted_prompt: int = 128
     drafted_output: int = 256
+    head_output: int = 128
 
 
 TINY = Sizes(
@@ -81,6 +87,7 @@ TINY = Sizes(
     drafted=(1, 3),
     drafted_prompt=8,
     drafted_output=40,
+    head_output=30,
 )
 """For a rehearsal."""
 
@@ -276,30 +283,96 @@ DRAFTS, RIGHT = 4, 0.8
 """Tokens that a step verifies of each request, and the share of them that are right."""
 
 
+OPTIONS: dict[str, Any] = {"prefix_cache": "off", "max_num_seqs": 16, "deterministic": True}
+"""Of all engines of G: deterministic, so that each makes the same tokens."""
+
+
 def speculation(job: Job) -> None:
     """G: tokens a second of an engine that does not draft, and of one that does, with its drafts and without.
 
-    Where drafts are, a step is launched once the one before it has ended: that is what the second of these shows. All
-    are deterministic, so that they make the tokens that the recording holds.
+    Where such drafts are, a step is launched once the one before it has ended: that is what the second of these shows.
     """
     size = sizes(job)
-    options = {"prefix_cache": "off", "max_num_seqs": 16, "deterministic": True}
-    plain: dict[int, tuple[float, list[list[int]]]] = {}
-    with bench(job, shape(job, "14B"), **options) as under:
+    plain = _plain(job, size.drafted_output, "no speculation")
+    spec = {"method": "ngram", "num_speculative_tokens": DRAFTS, "adaptive": False}
+    proposer = ReplayProposer(
+        [[*prompt, *text] for prompt, text in zip(plain.prompts, plain.texts, strict=True)], RIGHT, plain.vocab_size
+    )
+    with bench(job, shape(job, "14B"), proposer=proposer, speculative_config=spec, **OPTIONS) as under:
+        for batch in size.drafted:
+            _against(under, plain, batch, "speculate=False", drafts=False)
+            _against(under, plain, batch, f"{DRAFTS} drafts, {RIGHT:.0%} right")
+
+
+def heads(job: Job) -> None:
+    """G: what it costs to draft with an EAGLE head, whose weights are random, so that hardly a draft is right.
+
+    First where drafts stay on the device: requests without them, which only have its tables kept up, and with them.
+    Then where the host is told of the drafts and waits for each step, as it does for trees and for the classic rule.
+    """
+    size = sizes(job)
+    plain = _plain(job, size.head_output, "without a head")
+    head = random_head(job, shape(job, "14B"))
+    spec = {"method": "eagle", "model": str(head), "num_speculative_tokens": DRAFTS, "adaptive": False}
+    with bench(job, shape(job, "14B"), speculative_config=spec, **OPTIONS) as under:
+        _check_proposer(under, DraftingProposer if job.rehearse else DeviceDraftingProposer)
+        for batch in size.drafted:
+            _against(under, plain, batch, "a head on the device, speculate=False", drafts=False)
+            _against(under, plain, batch, f"a head on the device, {DRAFTS} drafts")
+    with (
+        mock.patch.object(methods, "DeviceDraftingProposer", _OnHost),
+        bench(job, shape(job, "14B"), speculative_config=spec, **OPTIONS) as under,
+    ):
+        _check_proposer(under, DraftingProposer)
+        for batch in size.drafted:
+            _against(under, plain, batch, f"a head that is waited for, {DRAFTS} drafts")
+
+
+class _OnHost(DraftingProposer):
+    """Drafts of the same head, of which the host is told."""
+
+    def __init__(self, model: DraftingModel, lead: int, most: int) -> None:
+        super().__init__(model, lead)
+        self.keeps = 1
+
+
+def _check_proposer(under: Bench, kind: type) -> None:
+    """Raises RuntimeError where the figures would be of something else."""
+    found = under.engine.speculation and under.engine.speculation.proposer
+    if not isinstance(found, kind):
+        raise RuntimeError(f"what drafts is a {type(found).__name__}, and a {kind.__name__} was to be measured")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """What an engine without drafts makes.
+
+    Attributes:
+        prompts, texts: of the most requests at once.
+        rates: tokens a second, by batch.
+    """
+
+    vocab_size: int
+    prompts: list[list[int]]
+    texts: list[list[int]]
+    rates: dict[int, float]
+
+
+def _plain(job: Job, output: int, what: str) -> _Plain:
+    size = sizes(job)
+    with bench(job, shape(job, "14B"), **OPTIONS) as under:
         prompts = [under.random_tokens(size.drafted_prompt) for _ in range(max(size.drafted))]
-        vocab_size = under.engine.model.vocab_size
-        for batch in size.drafted:
-            plain[batch] = _streams(under, prompts[:batch], size.drafted_output, "no speculation")
-    texts = plain[max(size.drafted)][1]
-    recording = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": DRAFTS, "adaptive": False}
-    proposer = ReplayProposer(recording, RIGHT, vocab_size)
-    with bench(job, shape(job, "14B"), proposer=proposer, **options) as under:
-        for batch in size.drafted:
-            for drafts, setting in ((False, "speculate=False"), (True, f"{DRAFTS} drafts, {RIGHT:.0%} right")):
-                _, found = _streams(under, prompts[:batch], size.drafted_output, setting, plain[batch][0], drafts)
-                if found != texts[:batch]:
-                    raise RuntimeError(f"{batch} requests, {setting}: the tokens are not those without speculation")
+        made = {batch: _streams(under, prompts[:batch], output, what) for batch in size.drafted}
+        rates = {batch: rate for batch, (rate, _) in made.items()}
+        return _Plain(under.engine.model.vocab_size, prompts, made[max(size.drafted)][1], rates)
+
+
+def _against(under: Bench, plain: _Plain, batch: int, what: str, drafts: bool = True) -> None:
+    """The same requests in another engine. Raises RuntimeError where their tokens differ."""
+    output = len(plain.texts[0])
+    _, found = _streams(under, plain.prompts[:batch], output, what, plain.rates[batch], drafts)
+    if found != plain.texts[:batch]:
+        raise RuntimeError(f"{batch} requests, {what}: the tokens are not those without speculation")
 
 
 def _streams(
@@ -319,8 +392,8 @@ def _streams(
     elapsed = time.perf_counter() - begin
     fields, made = under.measured(elapsed), sum(under.tokens[number] for number in mine) - before
     under.run()
-    fields["tokens_a_step"] = made / fields["steps"] / len(mine)
-    fields["note"] = f"{fields['tokens_a_step']:.2f} tokens a step"
+    fields |= {"tokens_a_step": made / fields["steps"] / len(mine), "step_ms": 1000 * elapsed / fields["steps"]}
+    fields["note"] = f"{fields['tokens_a_step']:.2f} tokens and {fields['step_ms']:.3g} ms a step"
     if plain is not None:
         fields["ratio"] = made / elapsed / plain
         fields["note"] += f", {fields['ratio']:.2f} times as fast"

@@ -130,15 +130,15 @@ class DeviceDrafter:
 
         Returns:
             Sampled rows, in the order of the spans; and the drafts that they verified, [sampled spans, most], of which
-            a span had `num_sampled - 1`.
+            a span had `num_sampled - 1`, on the host once the device has come so far.
         """
         chosen = [index for index, span in enumerate(spans) if span.num_sampled]
         placed, sampled, drafts = None, None, torch.empty(0, 0)
         if chosen:
             rows = _Rows(self._context, [spans[i] for i in chosen], [row_starts[i + 1] for i in chosen])
             sampled = self._sample(rows, logits(made.hidden.index_select(0, rows.picked)))
+            placed, [drafts] = rows.placed(), self._context.download(rows.drafts)
             self._put_accepted(rows, sampled.tokens, made.finite.index_select(0, rows.picked))
-            placed, drafts = rows.placed(), rows.drafts
         computed = [
             Computed(span.request, span.start, span.tokens, None, range(first, first + len(span.tokens)))
             for span, first in zip(spans, row_starts, strict=False)
@@ -158,17 +158,21 @@ class DeviceDrafter:
     def _put_accepted(self, rows: _Rows, tokens: Tensor, finite: Tensor) -> None:
         """Drafts count while they are what was sampled, up to a row that failed: see `_Part` in `model_runner`.
 
+        Whatever needs memory comes before the lengths change: a step for which there was not enough is tried again.
+
         Args:
             tokens, finite: of each row.
         """
         sampled = tokens[rows.grid]  # [spans, most]
         counts = (finite & (tokens >= 0))[rows.grid]
-        columns = torch.arange(sampled.shape[1], device=tokens.device)
-        counts[:, 1:] &= (sampled[:, :-1] == rows.drafts) & (columns[1:] < rows.counts[:, None])
-        counts = counts.to(torch.int32).cumprod(1)
-        self._context.put_sampled(rows.ends, sampled, counts.sum(1, dtype=torch.int32))
+        if rows.drafts.shape[1]:
+            columns = torch.arange(sampled.shape[1], device=tokens.device)
+            counts[:, 1:] &= (sampled[:, :-1] == rows.drafts) & (columns[1:] < rows.counts[:, None])
+            counts = counts.to(torch.int32).cumprod(1)
+        put = self._context.putting(rows.ends, rows.places, sampled, counts.sum(1, dtype=torch.int32))
         requests = [span.request for span in rows.spans]
         self._context.sampler.count(requests, torch.where(counts > 0, sampled, -1))
+        put()
 
     # -- behind a step -------------------------------------------------------------------------------------
 
@@ -208,6 +212,7 @@ class _Rows:
         counts: [spans] int64, rows of each.
         picked: [rows] int64, which rows of the step they are.
         grid: [spans, most] int64, the rows of each span, counted from the first one here; the last one again behind it.
+        places: [spans, most] int64, see `Context.places`.
         drafts: [spans, most - 1] int64, the drafts behind each one's last known token.
     """
 
@@ -222,14 +227,17 @@ class _Rows:
         sent = context.upload(lengths, of_row, offsets, picked, grid)
         self.counts, self._of_row, self._offsets, self.picked, self.grid = sent
         self.ends = context.ends([span.request for span in spans])
-        self.drafts = context.drafts(self.ends, grid.shape[1] - 1)
+        self.places = context.places(self.ends, grid.shape[1])
+        self.drafts = context.recent.view(-1)[self.places[:, :-1]]
         self._positions = self.ends.lengths[self._of_row] + self._offsets
 
     def ahead(self) -> Ahead:
         """For the sampler."""
-        columns = torch.arange(self.drafts.shape[1], device=self.drafts.device)
-        before = columns < self._offsets[:, None]
-        return Ahead(self._positions, torch.where(before, self.drafts[self._of_row], -1))
+        drafts = self.drafts[self._of_row]
+        if drafts.shape[1]:
+            columns = torch.arange(drafts.shape[1], device=drafts.device)
+            drafts = torch.where(columns < self._offsets[:, None], drafts, -1)
+        return Ahead(self._positions, drafts)
 
     def placed(self) -> Placed:
         """For the proposer."""
@@ -265,6 +273,10 @@ class Context:
         """See `DeviceContext.upload`."""
         return self._device.upload(*arrays)
 
+    def download(self, *tensors: Tensor) -> list[Tensor]:
+        """See `Device.download`."""
+        return self._device.download(*tensors)
+
     def ends(self, requests: Sequence[int]) -> Ends:
         """See `DeviceContext.ends`."""
         [rows] = self.upload(self._rows_of(requests).astype(np.int32))
@@ -294,28 +306,34 @@ class Context:
         self._forward.lengths.index_copy_(0, *sent[:2])
         self.recent.view(-1).index_copy_(0, *sent[2:])
 
-    def drafts(self, ends: Ends, count: int) -> Tensor:
-        """What stands behind the known tokens, [requests, count]."""
-        return self.recent.view(-1)[self._places(ends, count)]
-
-    def put_drafts(self, requests: Sequence[int], tokens: Tensor) -> None:
-        """Drafts [requests, count] behind the known tokens; what is no token of the model's is none."""
-        self._put(self.ends(requests), torch.where((tokens >= 0) & (tokens < self._vocab_size), tokens, -1))
-
-    def put_sampled(self, ends: Ends, tokens: Tensor, counts: Tensor) -> None:
-        """Tokens [requests, most] behind the known ones; the first `counts` [requests] int32 of each are known, too."""
-        self._put(ends, tokens)
-        self._forward.lengths.index_copy_(0, ends.rows.long(), ends.lengths.to(torch.int32) + counts)
-
-    def _put(self, ends: Ends, tokens: Tensor) -> None:
-        places = self._places(ends, tokens.shape[1])
-        self.recent.view(-1).index_copy_(0, places.flatten(), tokens.flatten())
-
-    def _places(self, ends: Ends, count: int) -> Tensor:
-        """Of the positions behind the known tokens, in `recent`: [requests, count]."""
+    def places(self, ends: Ends, count: int) -> Tensor:
+        """Of the positions behind the known tokens, in `recent`: [requests, count] int64."""
         keeps = self.recent.shape[1]
         positions = ends.lengths[:, None] + torch.arange(count, device=ends.lengths.device)
         return ends.rows[:, None].long() * keeps + positions % keeps
+
+    def put_drafts(self, requests: Sequence[int], tokens: Tensor) -> None:
+        """Drafts [requests, count] behind the known tokens; what is no token of the model's is none."""
+        tokens = torch.where((tokens >= 0) & (tokens < self._vocab_size), tokens, -1)
+        places = self.places(self.ends(requests), tokens.shape[1])
+        self.recent.view(-1).index_copy_(0, places.flatten(), tokens.flatten())
+
+    def putting(self, ends: Ends, places: Tensor, tokens: Tensor, counts: Tensor) -> Callable[[], None]:
+        """What puts tokens [requests, most] into these places, and makes the first `counts` of each known tokens.
+
+        Called once, it takes no memory.
+
+        Args:
+            counts: [requests] int32.
+        """
+        rows, lengths = ends.rows.long(), ends.lengths.to(torch.int32) + counts
+        places, tokens = places.flatten(), tokens.flatten()
+
+        def put() -> None:
+            self.recent.view(-1).index_copy_(0, places, tokens)
+            self._forward.lengths.index_copy_(0, rows, lengths)
+
+        return put
 
     def _rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
         return np.array([self.row_of(request) for request in requests], np.int64)

@@ -306,7 +306,7 @@ def all_sizes(most_spans: int) -> set[Size]:
     return {size for size in decodes | mixed if size.tokens <= LARGEST_GRAPH}
 
 
-@functools.cache
+@functools.lru_cache(4096)  # batches of what drafts have any size
 def _places(size: Size) -> list[slice]:
     """Where the parts of a step's inputs lie, each from a multiple of 16 bytes on: kernels are compiled for that."""
     places, start = [], 0

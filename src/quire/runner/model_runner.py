@@ -204,13 +204,14 @@ class ModelRunner:
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
-        part.drafts, part.features = drafts, features
-        if isinstance(self._drafter, DeviceDrafter):
-            part.sampled, ahead = self._drafter.sample(spans, part.row_starts, made, self.model.logits)
-            [part.ahead] = self.device.download(ahead)
-        elif part.chosen:
-            part.sampled = self._sample_behind(part, hidden) if drafts else self._sample(part, hidden, rows)
+        # Sampling comes last: if there is no memory for anything else, nobody has gone on yet.
         [part.finite] = self.device.download(finite)
+        if isinstance(self._drafter, DeviceDrafter):  # all that needs the features is launched when it returns
+            part.sampled, part.ahead = self._drafter.sample(spans, part.row_starts, made, self.model.logits)
+        else:
+            part.drafts, part.features = drafts, features
+            if part.chosen:
+                part.sampled = self._sample_behind(part, hidden) if drafts else self._sample(part, hidden, rows)
         return part
 
     def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:
@@ -311,7 +312,7 @@ class _Part:
         chosen: indices of the spans that sample, in the order of `sampled`.
         drafts: by request, those that its span verifies.
         ahead: [sampled spans, most] those that only the device knew, in the order of `chosen`.
-        features: see `Forwarded`.
+        features: see `Forwarded`; empty where they are not needed any longer.
         error: why none of them has a result.
     """
 
