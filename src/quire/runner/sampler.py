@@ -268,9 +268,9 @@ class Sampler:
         self._check_positions(state["next"], rows)
         sampled, edits = self._launch(logits, rows, state, None, ())
         # Requests go on only now, so that a step for which the memory did not suffice can be tried again.
-        self._table["next"][slots] += 1
         if edits is not None and isinstance(edits.seen, History):
             count_tokens(edits.seen, sampled.tokens[edits.rows])
+        self._table["next"][slots] += 1
         if not self._device.asynchronous:
             sampled.tell()
         return sampled
@@ -493,7 +493,7 @@ class Sampler:
         sent = self._device.upload(*arrays, *_filter_arrays(state, positions), *edit_arrays)
         others, sent = sent[: len(arrays)], sent[len(arrays) :]
         filters = self._filters(state, sent[:_FILTERS])
-        if isinstance(ahead, Ahead):
+        if isinstance(ahead, Ahead) and state["temperature"].any():  # else nobody looks at them
             filters.keys = ops.keys_at(filters.keys, ahead.positions)
         edits = self._edits(sent[_FILTERS:]) if held else None
         if edits is not None and isinstance(edits.seen, History) and self._history is not None:
