@@ -19,6 +19,8 @@ from quire.ops import Kernels, choose_kernels, kv_cache
 from quire.runner import memory_plan
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
 from quire.runner.model_runner import ModelRunner
+from quire.runner.proposer import Speculation
+from quire.speculate.ngram import NgramProposer
 from tests.oracle import SIZES, save_checkpoint
 
 GIB = 2**30
@@ -107,6 +109,21 @@ def test_without_chunks_a_step_must_hold_the_longest_prompt(model):
 def test_the_table_names_every_share(model):
     rows = dict(plan(model).table())
     assert {"weights", "KV cache", "KV blocks", "longest context", "full-length requests"} <= set(rows)
+
+
+@pytest.mark.parametrize("measured", [None, 10 * 2**20])
+def test_logits_of_drafts_have_room_whether_the_largest_step_was_measured_or_counted(model, measured, monkeypatch):
+    monkeypatch.setattr(memory_plan, "LOGIT_SLICE_BYTES", 0)  # which have room anyway
+
+    def activations(seqs: int, **options) -> int:
+        config = EngineConfig(model="m", max_num_seqs=seqs, max_num_batched_tokens=4096, **options)
+        speculation = Speculation(NgramProposer(2, 5)) if options else None
+        return plan_memory(config, model, GIB, measured, speculation=speculation).activations
+
+    spec = {"method": "ngram", "num_speculative_tokens": 3}
+    row = model.vocab_size * (2 + 12)  # the model's type, and three times fp32
+    for seqs, rows in ((1000, 4000), (2000, 4096)):
+        assert activations(seqs, speculative_config=spec) - activations(seqs) == (rows - seqs) * row
 
 
 def test_sizes_are_written_for_people():

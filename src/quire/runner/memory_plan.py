@@ -90,7 +90,8 @@ def plan_memory(
         config: options; `num_kv_blocks` and `kv_cache_memory` decide where they are set.
         model: already loaded, so that `free_bytes` is what remains.
         free_bytes: memory that could be taken now.
-        activations: the largest step's intermediate results, where they were measured; otherwise they are counted.
+        activations: the largest step's intermediate results without drafts, where they were measured; otherwise they
+            are counted.
         share: of what is free beside them, for KV.
         speculation: what drafts, with weights and KV of its own.
 
@@ -112,6 +113,7 @@ def plan_memory(
     if speculation is not None:
         features = len(speculation.taps) * model.config.layer.hidden_size * model.dtype.itemsize
         activations += config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features
+        activations += _draft_logits(config, model, rows)
     most_useful = config.max_num_seqs * -(-longest // block_size) + 1
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks + 1
@@ -164,7 +166,7 @@ def logit_rows(model: Model) -> int:
 
 
 def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int:
-    """Intermediate results of the largest admissible step, counted rather than run.
+    """Intermediate results of the largest admissible step without drafts, counted rather than run.
 
     A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which nobody waits for at start, and
     memory there is not a hard limit. Counted are, for each token: the residual and the normed state, the
@@ -177,10 +179,20 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     per_token = (4 * layer.hidden_size + 2 * heads * layer.head_dim) * itemsize
     per_token += 3 * 4 * layer.num_heads * layer.head_dim
     restored = RESTORED_BYTES if isinstance(layer, LatentLayerConfig) and may_expand(model.kernels) else 0
-    drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    rows = max(min(config.max_num_seqs * (1 + drafts), tokens), logit_rows)
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
-    return body + restored + rows * model.vocab_size * (itemsize + 12)
+    return body + restored + _logits(config, model, logit_rows, 0)
+
+
+def _logits(config: EngineConfig, model: Model, logit_rows: int, drafts: int) -> int:
+    """Of a step in which each request has so many drafts."""
+    rows = max(min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens), logit_rows)
+    return rows * model.vocab_size * (model.dtype.itemsize + 12)
+
+
+def _draft_logits(config: EngineConfig, model: Model, logit_rows: int) -> int:
+    """What drafts add to them."""
+    most = config.speculation.num_speculative_tokens if config.speculation else 0
+    return _logits(config, model, logit_rows, most) - _logits(config, model, logit_rows, 0)
 
 
 def _mlp_bytes(model: Model, tokens: int) -> int:
