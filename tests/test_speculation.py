@@ -7,6 +7,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -417,14 +418,20 @@ def ends(engine: Engine) -> list[tuple[Any, ...]]:
     return [found[index] for index in range(16)]
 
 
+def save_with_bad_tokens(folder: Path) -> list[int]:
+    """A model for which some tokens, which are returned, are not finite."""
+    save_checkpoint(folder, "qwen3", dtype=torch.bfloat16, num_hidden_layers=2, tie_word_embeddings=False)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    bad = [20, 50, 77, 100, 130]
+    weights["model.embed_tokens.weight"][bad] = torch.nan
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return bad
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("choice", ["right", "wrong", "trees"])
 def test_drafts_that_are_not_finite_spoil_nothing(tmp_path, choice, overlap):
-    save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=2, tie_word_embeddings=False)
-    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    bad = [20, 50, 77, 100, 130]
-    weights["model.embed_tokens.weight"][bad] = torch.nan
-    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    bad = save_with_bad_tokens(tmp_path)
     plain = ends(Engine(config(str(tmp_path), {}, 0)))
     whole = [out for out in plain if out[-1] in ("length", "stop")]
     assert 2 < len(whole) < 14

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import safetensors.torch
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -31,7 +30,7 @@ from tests.devices import DelayedDevice, SpanKernels, StrictDevice, on_device, o
 from tests.oracle import save_checkpoint
 from tests.test_models_deepseek import save_with_mtp
 from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
-from tests.test_speculation import CHOICES, Outcome, ends, prompts, request, run
+from tests.test_speculation import CHOICES, Outcome, ends, prompts, request, run, save_with_bad_tokens
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp", "itself")
 """`itself`: the target is its own draft model."""
@@ -354,11 +353,7 @@ def test_a_proposer_that_fails_costs_speed_and_nothing_else(folders, alone, what
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("choice", ["right", "wrong"])
 def test_drafts_that_are_not_finite_spoil_nothing(tmp_path, choice, overlap):
-    save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=2, tie_word_embeddings=False)
-    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    bad = [20, 50, 77, 100, 130]
-    weights["model.embed_tokens.weight"][bad] = torch.nan
-    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    bad = save_with_bad_tokens(tmp_path)
     folders = {"target": str(tmp_path)}
     plain = ends(start(folders, None))
     assert 2 < sum(out[-1] in ("length", "stop") for out in plain) < 14

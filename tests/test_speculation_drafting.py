@@ -354,6 +354,16 @@ def test_with_the_same_noise_a_draft_model_that_is_the_target_draws_its_samples(
     assert [row for row in stand.context.asked if row.request == 1][2] == Row(1, 24, tuple(stand.texts[1][22:24]))
 
 
+@pytest.mark.parametrize("target_size", [VOCAB - 32, VOCAB, VOCAB + 32])
+def test_a_draft_models_logits_are_as_wide_as_its_targets(other: Any, target_size: int) -> None:
+    """Those of tokens that both have are its own, and it drafts no other."""
+    hidden = torch.randn(3, other.config.layer.hidden_size, dtype=other.dtype)
+    own, wide = other.logits(hidden), DraftModel(other, target_size).logits(hidden)
+    shared = min(VOCAB, target_size)
+    assert wide.shape == (3, target_size) and wide.is_contiguous()
+    assert torch.equal(wide[:, :shared], own[:, :shared]) and (wide[:, shared:] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("chunk", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 200])
 def test_a_draft_model_drafts_the_same_however_the_prompt_was_computed(other: Any, chunk: int) -> None:
     text = random_prompt(150, seed=4)

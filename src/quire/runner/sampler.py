@@ -156,7 +156,6 @@ class Sampler:
         self._free = list(range(len(self._table)))
         self._slots: dict[int, int] = {}
         self._edited: dict[int, Edited] = {}
-        self._noisy: set[int] = set()  # requests that are not greedy
         self._greedy: dict[int, ops.Filters] = {}  # by the number of rows
         self._history = DeviceCounts(vocab_size, self._device) if self._kernels.reads_spans else None
 
@@ -194,8 +193,6 @@ class Sampler:
         self._table[slot] = tuple(state[name] for name in _STATE.names or ())
         if edited is not None:
             self._edited[info.request] = edited
-        if not params.greedy:
-            self._noisy.add(info.request)
 
     def _edited_state(self, info: RequestInfo, penalized: bool) -> Edited | None:
         """None where nothing changes the request's logits."""
@@ -240,7 +237,6 @@ class Sampler:
             if self._history is not None and self._table["history"][slot] > 0:
                 self._history.give_back(int(self._table["history"][slot]))
             self._edited.pop(request, None)
-            self._noisy.discard(request)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -343,9 +339,9 @@ class Sampler:
         self._check_positions(self._table["next"][slots], list(zip(requests, positions, strict=True)))
         if any(request in self._edited for request in requests):
             return None
-        if self._noisy.isdisjoint(requests):
-            return [self._greedy_filters(count) for count in counts]
         state = self._table[slots]
+        if not state["temperature"].any():
+            return [self._greedy_filters(count) for count in counts]
         ahead = np.array(positions) + np.arange(len(counts))[:, None]  # [entries, requests]
         *sent, keys = self._device.upload(*_filter_arrays(state, ahead))
         every = self._filters(state, [*sent, keys])

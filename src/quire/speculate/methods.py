@@ -8,7 +8,7 @@ from quire.config import EngineConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import resolve
 from quire.models.deepseek_v3 import DeepseekV3
-from quire.models.model import Model
+from quire.models.model import NO_MTP, Model
 from quire.runner.proposer import Speculation
 from quire.speculate.device_drafting import DeviceDraftingProposer
 from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
@@ -52,7 +52,8 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
 def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int]:
     """The model that drafts, layers whose input it is fed, and bytes of its own weights."""
     if spec.method == "mtp":
-        assert isinstance(target, DeepseekV3)  # another model is not loaded with such a layer
+        if not isinstance(target, DeepseekV3):
+            raise ConfigError(NO_MTP)
         return MtpHead(target), (), 0
     assert spec.model is not None
     try:
