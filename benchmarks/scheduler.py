@@ -161,8 +161,8 @@ def _match(result: Result, length: int) -> None:
             begin = time.perf_counter()
             match = scheduler.kv.match(request)
             times.append(time.perf_counter() - begin)
-        if len(match.nodes) * BLOCK + match.partial_tokens != length - 1:
-            raise RuntimeError(f"matched {len(match.nodes)} blocks and {match.partial_tokens} tokens of {length}")
+        if match.num_blocks * BLOCK + match.partial_tokens != length - 1:
+            raise RuntimeError(f"matched {match.num_blocks} blocks and {match.partial_tokens} tokens of {length}")
     _row(result, f"radix match of a prompt of {length:,} tokens", again, 2e-3)
     _row(result, "the same with the prompt's block hashes, made once a request", whole, None)
 

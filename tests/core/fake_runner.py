@@ -152,7 +152,7 @@ def make_scheduler(
 
 
 def make_request(id: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:
-    names = ("stop_token_ids", "scope", "arrived")
+    names = ("stop_token_ids", "scope", "owner", "arrived")
     own = {name: fields.pop(name) for name in names if name in fields}
     return Request(id, prompt, SamplingParams(**fields), max_tokens=max_tokens, **own)
 

@@ -55,12 +55,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         scope=st.sampled_from(["", "", "tenant"]),
+        owner=st.sampled_from(["", "", "a", "b"]),
     )
-    def add(self, head, tail, like, max_tokens, priority, prompt_logprobs, scope):
+    def add(self, head, tail, like, max_tokens, priority, prompt_logprobs, scope, owner):
         base = self.prompts.get(like % (len(self.prompts) or 1), [])
         prompt = (base + tail)[: head + 1] or [1]
         id = len(self.prompts)
-        request = make_request(id, prompt, max_tokens, priority=priority, prompt_logprobs=prompt_logprobs, scope=scope)
+        fields = {"priority": priority, "prompt_logprobs": prompt_logprobs, "scope": scope, "owner": owner}
+        request = make_request(id, prompt, max_tokens, **fields)
         try:
             self.scheduler.add(request)
         except RequestTooLargeError:
@@ -186,7 +188,8 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         else:
             prompt = [rnd.randrange(3) for _ in range(rnd.randrange(1, 30))]
         prompts.append(prompt)
-        scheduler.add(make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3)))
+        owner = rnd.choice(["", "", "other"])
+        scheduler.add(make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3), owner=owner))
     flying, updates = [], []
     for step in range(5000):
         plan = scheduler.schedule(float(step))

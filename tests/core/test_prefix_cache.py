@@ -28,7 +28,7 @@ def cached(kind="radix", block_size=1, num_blocks=64, prompts=()):
 
 def matched(scheduler, prompt, **fields):
     match = scheduler.kv.match(make_request(1000, list(prompt), **fields))
-    return len(match.nodes) * scheduler.kv.block_size + match.partial_tokens
+    return match.num_blocks * scheduler.kv.block_size + match.partial_tokens
 
 
 def test_a_tree_of_four_prompts_matches_four_tokens():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from quire.config import EngineConfig
+from quire.core.block_hash import BlockHasher
+from quire.core.prefix_cache import longest_run
 from quire.core.request import Status
+from quire.core.scheduler import LOOKUP_TOKENS
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepResult
 from quire.errors import ConfigError, RequestError, RequestTooLargeError
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
@@ -181,6 +185,24 @@ def test_when_the_leader_ends_its_followers_compute_for_themselves():
         assert outputs(updates)[1] == expected_output([*range(40), 1], 2)
 
 
+def test_nobody_waits_for_a_prefix_that_one_behind_him_computes():
+    scheduler, runner = make_scheduler(
+        num_blocks=400, block_size=4, max_num_batched_tokens=16, scheduling_policy="priority"
+    )
+    prompt = list(range(100))
+    scheduler.add(make_request(0, prompt, max_tokens=1, priority=9))
+    run_step(scheduler, runner)
+    for id in range(1, 20):
+        scheduler.add(make_request(id, [id] * 30, max_tokens=1, priority=5))
+    scheduler.add(make_request(20, prompt, max_tokens=1, priority=0))
+    scheduler.add(make_request(21, prompt, max_tokens=1, priority=0))
+    run_step(scheduler, runner)
+    assert scheduler.requests[20].status is Status.RUNNING
+    updates = run_all(scheduler, runner)
+    assert [update.request for update in updates if update.finish_reason][:2] == [20, 21]
+    assert outputs(updates)[0] == expected_output(prompt, 1)
+
+
 def test_an_aborted_request_is_over_at_once_and_its_late_result_does_nothing():
     scheduler, runner = make_scheduler()
     scheduler.add(make_request(0, [1, 2, 3]))
@@ -198,7 +220,7 @@ def test_aborts_in_a_long_queue_leave_nothing_behind():
         scheduler.add(make_request(id, [1, 2, 3]))
     for id in range(1, 5000):
         scheduler.abort(id)
-    assert len(scheduler._waiting) < 200
+    assert len(scheduler._waiting._heap) < 200
     assert len(outputs(run_all(scheduler, runner))[0]) == 4
 
 
@@ -282,6 +304,159 @@ def test_nobody_is_preempted_for_one_who_would_not_fit_all_the_same():
     scheduler.add(make_request(2, [2] * 58, max_tokens=2, priority=5))
     run_step(scheduler, runner)
     assert scheduler.num_preemptions == 0
+
+
+def test_nobody_is_preempted_for_blocks_that_others_hold_too():
+    scheduler, runner = make_scheduler(num_blocks=27, block_size=4, scheduling_policy="priority")
+    common = list(range(40))
+    for id, priority in ((0, 0), (1, 9), (2, 9), (3, 9), (4, 9)):
+        scheduler.add(make_request(id, [*common, id, id, id], max_tokens=30, priority=priority))
+        run_step(scheduler, runner)
+    assert len(scheduler.running) == 5
+    counts = scheduler.kv.pool.ref_counts
+    own = sum(counts[block] == 1 for request in scheduler.running[1:] for block in request.table)
+    assert 0 < own < sum(len(request.table) for request in scheduler.running[1:]) / 2
+    room = scheduler.kv.num_available + own
+    assert room < 15, "it would be computed in one step"
+    scheduler.add(make_request(5, [77] * (4 * room + 1), max_tokens=1, priority=5))
+    run_step(scheduler, runner)
+    assert scheduler.num_preemptions == 0, "one block too many would be needed"
+
+
+# -- a step's scheduling does not take longer for a long queue ----------------------------------------------
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """How many blocks have been hashed so far, as a list of one number."""
+    count, chain = [0], BlockHasher.chain
+
+    def counting(self, parent, keys):
+        keys = list(keys)
+        count[0] += len(keys)
+        return chain(self, parent, keys)
+
+    monkeypatch.setattr(BlockHasher, "chain", counting)
+    return count
+
+
+def test_a_prompt_that_many_requests_share_is_hashed_once_and_few_are_held_at_a_time(hashed):
+    scheduler, runner = make_scheduler(num_blocks=2000, block_size=4, long_prefill_token_threshold=20)
+    prompt = list(range(1000))
+    for id in range(3000):
+        scheduler.add(make_request(id, prompt, max_tokens=1))
+    for _ in range(3):
+        run_step(scheduler, runner)
+        assert hashed == [250]
+        held = [request for request in scheduler.requests.values() if request.status is Status.HELD]
+        assert len(held) == scheduler.config.max_num_seqs
+    for id in range(20, 3000):
+        scheduler.abort(id)
+    made = outputs(run_all(scheduler, runner))
+    assert [made[id] for id in range(20)] == [expected_output(prompt, 1)] * 20
+
+
+def test_those_who_are_not_held_pass_by_those_who_are():
+    scheduler, runner = make_scheduler(num_blocks=2000, block_size=4, max_num_seqs=8)
+    for id in range(7):
+        scheduler.add(make_request(id, list(range(100)), max_tokens=1))
+    scheduler.add(make_request(7, [1, 2, 3], max_tokens=1))
+    run_step(scheduler, runner)
+    plan, _ = run_step(scheduler, runner)
+    assert set(lengths(plan)) >= {0, 7}
+
+
+def test_a_step_looks_up_a_bounded_number_of_prompt_tokens(hashed):
+    scheduler, runner = make_scheduler(
+        num_blocks=9_000, block_size=16, max_model_len=2**18, max_num_seqs=16, long_prefill_token_threshold=4
+    )
+    common = list(range(2**15))
+    for id in range(12):
+        scheduler.add(make_request(id, [*common, *[id] * 20], max_tokens=1))
+    run_step(scheduler, runner)
+    assert 0 < hashed[0] * 16 <= LOOKUP_TOKENS + 2**16
+    run_step(scheduler, runner)
+    run_step(scheduler, runner)
+    assert hashed[0] == 12 * (2**15 // 16 + 1), "the others' turn comes in the next steps"
+
+
+def test_a_cached_prefix_is_found_in_few_lookups():
+    for length in (0, 1, 2, 1000, 8192):
+        for cached in {0, 1, length // 3, length - 1, length} & set(range(length + 1)):
+            asked = []
+
+            def found(each, cached=cached, asked=asked):
+                asked.append(each)
+                return int.from_bytes(each, "big") < cached
+
+            assert longest_run([i.to_bytes(4, "big") for i in range(length)], length, found) == cached
+            assert len(asked) <= 15
+
+
+# -- owners take turns --------------------------------------------------------------------------------------
+
+
+def flood(scheduler, owner, ids, **fields):
+    for id in ids:
+        scheduler.add(make_request(id, list(range(id, id + 6)), owner=owner, **fields))
+
+
+def test_an_owner_who_floods_the_queue_does_not_keep_others_from_running():
+    scheduler, runner = make_scheduler(num_blocks=2000)
+    flood(scheduler, "a", range(1000), max_tokens=50)
+    for _ in range(3):
+        run_step(scheduler, runner)
+    assert {request.owner for request in scheduler.running} == {"a"} and len(scheduler.running) == 8
+    flood(scheduler, "b", [1000], max_tokens=50)
+    plan, _ = run_step(scheduler, runner)
+    assert lengths(plan)[1000] == 6, "it gets the seat of the last one that runs"
+    assert scheduler.num_preemptions == 1
+    again = {update.request: update for update in run_all(scheduler, runner) if update.finish_reason}
+    assert len(again) == 1001 and all(update.finish_reason == "length" for update in again.values())
+
+
+def test_owners_share_the_seats_and_one_alone_has_them_all():
+    scheduler, runner = make_scheduler(num_blocks=2000)
+    for owner, first in (("a", 0), ("b", 100), ("c", 200)):
+        flood(scheduler, owner, range(first, first + 40), max_tokens=30)
+        run_step(scheduler, runner)
+        run_step(scheduler, runner)
+    seats = Counter()
+    for _ in range(150):
+        plan, _ = run_step(scheduler, runner)
+        seats.update("abc"[span.request // 100] for span in plan.spans)
+    assert all(360 <= seats[owner] <= 440 for owner in "abc"), seats
+    for id in range(100, 300):
+        scheduler.abort(id)
+    plan, _ = run_step(scheduler, runner)
+    assert len(plan.spans) == 8 and all(span.request < 100 for span in plan.spans)
+
+
+def test_an_owner_who_keeps_coming_does_not_starve_one_who_was_there():
+    scheduler, runner = make_scheduler(num_blocks=2000)
+    flood(scheduler, "a", range(16), max_tokens=8)
+    ends = []
+    for step in range(150):
+        flood(scheduler, "b", range(100 + 10 * step, 105 + 10 * step), max_tokens=8)
+        _, updates = run_step(scheduler, runner)
+        ends += [update.request for update in updates if update.finish_reason]
+    assert ends.index(15) < 45, "a had 16 of the first 32, or nearly so"
+    assert [id for id in ends if id < 16] == sorted(id for id in ends if id < 16), "in the order of arrival"
+
+
+def test_one_owner_alone_is_served_by_arrival_and_never_preempted_for_turns():
+    scheduler, runner = make_scheduler(num_blocks=2000)
+    flood(scheduler, "a", range(40), max_tokens=5)
+    ends = [update.request for update in run_all(scheduler, runner) if update.finish_reason]
+    assert ends == list(range(40)) and scheduler.num_preemptions == 0
+
+
+def test_priority_goes_before_turns():
+    scheduler, runner = make_scheduler(num_blocks=2000, scheduling_policy="priority")
+    flood(scheduler, "a", range(20), max_tokens=5, priority=0)
+    flood(scheduler, "b", range(20, 22), max_tokens=5, priority=1)
+    ends = [update.request for update in run_all(scheduler, runner) if update.finish_reason]
+    assert ends[-2:] == [20, 21]
 
 
 def test_in_a_tight_pool_a_partial_match_is_not_copied():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK, BlockPool
 from quire.core.prefix_cache import CACHES, Match
@@ -40,6 +42,7 @@ class KVManager:
         self.cache = CACHES[prefix_cache](self.pool, block_size)
         self.num_deferred = 0
         self._deferred: dict[int, list[int]] = {}  # by number of the last step that touches them
+        self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # hashed last: scope, keys, hashes
 
     @property
     def num_usable(self) -> int:
@@ -68,34 +71,37 @@ class KVManager:
     # -- prefix cache --------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> Match:
-        """The longest cached head of a waiting request; its hashes up to its last full block are made here.
+        """The longest cached prefix of a waiting request; its hashes up to its last full block are made here.
 
         A request that asks for prompt log-probabilities reads nothing, since cached rows have no logits.
         """
         if not self.cache.caching:
             return Match()
-        self._extend_hashes(request, len(request.tokens) // self.block_size)
+        self._hash_prompt(request)
         if request.params.prompt_logprobs is not None:
             return Match()
-        keys = request.keys.tobytes()
-        match = self.cache.match(request.scope, keys, request.hashes, len(request.tokens) - 1)
+        limit = len(request.tokens) - 1
+        match = self.cache.match(request.hashes, limit)
+        start = match.num_blocks * self.block_size
+        self.cache.match_partial(match, request.scope, request.key_bytes(start, min(start + self.block_size, limit)))
         if self.looks_ahead:
             self._drop_last_token(match)
         return match
 
     def _drop_last_token(self, match: Match) -> None:
-        if match.partial is None and match.nodes:
-            match.partial, match.partial_tokens = match.nodes.pop(), self.block_size
+        if match.partial is None and match.tip is not None:
+            match.partial, match.partial_tokens = match.tip, self.block_size
+            match.tip, match.num_blocks = match.tip.parent, match.num_blocks - 1
         match.partial_tokens -= 1
         if match.partial_tokens <= 0:
             match.partial, match.partial_tokens = None, 0
 
     def admit(self, request: Request, match: Match) -> None:
         """Start a request's table with a match that was locked for it."""
-        request.table = [node.block for node in match.nodes]
-        request.tip = match.nodes[-1] if match.nodes else None
-        request.num_published = len(match.nodes)
-        request.num_computed = len(match.nodes) * self.block_size
+        request.table = [node.block for node in match.nodes()][::-1]
+        request.tip = match.tip if match.num_blocks else None
+        request.num_published = match.num_blocks
+        request.num_computed = match.num_blocks * self.block_size
         if match.partial:
             target = self._take()
             request.copies = [(match.partial.block, target, match.partial_tokens)]
@@ -135,6 +141,17 @@ class KVManager:
         self._give_back(request, [request.table[index]])
         request.table[index] = block
         request.num_sent = min(request.num_sent, index)
+
+    def _hash_prompt(self, request: Request) -> None:
+        """Hash a request's full blocks; choices and repetitions of one prompt, which come in a row, share the work."""
+        count = len(request.tokens) // self.block_size
+        if len(request.hashes) < count:
+            scope, keys, hashes = self._latest
+            if scope == request.scope and keys == request.keys:
+                request.hashes = hashes[:]
+            else:
+                self._extend_hashes(request, count)
+                self._latest = (request.scope, request.keys[:], request.hashes[:])
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         have = len(request.hashes)

@@ -5,16 +5,20 @@ edge; keeping them apart makes every lock and every eviction exact to the block,
 or to merge. A node is locked as often as its block has holders in the pool, so the tree keeps no counts of
 its own: who holds a block also holds all blocks before it.
 
-* `RadixCache` finds children by their very content, and after the last full block the child with the longest
-  common head, so a match is to the token.
-* `HashCache` finds nodes by their chained hash: whole blocks only.
+Full blocks are found by their chained hash. A cached block's parent is cached too, so how many blocks of a prompt
+are there is found by bisection, at a cost that hardly grows with the prompt.
+
+* "hash" (`PrefixCache`) stops there: whole blocks only.
+* "radix" (`RadixCache`) also finds, behind the last full block, the child with the longest common prefix, so a match
+  is to the token.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from quire.core.block_pool import NULL_BLOCK, BlockPool
 
@@ -48,20 +52,29 @@ class Node:
 
 @dataclass(slots=True)
 class Match:
-    """The longest cached head of a prompt.
+    """The longest cached prefix of a prompt.
 
     Attributes:
-        nodes: one a full block, from the start of the prompt.
+        tip: the node of its last full block; None where there is none.
+        num_blocks: full blocks, those of the tip and of all nodes above it.
         partial: a node whose block begins with the next `partial_tokens` tokens, to be copied.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    tip: Node | None = None
+    num_blocks: int = 0
     partial: Node | None = None
     partial_tokens: int = 0
 
+    def nodes(self) -> Iterator[Node]:
+        """One a full block, the tip first."""
+        node = self.tip
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
 
 class PrefixCache:
-    """What the two caches share: the tree, locks, and eviction of the least recently used leaf.
+    """The tree, locks, matching by whole blocks, and eviction of the least recently used leaf.
 
     With `caching` False nothing is ever kept or found (`prefix_cache="off"`); `keeps_partial` says whether a
     partly filled block may be a leaf.
@@ -75,6 +88,7 @@ class PrefixCache:
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
         self.nodes: dict[int, Node] = {}  # by block
+        self._by_hash: dict[bytes, Node] = {}  # those of full blocks
         self.roots: dict[str, Node] = {}  # by scope
         self.num_idle = 0  # cached blocks without holders: all of them can be evicted
         self._tick = 0
@@ -84,20 +98,26 @@ class PrefixCache:
 
     # -- finding -------------------------------------------------------------------------------------------
 
-    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
-        """The longest cached head of at most `limit` tokens.
+    def match(self, hashes: list[bytes], limit: int) -> Match:
+        """The longest cached prefix of at most `limit` tokens, in whole blocks.
 
         Args:
-            scope: separates tenants and adapters.
-            keys: the prompt's key ids as bytes.
             hashes: chained hashes of the prompt's full blocks.
             limit: most tokens to match; at least one token is always left to compute.
         """
-        raise NotImplementedError
+        count = longest_run(hashes, limit // self.block_size, self._by_hash.__contains__)
+        return Match(self._by_hash[hashes[count - 1]], count) if count else Match()
+
+    def match_partial(self, match: Match, scope: str, rest: bytes) -> None:
+        """Lengthen a match by the head of a block, where the cache `keeps_partial`.
+
+        Args:
+            rest: key ids of the tokens behind the match, at most a block.
+        """
 
     def lock(self, match: Match) -> None:
-        """Hold all blocks of a match, so that nothing evicts them. The order of holders is parents first."""
-        for node in match.nodes:
+        """Hold all blocks of a match, so that nothing evicts them."""
+        for node in match.nodes():
             self._hold(node)
         if match.partial:
             self._hold(match.partial)
@@ -106,7 +126,7 @@ class PrefixCache:
         """Undo `lock`."""
         if match.partial:
             self.release(match.partial.block)
-        for node in reversed(match.nodes):
+        for node in match.nodes():
             self.release(node.block)
 
     def retain(self, block: int) -> None:
@@ -177,6 +197,8 @@ class PrefixCache:
         parent.children[node.key] = node
         insort(parent.order, node.key)
         self.nodes[node.block] = node
+        if len(node.key) == self.block_bytes:
+            self._by_hash[node.hash] = node
 
     def _detach(self, node: Node) -> int:
         """Take a node and all below it out of the tree; recycles what nobody holds and says how many."""
@@ -192,7 +214,7 @@ class PrefixCache:
             lost.attached = False
             subtree.extend(lost.children.values())
             del self.nodes[lost.block]
-            self._forget(lost)
+            self._by_hash.pop(lost.hash, None)
             if self.pool.ref_counts[lost.block] == 0:
                 self.num_idle -= 1
                 self.pool.recycle(lost.block)
@@ -205,9 +227,6 @@ class PrefixCache:
             del self.roots[node.scope]
         elif self.pool.ref_counts[node.block] == 0:
             self._push_leaf(node)
-
-    def _forget(self, node: Node) -> None:
-        """Drop what a subclass knows of a node that was detached."""
 
     def _hold(self, node: Node) -> None:
         if self.pool.retain(node.block):
@@ -241,34 +260,17 @@ class NoCache(PrefixCache):
 
     caching = False
 
-    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
-        return Match()
-
 
 class RadixCache(PrefixCache):
-    """Children by content; the last, partly equal block is found too."""
+    """The last, partly equal block is found too."""
 
     keeps_partial = True
 
-    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
-        match = Match()
-        node = self.roots.get(scope)
+    def match_partial(self, match: Match, scope: str, rest: bytes) -> None:
+        node = match.tip or self.roots.get(scope)
         if node is None:
-            return match
-        size, end = self.block_bytes, limit * KEY_BYTES
-        start = 0
-        while start + size <= end:
-            child = node.children.get(keys[start : start + size])
-            if child is None:
-                break
-            match.nodes.append(child)
-            node, start = child, start + size
-        self._match_partial(match, node, keys[start : min(start + size, end)])
-        return match
-
-    def _match_partial(self, match: Match, node: Node, rest: bytes) -> None:
-        """Among sorted keys, the longest common head is a neighbour's."""
-        place = bisect_left(node.order, rest)
+            return
+        place = bisect_left(node.order, rest)  # among sorted keys, the longest common prefix is a neighbour's
         for key in node.order[max(place - 1, 0) : place + 1]:
             tokens = common_tokens(key, rest)
             if tokens > match.partial_tokens:
@@ -296,31 +298,15 @@ class RadixCache(PrefixCache):
             place -= 1
 
 
-class HashCache(PrefixCache):
-    """Nodes by chained hash: whole blocks only."""
-
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        super().__init__(pool, block_size)
-        self._by_hash: dict[bytes, Node] = {}
-
-    def match(self, scope: str, keys: bytes, hashes: list[bytes], limit: int) -> Match:
-        match = Match()
-        for block_hash in hashes[: limit // self.block_size]:
-            node = self._by_hash.get(block_hash)
-            if node is None:
-                break
-            match.nodes.append(node)
-        return match
-
-    def _attach(self, node: Node) -> None:
-        super()._attach(node)
-        self._by_hash[node.hash] = node
-
-    def _forget(self, node: Node) -> None:
-        del self._by_hash[node.hash]
+CACHES: dict[str, type[PrefixCache]] = {"radix": RadixCache, "hash": PrefixCache, "off": NoCache}
 
 
-CACHES: dict[str, type[PrefixCache]] = {"radix": RadixCache, "hash": HashCache, "off": NoCache}
+def longest_run(hashes: list[bytes], count: int, found: Callable[[bytes], bool]) -> int:
+    """How many of the first `count` hashes of a chain are found, where each that is found has those before it found."""
+    count = min(count, len(hashes))
+    if count and found(hashes[count - 1]):
+        return count
+    return bisect_left(range(count), True, key=lambda index: not found(hashes[index]))
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

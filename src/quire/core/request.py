@@ -79,6 +79,9 @@ class Request:
 
     Attributes:
         id: the engine's own number; also the order of arrival.
+        owner: whose it is: owners take turns (see `turns.py`). "" where there is one only.
+        order: its place in the order of service: (priority, turn, id).
+        awaits: hash of the block that it waits for while it is HELD.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
         table: block ids from position 0 on; 0 where a window has passed.
@@ -94,6 +97,7 @@ class Request:
     """
 
     __slots__ = (
+        "awaits",
         "bad_words",
         "choice",
         "copies",
@@ -116,6 +120,7 @@ class Request:
         "num_sent",
         "num_uncertain",
         "order",
+        "owner",
         "params",
         "scope",
         "stats",
@@ -137,6 +142,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         bad_words: list[list[int]] | None = None,
         scope: str = "",
+        owner: str = "",
         arrived: float = 0.0,
         output_token_ids: Sequence[int] = (),
         num_scored: int = 0,
@@ -148,7 +154,9 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.bad_words = bad_words or []
         self.scope = scope
-        self.order = (0, id)
+        self.owner = owner
+        self.order = (0, 0, id)
+        self.awaits = b""
         self.status = Status.WAITING
         self.stats = RequestStats(arrived)
 

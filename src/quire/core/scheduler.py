@@ -1,24 +1,30 @@
 """Which tokens of which requests the next step computes.
 
-One order rules everything: (priority, arrival), kept through preemption. A step holds first one token for every
-decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its doors are
-`add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order.
+One order rules everything: (priority, turn among owners, arrival), kept through preemption. A step holds first one
+token for every decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its
+doors are `add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 
 from quire.config import EngineConfig
+from quire.core.block_pool import NULL_BLOCK
 from quire.core.draft_length import DraftLengths
 from quire.core.kv_manager import KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
+from quire.core.turns import Turns
+from quire.core.waiting_queue import WaitingQueue
 from quire.errors import RequestError, RequestTooLargeError
+
+LOOKUP_TOKENS = 2**17
+"""Prompt tokens that one step looks up in the prefix cache before it looks up no further prompt, so that its time does
+not grow with the queue. Hashing so many takes some tens of milliseconds."""
 
 
 class Scheduler:
@@ -38,9 +44,8 @@ class Scheduler:
         self.in_flight: deque[_Flight] = deque()
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, at first admissions
-        self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap; entries of the dead are skipped
-        self._held: dict[bytes, list[Request]] = {}  # by the hash of the block they wait for
-        self._computing: dict[bytes, Request] = {}  # who computes the prompt block of a hash
+        self._waiting = WaitingQueue()
+        self._turns = Turns()
         self._ended: list[int] = []  # for the runner to forget
         self._let_go: list[int] = []  # for it to follow no longer
         self._updates: list[RequestUpdate] = []  # ends that no commit yielded
@@ -73,9 +78,11 @@ class Scheduler:
                 "or give the engine more with kv_cache_memory or num_kv_blocks"
             )
         priority = request.params.priority if self.config.scheduling_policy == "priority" else 0
-        request.order = (priority, request.id)
+        if not self.requests:
+            self._turns.reset()
+        request.order = (priority, self._turns.deal(request.owner, len(self.running)), request.id)
         self.requests[request.id] = request
-        self._enqueue(request)
+        self._waiting.push(request)
 
     def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
         """End a request wherever it is; one that is not there is ignored.
@@ -99,7 +106,7 @@ class Scheduler:
         step = _Step(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
-        head = self._waiting_head()
+        head = self._waiting.head()
         self._choose_prefills(step, head)
         self._choose_waiting(step, now)
         if head is not None:
@@ -175,7 +182,7 @@ class Scheduler:
 
         Those behind the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
         """
-        step.num_partial = 0
+        step.partial = []
         for request in step.part_way:
             chosen = step.chosen.get(request, 0)
             remaining = request.num_remaining - chosen
@@ -187,13 +194,17 @@ class Scheduler:
             if count and self._reserve(request, chosen + count, step):
                 step.choose(request, count)
                 remaining -= count
-            step.num_partial += remaining > 0
+            if remaining:
+                step.partial.append(request)
 
     def _choose_waiting(self, step: _Step, now: float) -> None:
-        """Admit waiting requests in order; the head of the queue is never bypassed for blocks."""
+        """Admit waiting requests in order; the head of the queue is never bypassed for blocks.
+
+        At most `max_num_seqs` are held for another's prefix at once: no more could run when it is there.
+        """
         aside: list[Request] = []
-        while step.budget > 0:
-            request = self._pop_waiting()
+        while step.budget > 0 and step.lookup > 0 and self._waiting.num_held < self.config.max_num_seqs:
+            request = self._waiting.pop()
             if request is None:
                 break
             if request.num_pending:  # preempted while a step of it is in flight: its last token is not known yet
@@ -202,7 +213,7 @@ class Scheduler:
                 aside.append(request)
                 break
         for request in aside:
-            self._enqueue(request)
+            self._waiting.push(request)
 
     def _choose_drafts(self, step: _Step, most: int) -> None:
         """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks.
@@ -251,8 +262,9 @@ class Scheduler:
     def _admit(self, request: Request, step: _Step, now: float) -> bool:
         """Give a waiting request its first chunk; False if it must go on waiting."""
         seats_taken = len(self.running) >= self.config.max_num_seqs
-        if seats_taken and self._outranked(request) is None:
+        if seats_taken and not self._outranked(request):
             return False
+        step.lookup -= len(request.tokens)
         match = self.kv.match(request)
         if self._hold(request, match):
             return False
@@ -261,48 +273,68 @@ class Scheduler:
         if self._admit_match(request, match, step, now, seats_taken):
             return True
         # Alone and still too large: a match may hold more than a sliding window needs. Do without it.
-        return not self.running and bool(match.nodes) and self._admit_match(request, Match(), step, now, False)
+        return not self.running and match.num_blocks > 0 and self._admit_match(request, Match(), step, now, False)
+
+    def _hold(self, request: Request, match: Match) -> bool:
+        """Whether a request waits for another one that computes its next blocks."""
+        if request.params.prompt_logprobs is not None:
+            return False
+        size = self.kv.block_size
+        # The token that is computed again for a head that looks ahead is of a cached block.
+        cached = (match.num_blocks * size + match.partial_tokens + self.kv.looks_ahead) // size
+        return self._waiting.hold(request, cached, (len(request.tokens) - 1) // size)
 
     def _admit_match(self, request: Request, match: Match, step: _Step, now: float, seats_taken: bool) -> bool:
-        cached = len(match.nodes) * self.kv.block_size + match.partial_tokens
+        cached = match.num_blocks * self.kv.block_size + match.partial_tokens
         remaining = len(request.tokens) - cached
         count = self._chunk(remaining, step)
-        if not count or (count < remaining and step.num_partial >= self.config.max_num_partial_prefills):
+        if not count or (count < remaining and self._too_many_partial(request, step)):
             return False
+        num_tokens = cached + count
+        if self._blocks_to_start(request, match, num_tokens) > self.kv.num_available and not self._outranked(request):
+            return False  # the lock below leaves no more
         self.kv.cache.lock(match)
-        fits = self._find_blocks(request, match, cached + count, seats_taken, step)
-        if not fits:
+        if not self._make_room(request, match, num_tokens, seats_taken, step):
             self.kv.cache.unlock(match)
             return False
         self.kv.admit(request, match)
-        self.kv.reserve(request, cached + count)
+        self.kv.reserve(request, num_tokens)
         self._start(request, now)
         step.choose(request, count)
-        step.num_partial += count < remaining
+        if count < remaining:
+            step.partial.append(request)
         return True
 
-    def _find_blocks(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: _Step) -> bool:
-        """Whether the locked match can grow to `num_tokens`; makes room by preempting lower priorities.
+    def _too_many_partial(self, request: Request, step: _Step) -> bool:
+        """Whether no further prompt may be part-way; those that come after the request do not stand in its way."""
+        before = sum(other.order < request.order for other in step.partial)
+        return before >= self.config.max_num_partial_prefills
+
+    def _make_room(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: _Step) -> bool:
+        """Whether there is a seat, and room for the locked match to grow to `num_tokens`.
+
+        Preempts those that the request outranks, where that will do.
+        """
+        while seats_taken or self._blocks_to_start(request, match, num_tokens) > self.kv.num_available:
+            outranked = self._outranked(request)
+            available = self.kv.num_available + self._held_by(outranked)
+            if not outranked or self.kv.num_deferred or self._blocks_to_start(request, match, num_tokens) > available:
+                return False
+            self._preempt(outranked[0], step)
+            seats_taken = False
+        return True
+
+    def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
+        """Blocks beside the match that must be available before a request starts with `num_tokens`.
 
         A request that was preempted comes back only when all its tokens fit while one free block remains for
         each running request; otherwise it would soon be the victim again.
         """
-        while True:
-            needed = self.kv.blocks_for(num_tokens) - len(match.nodes)
-            if request.stats.preemptions:
-                all_tokens = self.kv.peak_blocks(len(request.tokens), self._max_chunk) - len(match.nodes)
-                needed = max(needed, all_tokens) + len(self.running)
-            if needed <= self.kv.num_available and not seats_taken:
-                return True
-            victim = self._outranked(request)
-            if (
-                victim is None
-                or self.kv.num_deferred
-                or needed > self.kv.num_available + self._outranked_blocks(request)
-            ):
-                return False
-            self._preempt(victim, step)
-            seats_taken = False
+        needed = self.kv.blocks_for(num_tokens) - match.num_blocks
+        if request.stats.preemptions:
+            all_tokens = self.kv.peak_blocks(len(request.tokens), self._max_chunk) - match.num_blocks
+            needed = max(needed, all_tokens) + len(self.running)
+        return needed
 
     def _start(self, request: Request, now: float) -> None:
         if request.stats.admitted is None:
@@ -311,60 +343,10 @@ class Scheduler:
             self.num_cached_tokens += request.num_cached
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
+        self._turns.admitted(request.order[1])
         if self._lengths and request.draft_state.followed and not request.known_to_runner:
             self._lengths.start(request.draft_state, request.params.greedy, len(self.running))
-        for block_hash in request.hashes[request.num_published :]:
-            self._computing.setdefault(block_hash, request)
-
-    # -- waiting for another's prefix ----------------------------------------------------------------------
-
-    def _hold(self, request: Request, match: Match) -> bool:
-        """Hold back a request whose next blocks another one is computing, until that one has the last of them."""
-        if request.params.prompt_logprobs is not None:
-            return False
-        awaited, size = None, self.kv.block_size
-        # The token that is computed again for a head that looks ahead is of a cached block.
-        cached = (len(match.nodes) * size + match.partial_tokens + self.kv.looks_ahead) // size
-        for block_hash in request.hashes[cached : (len(request.tokens) - 1) // size]:
-            if block_hash not in self._computing:
-                break
-            awaited = block_hash
-        if awaited is None:
-            return False
-        request.status = Status.HELD
-        self._held.setdefault(awaited, []).append(request)
-        return True
-
-    def _computed(self, hashes: list[bytes], leader: Request) -> None:
-        """`leader` no longer computes these blocks: whoever waits for one goes back to the queue."""
-        for block_hash in hashes:
-            if self._computing.get(block_hash) is leader:
-                del self._computing[block_hash]
-                for request in self._held.pop(block_hash, ()):
-                    self._enqueue(request)
-
-    # -- the queue -----------------------------------------------------------------------------------------
-
-    def _enqueue(self, request: Request) -> None:
-        request.status = Status.WAITING
-        heapq.heappush(self._waiting, (request.order, request))
-
-    def _pop_waiting(self) -> Request | None:
-        head = self._waiting_head()
-        if head is not None:
-            heapq.heappop(self._waiting)
-        return head
-
-    def _waiting_head(self) -> Request | None:
-        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
-            heapq.heappop(self._waiting)  # it was aborted
-        return self._waiting[0][1] if self._waiting else None
-
-    def _drop_dead_entries(self) -> None:
-        """Keep the heap in proportion to the living, at constant cost an abort."""
-        if len(self._waiting) > 2 * self.num_waiting + 64:
-            self._waiting = [entry for entry in self._waiting if entry[1].status is Status.WAITING]
-            heapq.heapify(self._waiting)
+        self._waiting.claim(request)
 
     # -- preemption ----------------------------------------------------------------------------------------
 
@@ -388,26 +370,37 @@ class Scheduler:
             last = last or request
         return last
 
-    def _outranked(self, request: Request) -> Request | None:
-        """Under `priority`, the last running request of strictly lower priority."""
-        last = self.running[-1] if self.running else None
-        return last if last is not None and last.order[0] > request.order[0] else None
+    def _outranked(self, request: Request) -> list[Request]:
+        """Running requests that give way to a waiting one, the last in order first.
 
-    def _outranked_blocks(self, request: Request) -> int:
-        """At most so many blocks would come free by preempting all of strictly lower priority."""
-        return sum(len(other.table) for other in self.running if other.order[0] > request.order[0])
+        They are of lower priority, or of the same and another owner's with a later turn.
+        """
+        outranked = []
+        priority, turn, _ = request.order
+        for other in reversed(self.running):
+            if other.order < request.order:
+                break
+            if other.order[0] > priority or (other.owner != request.owner and other.order[1] > turn):
+                outranked.append(other)
+        return outranked
+
+    def _held_by(self, requests: list[Request]) -> int:
+        """Blocks that only these requests hold: so many come free when all of them are preempted."""
+        holders = Counter(block for request in requests for block in request.table if block != NULL_BLOCK)
+        ref_counts = self.kv.pool.ref_counts
+        return sum(count == ref_counts[block] for block, count in holders.items())
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""
         step.withdraw(victim)
         self.running.remove(victim)
-        self._computed(victim.hashes[victim.num_published :], victim)
+        self._waiting.abandoned(victim)
         self.kv.free(victim)
         victim.high_water = max(victim.high_water, victim.num_computed)
         victim.num_computed = victim.num_committed = 0
         victim.stats.preemptions += 1
         self.num_preemptions += 1
-        self._enqueue(victim)
+        self._waiting.push(victim)
 
     # -- plans ---------------------------------------------------------------------------------------------
 
@@ -500,7 +493,7 @@ class Scheduler:
         if surplus:
             self.kv.trim(request)
         if request.num_committed // self.kv.block_size > request.num_published:
-            self._computed(self.kv.publish(request), request)
+            self._waiting.published(self.kv.publish(request))
 
     def _count_drafts(self, request: Request, outcome: SpanResult) -> None:
         accepted = max(0, len(outcome.tokens) - 1)
@@ -528,16 +521,13 @@ class Scheduler:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._computed(request.hashes[request.num_published :], request)
+            self._waiting.abandoned(request)
             self.kv.free(request, keep_partial=keep_partial)
-        elif request.status is Status.HELD:
-            for held in self._held.values():
-                if request in held:
-                    held.remove(request)
-        request.status = Status.FINISHED
+            request.status = Status.FINISHED
+        else:
+            self._waiting.remove(request)
         request.stats.finished = now
         del self.requests[request.id]
-        self._drop_dead_entries()
         if request.known_to_runner:
             self._ended.append(request.id)
 
@@ -554,13 +544,14 @@ class Scheduler:
 class _Step:
     """The step being made: tokens chosen for each request, and what is left of the budget."""
 
-    __slots__ = ("budget", "chosen", "num_decodes", "num_partial", "part_way", "tuned")
+    __slots__ = ("budget", "chosen", "lookup", "num_decodes", "part_way", "partial", "tuned")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
-        self.num_partial = 0  # prompts that will still be part-way after this step
+        self.partial: list[Request] = []  # prompts that will still be part-way after this step
         self.part_way: list[Request] = []  # those that were before it
         self.tuned = False  # nobody has more than one token beside drafts, and somebody may be drafted
 
@@ -592,5 +583,5 @@ def _uncertain(span: Span) -> int:
     return span.num_sampled if span.num_sampled > 1 else 0
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, int, int]:
     return request.order
