@@ -162,7 +162,7 @@ def assert_switches_change_nothing(
             )
         )
         cold = run(engine, order)
-        warm = run(engine, order[::-1], first_id=100, stagger=2)
+        warm = run(engine, order[::-1], first_id=100, stagger=1)
         assert cold == alone, f"cold, {switches}"
         assert warm == alone, f"warm, {switches}"
         assert (engine.stats.cached_tokens > 0) == (switches.prefix_cache != "off")

@@ -451,6 +451,15 @@ def test_one_owner_alone_is_served_by_arrival_and_never_preempted_for_turns():
     assert ends == list(range(40)) and scheduler.num_preemptions == 0
 
 
+def test_service_is_by_arrival_whatever_the_numbers_of_requests():
+    """Each HTTP process numbers its own requests, with its index in the high bits."""
+    scheduler, runner = make_scheduler(num_blocks=2000, max_num_seqs=1)
+    numbers = [(worker << 40) + count for count in range(3) for worker in (2, 0, 1)]
+    for number in numbers:
+        scheduler.add(make_request(number, [number % 50] * 6, max_tokens=2))
+    assert [update.request for update in run_all(scheduler, runner) if update.finish_reason] == numbers
+
+
 def test_priority_goes_before_turns():
     scheduler, runner = make_scheduler(num_blocks=2000, scheduling_policy="priority")
     flood(scheduler, "a", range(20), max_tokens=5, priority=0)

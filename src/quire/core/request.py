@@ -78,7 +78,7 @@ class Request:
     nothing.
 
     Attributes:
-        id: the engine's own number; also the order of arrival.
+        id: the engine's own number.
         owner: whose it is: owners take turns (see `turns.py`). "" where there is one only.
         order: its place in the order of service: (priority, turn, id).
         awaits: hash of the block that it waits for while it is HELD.
