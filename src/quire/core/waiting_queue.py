@@ -22,20 +22,20 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.num_held = 0
         self._heap: list[tuple[tuple[int, int, int], Request]] = []  # entries of the dead are skipped
-        self._num_in_line = 0
+        self._num_dead = 0  # of them, at most
         self._held: dict[bytes, list[Request]] = {}
         self._computing: dict[bytes, Request] = {}  # who computes the block of a hash: the first in order
 
     def push(self, request: Request) -> None:
         """Put a request in line, at its place."""
         request.status = Status.WAITING
-        self._num_in_line += 1
         heapq.heappush(self._heap, (request.order, request))
 
     def head(self) -> Request | None:
         """The first in line."""
         while self._heap and self._heap[0][1].status is not Status.WAITING:
             heapq.heappop(self._heap)
+            self._num_dead -= 1
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Request | None:
@@ -43,13 +43,12 @@ class WaitingQueue:
         request = self.head()
         if request is not None:
             heapq.heappop(self._heap)
-            self._num_in_line -= 1
         return request
 
     def remove(self, request: Request) -> None:
         """Take out a request that has ended, wherever it is here.
 
-        Entries of the dead stay in the heap until they are as many as the living, so that this costs constant time.
+        Entries of the dead stay in the heap until they are more than the living, so that this costs constant time.
         """
         if request.status is Status.HELD:
             fellows = self._held[request.awaits]
@@ -58,11 +57,12 @@ class WaitingQueue:
                 del self._held[request.awaits]
             self.num_held -= 1
         else:
-            self._num_in_line -= 1
+            self._num_dead += 1
         request.status = Status.FINISHED
-        if len(self._heap) > 2 * self._num_in_line + 64:
+        if 2 * self._num_dead > len(self._heap) + 64:
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapq.heapify(self._heap)
+            self._num_dead = 0
 
     # -- waiting for another's prefix ----------------------------------------------------------------------
 
