@@ -207,6 +207,17 @@ class Request:
         self.tokens.extend(tokens)
         self.keys.extend(tokens)
 
+    def restart(self) -> None:
+        """Back to the queue, without blocks, unknown to the runner: whatever steps in flight would bring is lost."""
+        if self.status is Status.RUNNING:
+            self.stats.preemptions += 1
+        self.status = Status.WAITING
+        self.known_to_runner = False
+        self.high_water = max(self.high_water, self.num_computed)
+        self.num_computed = self.num_committed = self.num_pending = self.num_uncertain = 0
+        self.num_in_flight = self.num_sent = self.num_published = 0
+        self.table, self.copies, self.tip = [], [], None
+
     def info(self) -> RequestInfo:
         """What the runner must know, with the output so far in case it is a fresh runner."""
         return RequestInfo(

@@ -2,7 +2,8 @@
 
 One order rules everything: (priority, arrival), kept through preemption. A step holds first one token for every
 decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its doors are
-`add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order.
+`add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order, or are all given up
+(`restart`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
+from quire.core.trials import Trials
 from quire.errors import RequestError, RequestTooLargeError
 
 
@@ -43,8 +45,9 @@ class Scheduler:
         self._computing: dict[bytes, Request] = {}  # who computes the prompt block of a hash
         self._ended: list[int] = []  # for the runner to forget
         self._let_go: list[int] = []  # for it to follow no longer
-        self._updates: list[RequestUpdate] = []  # ends that no commit yielded
+        self._updates: list[RequestUpdate] = []  # that nobody has been told
         self._next_number = 0
+        self.trials = Trials()
         self._chunked = config.enable_chunked_prefill
         limit = config.long_prefill_token_threshold or max_model_len
         self._max_chunk = min(limit, config.max_num_batched_tokens)
@@ -75,7 +78,8 @@ class Scheduler:
         priority = request.params.priority if self.config.scheduling_policy == "priority" else 0
         request.order = (priority, request.id)
         self.requests[request.id] = request
-        self._enqueue(request)
+        if self.trials.admits(request):
+            self._enqueue(request)
 
     def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
         """End a request wherever it is; one that is not there is ignored.
@@ -96,6 +100,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where nothing can run now."""
+        if self.trials.advance():
+            self.restart()
         step = _Step(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -116,22 +122,56 @@ class Scheduler:
         for request, _ in flight.requests:
             request.num_in_flight -= 1
         self.kv.step_committed(plan.number)
-        updates = self.take_updates()
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
             if request.status is not Status.FINISHED:
                 update = self._commit_span(
                     request, span, outcome, preemptions == request.stats.preemptions, now, result.seconds
                 )
                 if update is not None:
-                    updates.append(update)
+                    self._updates.append(update)
         if self._latency and flight.num_decodes:
             self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
         if self._lengths:
             self._lengths.observe_step(result, flight.tuned)
-        return updates
+        return self.take_updates()
+
+    def restart(self, *, failed: bool = False, whole: bool = True) -> Request | None:
+        """Give up all plans in flight: what they computed is lost, and nobody can tell how far they have come.
+
+        Requests go back to the queue, as those that are preempted do. The next plan's number leaves a gap, and all is
+        sent again to a runner that forgets what it knew. What steps that still run write is written before whatever is
+        computed behind the gap.
+
+        Args:
+            failed: a step in flight has failed: its requests are computed again in halves, see `Trials`.
+            whole: False where it was interrupted that books were written: they are made anew, without prefix cache.
+
+        Returns:
+            The request that made the step fail, where it was in there alone; the caller ends it.
+        """
+        lost = dict.fromkeys(request for flight in self.in_flight for request, _ in flight.requests)
+        for request in lost:
+            request.num_in_flight = 0  # its blocks need not be kept for them
+        if whole:
+            for request in self.running:
+                self.kv.free(request)
+            for flight in self.in_flight:
+                self.kv.step_committed(flight.number)
+        else:
+            self.kv.reset()
+        culprit = self.trials.failed([r for r in lost if r.status is not Status.FINISHED]) if failed else None
+        self.in_flight.clear()
+        self.running, self._waiting, self._held, self._computing = [], [], {}, {}
+        self._ended, self._let_go = [], []
+        self._next_number += 1
+        for request in self.requests.values():
+            request.restart()
+            if self.trials.admits(request):
+                self._enqueue(request)
+        return culprit
 
     def take_updates(self) -> list[RequestUpdate]:
-        """Terminal updates of requests that were aborted since the last call."""
+        """What requests got that nobody has been told: as a rule, ends that no commit yielded."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -144,7 +184,7 @@ class Scheduler:
 
     @property
     def has_updates(self) -> bool:
-        """Some request was aborted, and nobody has been told."""
+        """Some request got something, as a rule its end, and nobody has been told."""
         return bool(self._updates)
 
     @property
