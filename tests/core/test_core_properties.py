@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         head=st.integers(0, 40),
         tail=st.lists(st.integers(0, 2), max_size=8),
         like=st.integers(0, 100),
-        max_tokens=st.integers(1, 15),
+        max_tokens=st.integers(0, 15),
         priority=st.integers(-1, 1),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         scope=st.sampled_from(["", "", "tenant"]),
@@ -150,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 < plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.spans) <= config.max_num_seqs
         assert len({span.request for span in plan.spans}) == len(plan.spans)
+        assert not any(span.num_sampled for span in plan.spans if not self.max_tokens[span.request])
 
     @invariant()
     def books_agree(self):

@@ -79,6 +79,7 @@ class Request:
 
     Attributes:
         id: the engine's own number; also the order of arrival.
+        max_tokens: longest output; 0: the prompt is computed and scored, and nothing sampled.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
         table: block ids from position 0 on; 0 where a window has passed.
@@ -175,19 +176,21 @@ class Request:
         self.last_step = -1
 
     @property
+    def num_positions(self) -> int:
+        """Positions that are computed in all: the prompt's, and all of the output but the last, whose KV nobody needs."""
+        return self.num_prompt + max(0, self.max_tokens - 1)
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that could be computed next: one for a decoding request, none when it must wait for a commit."""
-        total = len(self.tokens) + self.num_pending
-        if total - self.num_prompt >= self.max_tokens:
-            return 0  # the last token is sampled; nothing needs its KV
-        return total - self.num_computed
+        return min(len(self.tokens) + self.num_pending, self.num_positions) - self.num_computed
 
     @property
     def num_draftable(self) -> int:
         """Drafts that a step could verify beside its next token: the last token of all is never a draft."""
         if not self.draft_state.followed:
             return 0
-        return self.max_tokens - 1 - (len(self.tokens) + self.num_pending - self.num_prompt)
+        return max(0, self.num_positions - len(self.tokens) - self.num_pending)
 
     @property
     def must_wait(self) -> bool:

@@ -68,7 +68,7 @@ class Scheduler:
         """
         if request.id in self.requests:
             raise RequestError(f"request id {request.id} is in use; ids must be unique")
-        needed = self.kv.peak_blocks(request.num_prompt + request.max_tokens, self._max_chunk)
+        needed = self.kv.peak_blocks(request.num_positions, self._max_chunk)
         if needed > self.kv.num_usable:
             raise RequestTooLargeError(
                 f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {needed} KV "
@@ -476,7 +476,7 @@ class Scheduler:
         if start < num_known <= end and request.num_pending:
             tokens.append(FROM_PREVIOUS)
         tokens += [DRAFT] * (count - len(tokens))
-        num_sampled = max(0, end + 1 - num_known)
+        num_sampled = max(0, min(end + 1, request.num_prompt + request.max_tokens) - num_known)
         span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_uncertain > 0)
         if request.params.prompt_logprobs is not None:
             span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
@@ -517,11 +517,11 @@ class Scheduler:
         if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
-        self._cut_at_end(request, update)
+        self._cut_at_end(request, update, span.start + len(span.tokens))
         request.append(update.tokens)
         if current:
             self._commit_rows(request, len(span.tokens), span.num_sampled - len(outcome.tokens))
-        if not update.tokens and not outcome.prompt_logprobs:
+        if not update.tokens and not outcome.prompt_logprobs and update.finish_reason is None:
             return None
         if update.tokens and stats.first_token is None:
             stats.first_token = now
@@ -549,20 +549,26 @@ class Scheduler:
         if self._lengths:
             self._lengths.accepted(request.draft_state, outcome.num_drafted, accepted)
 
-    def _cut_at_end(self, request: Request, update: RequestUpdate) -> None:
-        """Find the stop token, or the length, that ends the request; tokens behind it are dropped."""
+    def _cut_at_end(self, request: Request, update: RequestUpdate, end: int) -> None:
+        """Find the stop token, or the length, that ends the request; tokens behind it are dropped.
+
+        Args:
+            end: position behind what was computed, at most.
+        """
         before = len(request.tokens) - request.num_prompt
-        for count, token in enumerate(update.tokens, start=1):
+        left = request.max_tokens - before
+        for count, token in enumerate(update.tokens[:left], start=1):
             if token in request.stop_token_ids and before + count >= request.params.min_tokens:
                 update.finish_reason = "stop"
                 update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-            elif before + count >= request.max_tokens:
-                update.finish_reason = "length"
-            else:
-                continue
-            update.tokens = update.tokens[:count]
-            update.logprobs = update.logprobs and update.logprobs[:count]
-            return
+                left = count
+                break
+        else:
+            if len(update.tokens) < left or end < request.num_prompt:
+                return
+            update.finish_reason = "length"
+        update.tokens = update.tokens[:left]
+        update.logprobs = update.logprobs and update.logprobs[:left]
 
     def _end(self, request: Request, now: float, keep_partial: bool = False) -> None:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
