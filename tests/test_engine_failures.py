@@ -1,4 +1,4 @@
-"""Steps that fail, are interrupted, or are lost: nobody gets a token twice or not at all, and only who is to blame ends."""
+"""Steps that fail, are interrupted or lost: nobody gets a token twice or not at all, and only who is to blame ends."""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ class FakeRunner:
             self.tables, self.texts = {}, {}
             started = {info.request for info in plan.started}
             if not started.issuperset(span.request for span in plan.spans):
-                raise RuntimeError(f"plan {plan.number} came, {self.next_number} was next; not all state was sent again")
+                raise RuntimeError(
+                    f"plan {plan.number} came, {self.next_number} was next; not all state was sent again"
+                )
         self.next_number = plan.number + 1
         if any(span.request in self.fatal for span in plan.spans):
             raise StepFailed

@@ -177,7 +177,7 @@ class Request:
 
     @property
     def num_positions(self) -> int:
-        """Positions that are computed in all: the prompt's, and all of the output but the last, whose KV nobody needs."""
+        """Positions that are computed in all: the prompt's, and the output's but the last, whose KV nobody needs."""
         return self.num_prompt + max(0, self.max_tokens - 1)
 
     @property

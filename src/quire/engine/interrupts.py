@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine is driven in the calling thread: it waits for the end of a step, so that none is left half-way.
+"""Ctrl-C while an engine is driven in the calling thread: it waits for the end of a step, so none is left half-way.
 
 A second one does not wait. But it comes through only where that does no harm: while a step is computed, not while books
 are written.

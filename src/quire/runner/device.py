@@ -234,7 +234,9 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether it says that memory did not suffice, a device's or the host's. torch has no class for the latter."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("out of memory", "DefaultCPUAllocator"))
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("out of memory", "DefaultCPUAllocator")
+    )
 
 
 def open_device(kind: str) -> Device:
