@@ -122,7 +122,7 @@ def test_a_request_runs_in_a_pool_that_holds_all_its_tokens_but_the_last(length,
 
 
 def test_max_tokens_0_samples_nothing_and_ends_with_the_prompts_last_row():
-    scheduler, runner = make_scheduler(max_num_batched_tokens=8, drafts=4)
+    scheduler, runner = make_scheduler(max_num_batched_tokens=8, max_num_seqs=2, drafts=4)
     scheduler.add(make_request(0, list(range(20)), max_tokens=0, prompt_logprobs=0))
     spans, updates = [], []
     for number in range(3):
