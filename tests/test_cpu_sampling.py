@@ -18,7 +18,7 @@ from quire.ops import Kernels
 from quire.ops import sampling as ops
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
-from quire.ops.logit_edits import Edits, Lists
+from quire.ops.logit_edits import Edits, Lists, Masks
 from quire.runner.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
@@ -179,12 +179,13 @@ def make_edits(rows: list[int], vocab: int, draw: random.Random) -> Edits:
     def numbers(*choices: float) -> Tensor:
         return torch.tensor([draw.choice(choices) for _ in rows])
 
-    seen, bias, allowed = ids(50), ids(9), [part if draw.random() < 0.5 else part[:0] for part in ids(vocab)]
+    seen, bias = ids(50), ids(9)
+    masks = torch.cat([torch.zeros(1, vocab, dtype=torch.bool), noise(3, vocab) > 0])
     return Edits(
         torch.tensor(rows), numbers(1.0, 0.5, 1.7), numbers(0.0, -0.5, 2.0), numbers(0.0, 1.5),
         Lists.of(seen, [np.array([draw.choice([0, 1, 7]) for _ in part], np.float32) for part in seen]),
         Lists.of(bias, [np.array([draw.uniform(-100, 100) for _ in part], np.float32) for part in bias]),
-        Lists.of(allowed),
+        Masks(masks, torch.tensor([draw.randrange(4) for _ in rows])),
         Lists.of(ids(5)),
     )  # fmt: skip
 
@@ -227,6 +228,13 @@ def test_bad_input_is_refused_before_c_reads_it(kernels: Kernels) -> None:
         kernels.edit_logits(logits, edits)
     edits.banned = Lists(torch.tensor([0, 5, 1]), torch.tensor([3]), torch.zeros(0))
     with pytest.raises(ValueError, match="must rise from 0"):
+        kernels.edit_logits(logits, edits)
+    edits = make_edits([0, 1], 50, random.Random(1))
+    edits.masks.requests[1] = 4
+    with pytest.raises(ValueError, match="mask is 4"):
+        kernels.edit_logits(logits, edits)
+    edits = make_edits([0, 1], 49, random.Random(1))
+    with pytest.raises(ValueError, match="masks have 49 columns; they must have 50"):
         kernels.edit_logits(logits, edits)
 
 

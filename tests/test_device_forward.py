@@ -12,7 +12,6 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.executor import STEP_FAILED
 from quire.errors import DeviceLostError, MemoryPlanError
 from quire.runner.device_forward import CHUNK, LARGEST_GRAPH, all_sizes, padded
 from quire.runner.model_runner import OUT_OF_MEMORY
@@ -240,4 +239,4 @@ def test_a_device_that_fails_ends_the_engine_but_pinned_memory_that_runs_out_doe
                 engine.step()
         else:
             updates = [update for _ in range(3) for update in engine.step()]
-            assert [update.error for update in updates] == [STEP_FAILED]
+            assert [update.error for update in updates] == [OUT_OF_MEMORY]

@@ -72,6 +72,18 @@ def test_prompt_logprobs_cover_every_token_after_the_first(llm):
         assert token in entry and math.isfinite(entry[token].logprob)
 
 
+def test_a_prompt_that_fills_the_context_and_the_pool_can_be_scored(llm):
+    prompt = [token % 500 + 10 for token in range(64)]
+    [longer] = llm.generate([[*prompt, 7]], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    with LLM("demo", max_model_len=64, num_kv_blocks=5, block_size=16) as small:
+        [output] = small.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1))
+        assert output.prompt_logprobs == longer.prompt_logprobs[:64]
+        [choice] = output.outputs
+        assert (choice.token_ids, choice.text, choice.logprobs, choice.finish_reason) == ([], "", [], "length")
+        assert small.stats.output_tokens == 0
+        assert output.metrics.time_to_first_token is None
+
+
 def test_choices_differ_and_a_seed_repeats_them(llm):
     params = SamplingParams(n=3, seed=11, max_tokens=10, temperature=1.0)
     first, second = (llm.generate("for i in ", params)[0] for _ in range(2))

@@ -103,6 +103,43 @@ def test_only_allowed_tokens_are_sampled() -> None:
     assert sampled == {4, 17}
 
 
+@pytest.mark.parametrize("kind", [Device, DelayedDevice])
+def test_allowed_ids_are_sent_once_a_request_and_not_in_each_step(kind: type[Device]) -> None:
+    device, kernels = kind(), SpanKernels() if kind is DelayedDevice else None
+    sent: list[int] = []
+    upload = device.upload
+
+    def counted(*arrays: Any) -> list[Tensor]:
+        sent.append(sum(array.nbytes for array in arrays))
+        return upload(*arrays)
+
+    device.upload = counted  # type: ignore[method-assign]
+    found = []
+    for allowed in (range(10, 12), range(10, 900)):
+        sampler = Sampler(1000, kernels, device)
+        for request in range(3):
+            sampler.start(info(request, temperature=1.0, allowed_token_ids=list(allowed)))
+        assert sum(sent) == 3 * 8 * len(allowed)
+        sent.clear()
+        for step in range(4):
+            rows = sampler.sample(noise(3, 1000, seed=step), [(request, 3 + step) for request in range(3)])
+            assert all(row.token in allowed for row in rows)
+        found.append(sum(sent))
+        sent.clear()
+    assert found[0] == found[1]
+
+
+def test_a_mask_ends_with_its_request() -> None:
+    sampler = Sampler(VOCAB)
+    for request in range(20):
+        sampler.start(info(request, allowed_token_ids=[7 + request]))
+        assert one(sampler, noise(1), 3, request).token == 7 + request
+        sampler.end(request)
+    assert len(sampler._masks.masks) < 20, "rows are used again"
+    sampler.start(info(30, temperature=0))
+    assert one(sampler, logits_of({49: 5.0}), 3, 30).token == 49
+
+
 def test_stop_tokens_are_masked_before_min_tokens() -> None:
     sampler = Sampler(VOCAB)
     sampler.start(info(temperature=0, min_tokens=2, stop_token_ids=frozenset({9})))

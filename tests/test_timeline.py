@@ -155,13 +155,16 @@ def test_a_wide_step_shows_its_chunks_first_and_says_how_many_spans_it_leaves_ou
     assert sum("7 tokens" in line for line in shown[:num_chunks]) == min(num_chunks, MAX_SPANS)
 
 
-def test_a_step_that_failed_is_a_mark_without_a_length(tmp_path: Path) -> None:
+def test_a_step_that_was_given_up_is_a_mark_without_a_length(tmp_path: Path) -> None:
     drive = Drive(tmp_path)
-    drive.step(StepPlan(0, [Span(0, 8, [1], 1)], num_tokens=1), failed=True)
-    drive.step(StepPlan(1, [Span(0, 8, [1], 1)], num_tokens=1))
+    for number in (0, 1):
+        drive.timeline.planned(StepPlan(number, [Span(0, 8, [1], 1)], num_tokens=1), time.monotonic(), 0.0)
+    drive.timeline.given_up()
+    drive.step(StepPlan(3, [Span(0, 8, [1], 1)], num_tokens=1))
+    drive.timeline.given_up()
     events = drive.events()
-    assert [event["name"] for event in events if event["ph"] == "i"] == ["step 0 failed"]
-    assert [step["args"]["step"] for step in slices(events, DEVICE)] == [1]
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["step 0 given up", "step 1 given up"]
+    assert [step["args"]["step"] for step in slices(events, DEVICE)] == [3]
 
 
 @pytest.mark.parametrize("error", [-3.0, -0.002, 0.0, 0.002, 3.0])
@@ -495,7 +498,6 @@ class Drive:
         plan: StepPlan,
         seconds: float = 0.0,
         clock_error: float = 0.0,
-        failed: bool = False,
         updates: list[RequestUpdate] | None = None,
         results: list[SpanResult] | None = None,
         drafting: float = 0.0,
@@ -508,7 +510,7 @@ class Drive:
         self.timeline.submitted(plan, begin, 0.0)
         time.sleep(seconds)
         self.timeline.waited(plan, time.monotonic(), 0.0)
-        result = StepResult(plan.number, results or [], seconds, 0.0 if failed else begin + clock_error, drafting)
+        result = StepResult(plan.number, results or [], seconds, begin + clock_error, drafting)
         self.timeline.committed(plan, result, updates or [])
 
     def run_all(self, runner: Any, depth: int = 0, limit: int = 1000) -> list[RequestUpdate]:

@@ -15,7 +15,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.ops import Kernels
 from quire.ops import sampling as ops
-from quire.ops.logit_edits import Edits, History, Lists
+from quire.ops.logit_edits import Edits, History, Lists, Masks
 from quire.ops.triton import sampling
 from quire.runner.device import Device
 from quire.runner.sampler import Sampler
@@ -197,7 +197,8 @@ def make_edits(rows: list[int], vocab: int, draw: random.Random) -> Edits:
     def numbers(*choices: float) -> Tensor:
         return torch.tensor([draw.choice(choices) for _ in rows])
 
-    bias, allowed = ids(9), [part if draw.random() < 0.5 else part[:0] for part in ids(vocab)]
+    bias, masks = ids(9), noise(4, vocab, seed=1) > 0
+    masks[0] = False
     counts = torch.randint(0, 9, (5, vocab), dtype=torch.int32, generator=torch.Generator().manual_seed(vocab))
     counts *= noise(5, vocab) > 0
     counts[0] = 0
@@ -205,7 +206,7 @@ def make_edits(rows: list[int], vocab: int, draw: random.Random) -> Edits:
     return Edits(
         torch.tensor(rows), numbers(1.0, 0.5, 1.7), numbers(0.0, -0.5, 2.0), numbers(0.0, 1.5), history,
         Lists.of(bias, [np.array([draw.uniform(-100, 100) for _ in part], np.float32) for part in bias]),
-        Lists.of(allowed),
+        Masks(masks, torch.tensor([draw.randrange(4) for _ in rows])),
         Lists.of(ids(5)),
     )  # fmt: skip
 

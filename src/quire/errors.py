@@ -23,6 +23,10 @@ class DeviceLostError(QuireError):
     """The device has failed in a way that ends the engine; a server starts another one and resumes its requests."""
 
 
+class StepFailedError(QuireError):
+    """A step could not be computed, through whose fault is not known; the engine computes its requests again."""
+
+
 class MemoryPlanError(ConfigError):
     """The memory that was granted does not hold what was asked of it."""
 

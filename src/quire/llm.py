@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import logging
 import queue
-import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import EngineConfig
@@ -22,6 +20,7 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.frontend import Frontend, Prepared, Prompt
+from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
 from quire.engine.tokenizer import Tokenizer
@@ -124,6 +123,8 @@ class LLM(_Base):
 
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)
+        self._interrupts = Interrupts()
+        self._engine.computing = self._interrupts.second_comes_through
         self._changed: dict[str, RequestOutput] = {}  # what grew and was not handed out yet
         self._streaming: set[str] = set()  # requests whose outputs go to `stream` alone
 
@@ -157,14 +158,15 @@ class LLM(_Base):
         many = _prompt_list(prompts)
         prepared = self._frontend.prepare_all(many, _params_list(params, len(many)))
         outputs: list[RequestOutput] = []
-        try:
-            for item in prepared:
-                outputs.append(self._frontend.submit(item))
-            self._run(outputs, progress)
-        except BaseException:  # Ctrl-C too: nothing of this batch may go on behind the caller's back
-            for output in outputs:
-                self._drop(output)
-            raise
+        with self._interrupts.held():
+            try:
+                for item in prepared:
+                    outputs.append(self._frontend.submit(item))
+                self._run(outputs, progress)
+            except BaseException:  # Ctrl-C too: nothing of this batch may go on behind the caller's back
+                for output in outputs:
+                    self._drop(output)
+                raise
         return outputs
 
     def chat(
@@ -197,19 +199,22 @@ class LLM(_Base):
     def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
         """Queued when the first output is asked for: an iterator that nobody reads costs nothing."""
         self._check_open()
-        output = self._frontend.submit(prepared)
-        request_id = output.request_id
-        self._streaming.add(request_id)
+        output: RequestOutput | None = None
         try:
-            while request_id in self._changed or not output.finished:
-                if self._changed.pop(request_id, None):
+            with self._interrupts.held():
+                output = self._frontend.submit(prepared)
+                self._streaming.add(output.request_id)
+            while output.request_id in self._changed or not output.finished:
+                if self._changed.pop(output.request_id, None):
                     yield output.hand_out()
                 else:
                     self._advance()
         finally:
-            self._streaming.discard(request_id)
-            if not self._closed:
-                self._drop(output)
+            if output is not None:
+                with self._interrupts.held():
+                    self._streaming.discard(output.request_id)
+                    if not self._closed:
+                        self._drop(output)
 
     def _drop(self, output: RequestOutput) -> None:
         """Nobody waits for this output any more."""
@@ -222,7 +227,9 @@ class LLM(_Base):
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
         """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one."""
         self._check_open()
-        return self._frontend.submit(self._frontend.prepare(prompt, params), request_id).request_id
+        prepared = self._frontend.prepare(prompt, params)
+        with self._interrupts.held():
+            return self._frontend.submit(prepared, request_id).request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that changed, each once. A finished one comes a last time."""
@@ -235,17 +242,18 @@ class LLM(_Base):
         which then ends with it.
         """
         self._check_open()
-        outputs = self._frontend.abort(request_id)
-        if request_id in self._streaming:
-            self._changed.update((output.request_id, output) for output in outputs)  # the stream hands it out
-            return []
-        self._changed.pop(request_id, None)
-        return outputs
+        with self._interrupts.held():
+            outputs = self._frontend.abort(request_id)
+            if request_id in self._streaming:
+                self._changed.update((output.request_id, output) for output in outputs)  # the stream hands it out
+                return []
+            self._changed.pop(request_id, None)
+            return outputs
 
     def _advance(self) -> None:
         """Run one step, and note what changed until somebody asks for it."""
         self._check_open()
-        with _interrupts_held():
+        with self._interrupts.held():
             changed = self._frontend.absorb(self._engine.step())
             self._changed.update((output.request_id, output) for output in changed)
 
@@ -272,6 +280,7 @@ class LLM(_Base):
         with _progress_bar(len(outputs), progress) as bar:
             while todo:
                 self._advance()
+                self._interrupts.deliver()
                 mine = [self._changed.pop(request_id) for request_id in todo & self._changed.keys()]
                 todo -= {output.request_id for output in mine if output.finished}
                 bar.update(len(outputs) - len(todo), self.stats.output_tokens)
@@ -401,28 +410,6 @@ class AsyncLLM(_Base):
     def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
         self._commands.put(lambda: self._engine.abort(request, reason))
         return []
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits for the end of a step, so that none is left half-way; a second one does not wait."""
-    if threading.current_thread() is not threading.main_thread():  # only there can signals interrupt Python
-        yield
-        return
-    pressed: list[FrameType | None] = []
-
-    def hold(signum: int, frame: FrameType | None) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(frame)
-
-    before = signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed and callable(before):
-        before(signal.SIGINT, pressed[0])
 
 
 def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcontext[_NoProgress]:

@@ -5,9 +5,12 @@ Whatever is wrong with sharing, copying, tables or order changes what is read, a
 
 from __future__ import annotations
 
+import sys
 import zlib
 from array import array
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
@@ -16,6 +19,8 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepPlan, StepResult, TokenLogprobs
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 VOCAB = 50
 POISON = -7
@@ -43,6 +48,10 @@ def often_right(context: list[int], count: int, window: int | None = None) -> li
     return [token if i < wrong else token + 1 for i, token in enumerate(drafts)]
 
 
+class StepFailed(Exception):
+    """The step came to nothing."""
+
+
 class FakeRunner:
     """With a `drafter`, drafts are verified as a real runner does: given tokens so far and how many are wanted."""
 
@@ -62,12 +71,20 @@ class FakeRunner:
         self.tables: dict[int, list[int]] = {}
         self.next_number = 0
         self.broken: set[int] = set()  # requests whose logits are not finite
+        self.fatal: set[int] = set()  # requests whose steps fail
         self.spoils: Callable[[], bool] = lambda: False  # whether drafts make the row before them fail
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.number != self.next_number:
-            raise RuntimeError(f"plan {plan.number} came, {self.next_number} was next")
-        self.next_number += 1
+            self.tables, self.texts = {}, {}
+            started = {info.request for info in plan.started}
+            if not started.issuperset(span.request for span in plan.spans):
+                raise RuntimeError(
+                    f"plan {plan.number} came, {self.next_number} was next; not all state was sent again"
+                )
+        self.next_number = plan.number + 1
+        if any(span.request in self.fatal for span in plan.spans):
+            raise StepFailed
         for request in plan.ended:
             del self.tables[request]
             del self.texts[request]
@@ -179,3 +196,28 @@ def outputs(updates: list[RequestUpdate]) -> dict[int, list[int]]:
     for update in updates:
         result.setdefault(update.request, []).extend(update.tokens)
     return result
+
+
+def interrupted(call: Callable[[], object], lines: int) -> bool:
+    """Whether `call` came to no end, because it was to run more than so many lines of `quire.core`."""
+    left = lines
+
+    def trace(frame: FrameType, event: str, arg: object) -> TraceFunction | None:
+        nonlocal left
+        if not frame.f_globals["__name__"].startswith("quire.core."):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise MemoryError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except MemoryError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

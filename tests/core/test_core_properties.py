@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.core.invariants import check
 from quire.errors import RequestTooLargeError
-from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
+from tests.core.fake_runner import StepFailed, expected_output, interrupted, make_request, make_scheduler, outputs
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Add, abort, break, schedule and commit in any order; at the end everything must have ended, and rightly."""
+    """Add, abort, break, schedule, commit and lose steps in any order; at the end all must have ended, and rightly."""
 
     @initialize(data=st.data())
     def start(self, data):
@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         luck, spoilt = random.Random(draw(st.integers(0, 99))), draw(st.sampled_from([0.0, 0.0, 0.3]))
         self.runner.spoils = lambda: luck.random() < spoilt
+        self.fails_late = draw(st.booleans())  # that a step has failed is seen when it is waited for
         self.prompts: dict[int, list[int]] = {}
         self.max_tokens: dict[int, int] = {}
         self.aborted: set[int] = set()
@@ -51,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         head=st.integers(0, 40),
         tail=st.lists(st.integers(0, 2), max_size=8),
         like=st.integers(0, 100),
-        max_tokens=st.integers(1, 15),
+        max_tokens=st.integers(0, 15),
         priority=st.integers(-1, 1),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         scope=st.sampled_from(["", "", "tenant"]),
@@ -84,6 +85,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.prompts:
             self.runner.broken.add(which % len(self.prompts))
 
+    @rule(which=st.integers(0, 1000))
+    def make_fatal(self, which):
+        """Whatever step this request is in fails from now on."""
+        if self.prompts:
+            self.runner.fatal.add(which % len(self.prompts))
+
+    @rule()
+    def lose_steps(self):
+        """What is in flight has run, and nobody will know what came of it."""
+        self.flying.clear()
+        self.scheduler.restart()
+
+    @rule(lines=st.integers(1, 400))
+    def interrupt_scheduling(self, lines):
+        """Memory runs out, say, while a step is planned."""
+        self.now += 1
+        if interrupted(lambda: self.scheduler.schedule(self.now), lines):
+            self.flying.clear()
+            self.scheduler.restart(whole=False)
+        else:
+            self.lose_steps()
+
     @rule()
     def evict_all(self):
         self.scheduler.kv.cache.clear()
@@ -99,11 +122,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         check(self.scheduler)
         if plan:
             self._check_plan(plan)
-            self.flying.append((plan, self.runner.run(plan)))
+            try:
+                failed = any(result is None for _, result in self.flying)
+                self.flying.append((plan, None if failed else self.runner.run(plan)))
+            except StepFailed:
+                if not self.fails_late:
+                    return self._fail()
+                self.flying.append((plan, None))
         if not plan and not self.flying:
             return False
-        if not plan or len(self.flying) > self.depth:
-            self.updates += self.scheduler.commit(*self.flying.pop(0), self.now)
+        if not plan or len(self.flying) > (0 if self.scheduler.trials.on else self.depth):
+            first, result = self.flying.pop(0)
+            if result is None:
+                return self._fail()
+            self.updates += self.scheduler.commit(first, result, self.now)
+        return True
+
+    def _fail(self) -> bool:
+        self.flying.clear()
+        culprit = self.scheduler.restart(failed=True)
+        if culprit is not None:
+            assert culprit.id in self.runner.fatal, "only who makes steps fail is blamed"
+            self.scheduler.fail(culprit.id, "its step failed", self.now)
         return True
 
     def _check_plan(self, plan):
@@ -112,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 < plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.spans) <= config.max_num_seqs
         assert len({span.request for span in plan.spans}) == len(plan.spans)
+        assert not any(span.num_sampled for span in plan.spans if not self.max_tokens[span.request])
 
     @invariant()
     def books_agree(self):
@@ -146,7 +187,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if id in self.scoring:
                     assert [entry.ids[0] for entry in scored[id]] == prompt[1:]
             else:
-                assert id in self.aborted or (reasons[id] == "error" and id in self.runner.broken)
+                bad = self.runner.broken | self.runner.fatal
+                assert id in self.aborted or (reasons[id] == "error" and id in bad)
 
 
 SchedulerMachine.TestCase.settings = settings(

@@ -104,9 +104,39 @@ def test_min_tokens_lets_a_stop_token_pass():
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     scheduler, _ = make_scheduler(num_blocks=5, block_size=4)
-    with pytest.raises(RequestTooLargeError, match=r"10 tokens and max_tokens=7 need 5 KV blocks.*pool has 4"):
-        scheduler.add(make_request(0, list(range(10)), max_tokens=7))
-    scheduler.add(make_request(1, list(range(10)), max_tokens=6))
+    with pytest.raises(RequestTooLargeError, match=r"10 tokens and max_tokens=8 need 5 KV blocks.*pool has 4"):
+        scheduler.add(make_request(0, list(range(10)), max_tokens=8))
+    scheduler.add(make_request(1, list(range(10)), max_tokens=7))
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_request_runs_in_a_pool_that_holds_all_its_tokens_but_the_last(length, max_tokens, drafts):
+    needed = -(-(length + max(0, max_tokens - 1)) // 4)
+    prompt = list(range(length))
+    scheduler, runner = make_scheduler(num_blocks=1 + needed, block_size=4, drafts=drafts)
+    scheduler.add(make_request(0, prompt, max_tokens=max_tokens))
+    updates = run_all(scheduler, runner, depth=1)
+    assert outputs(updates)[0] == expected_output(prompt, max_tokens)
+    assert updates[-1].finish_reason == "length"
+    scheduler, _ = make_scheduler(num_blocks=needed, block_size=4)
+    with pytest.raises(RequestTooLargeError, match=f"need {needed} KV blocks"):
+        scheduler.add(make_request(0, prompt, max_tokens=max_tokens))
+
+
+def test_max_tokens_0_samples_nothing_and_ends_with_the_prompts_last_row():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=8, max_num_seqs=2, drafts=4)
+    scheduler.add(make_request(0, list(range(20)), max_tokens=0, prompt_logprobs=0))
+    spans, updates = [], []
+    for number in range(3):
+        plan, got = run_step(scheduler, runner, float(number))
+        spans += [(span.start, len(span.tokens), span.num_sampled) for span in plan.spans]
+        updates += got
+    assert spans == [(0, 8, 0), (8, 8, 0), (16, 4, 0)] and scheduler.idle
+    assert [update.finish_reason for update in updates] == [None, None, "length"]
+    assert sum(len(update.prompt_logprobs) for update in updates) == 19
+    assert updates[-1].stats.first_token is None
 
 
 def test_an_id_in_use_is_refused():

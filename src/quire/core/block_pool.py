@@ -20,10 +20,14 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
         self.generations = [0] * num_blocks
         self.double_releases = 0
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free, whoever held it."""
+        self.ref_counts = [0] * self.num_blocks
+        self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))
 
     @property
     def num_free(self) -> int:

@@ -38,8 +38,14 @@ class KVManager:
         self.block_size = block_size
         self.window = window
         self.hasher = hasher
+        self._prefix_cache = prefix_cache
         self.pool = BlockPool(num_blocks)
-        self.cache = CACHES[prefix_cache](self.pool, block_size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free, and nothing is cached, whatever was written in the books before."""
+        self.pool.reset()
+        self.cache = CACHES[self._prefix_cache](self.pool, self.block_size)
         self.num_deferred = 0
         self._deferred: dict[int, list[int]] = {}  # by number of the last step that touches them
         self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # hashed last: scope, keys, hashes

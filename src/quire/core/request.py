@@ -82,6 +82,7 @@ class Request:
         owner: whose it is: owners take turns (see `turns.py`). "" where there is one only.
         order: its place in the order of service: (priority, turn, id).
         awaits: hash of the block that it waits for while it is HELD.
+        max_tokens: longest output; 0: the prompt is computed and scored, and nothing sampled.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
         table: block ids from position 0 on; 0 where a window has passed.
@@ -183,19 +184,21 @@ class Request:
         self.last_step = -1
 
     @property
+    def num_positions(self) -> int:
+        """Positions that are computed in all: the prompt's, and the output's but the last, whose KV nobody needs."""
+        return self.num_prompt + max(0, self.max_tokens - 1)
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that could be computed next: one for a decoding request, none when it must wait for a commit."""
-        total = len(self.tokens) + self.num_pending
-        if total - self.num_prompt >= self.max_tokens:
-            return 0  # the last token is sampled; nothing needs its KV
-        return total - self.num_computed
+        return min(len(self.tokens) + self.num_pending, self.num_positions) - self.num_computed
 
     @property
     def num_draftable(self) -> int:
         """Drafts that a step could verify beside its next token: the last token of all is never a draft."""
         if not self.draft_state.followed:
             return 0
-        return self.max_tokens - 1 - (len(self.tokens) + self.num_pending - self.num_prompt)
+        return max(0, self.num_positions - len(self.tokens) - self.num_pending)
 
     @property
     def must_wait(self) -> bool:
@@ -214,6 +217,17 @@ class Request:
     def append(self, tokens: list[int]) -> None:
         self.tokens.extend(tokens)
         self.keys.extend(tokens)
+
+    def restart(self) -> None:
+        """Back to the queue, without blocks, unknown to the runner: whatever steps in flight would bring is lost."""
+        if self.status is Status.RUNNING:
+            self.stats.preemptions += 1
+        self.status = Status.WAITING
+        self.known_to_runner = False
+        self.high_water = max(self.high_water, self.num_computed)
+        self.num_computed = self.num_committed = self.num_pending = self.num_uncertain = 0
+        self.num_in_flight = self.num_sent = self.num_published = 0
+        self.table, self.copies, self.tip = [], [], None
 
     def info(self) -> RequestInfo:
         """What the runner must know, with the output so far in case it is a fresh runner."""

@@ -2,7 +2,8 @@
 
 One order rules everything: (priority, turn among owners, arrival), kept through preemption. A step holds first one
 token for every decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its
-doors are `add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order.
+doors are `add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order, or are all
+given up (`restart`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
+from quire.core.trials import Trials
 from quire.core.turns import Turns
 from quire.core.waiting_queue import WaitingQueue
 from quire.errors import RequestError, RequestTooLargeError
@@ -48,8 +50,9 @@ class Scheduler:
         self._turns = Turns()
         self._ended: list[int] = []  # for the runner to forget
         self._let_go: list[int] = []  # for it to follow no longer
-        self._updates: list[RequestUpdate] = []  # ends that no commit yielded
+        self._updates: list[RequestUpdate] = []  # that nobody has been told
         self._next_number = 0
+        self.trials = Trials()
         self._chunked = config.enable_chunked_prefill
         limit = config.long_prefill_token_threshold or max_model_len
         self._max_chunk = min(limit, config.max_num_batched_tokens)
@@ -70,7 +73,7 @@ class Scheduler:
         """
         if request.id in self.requests:
             raise RequestError(f"request id {request.id} is in use; ids must be unique")
-        needed = self.kv.peak_blocks(request.num_prompt + request.max_tokens, self._max_chunk)
+        needed = self.kv.peak_blocks(request.num_positions, self._max_chunk)
         if needed > self.kv.num_usable:
             raise RequestTooLargeError(
                 f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {needed} KV "
@@ -82,7 +85,8 @@ class Scheduler:
             self._turns.reset()
         request.order = (priority, self._turns.deal(request.owner, len(self.running)), request.id)
         self.requests[request.id] = request
-        self._waiting.push(request)
+        if self.trials.admits(request):
+            self._waiting.push(request)
 
     def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
         """End a request wherever it is; one that is not there is ignored.
@@ -103,6 +107,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where nothing can run now."""
+        if self.trials.advance():
+            self.restart()
         step = _Step(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -123,22 +129,56 @@ class Scheduler:
         for request, _ in flight.requests:
             request.num_in_flight -= 1
         self.kv.step_committed(plan.number)
-        updates = self.take_updates()
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
             if request.status is not Status.FINISHED:
                 update = self._commit_span(
                     request, span, outcome, preemptions == request.stats.preemptions, now, result.seconds
                 )
                 if update is not None:
-                    updates.append(update)
+                    self._updates.append(update)
         if self._latency and flight.num_decodes:
             self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
         if self._lengths:
             self._lengths.observe_step(result, flight.tuned)
-        return updates
+        return self.take_updates()
+
+    def restart(self, *, failed: bool = False, whole: bool = True) -> Request | None:
+        """Give up all plans in flight: what they computed is lost, and nobody can tell how far they have come.
+
+        Requests go back to the queue, as those that are preempted do. The next plan's number leaves a gap, and all is
+        sent again to a runner that forgets what it knew. What steps that still run write is written before whatever is
+        computed behind the gap.
+
+        Args:
+            failed: a step in flight has failed: its requests are computed again in halves, see `Trials`.
+            whole: False where it was interrupted that books were written: they are made anew, without prefix cache.
+
+        Returns:
+            The request that made the step fail, where it was in there alone; the caller ends it.
+        """
+        lost = dict.fromkeys(request for flight in self.in_flight for request, _ in flight.requests)
+        for request in lost:
+            request.num_in_flight = 0  # its blocks need not be kept for them
+        if whole:
+            for request in self.running:
+                self.kv.free(request)
+            for flight in self.in_flight:
+                self.kv.step_committed(flight.number)
+        else:
+            self.kv.reset()
+        culprit = self.trials.failed([r for r in lost if r.status is not Status.FINISHED]) if failed else None
+        self.in_flight.clear()
+        self.running, self._waiting = [], WaitingQueue()
+        self._ended, self._let_go = [], []
+        self._next_number += 1
+        for request in self.requests.values():
+            request.restart()
+            if self.trials.admits(request):
+                self._waiting.push(request)
+        return culprit
 
     def take_updates(self) -> list[RequestUpdate]:
-        """Terminal updates of requests that were aborted since the last call."""
+        """What requests got that nobody has been told: as a rule, ends that no commit yielded."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -151,7 +191,7 @@ class Scheduler:
 
     @property
     def has_updates(self) -> bool:
-        """Some request was aborted, and nobody has been told."""
+        """Some request got something, as a rule its end, and nobody has been told."""
         return bool(self._updates)
 
     @property
@@ -429,7 +469,7 @@ class Scheduler:
         if start < num_known <= end and request.num_pending:
             tokens.append(FROM_PREVIOUS)
         tokens += [DRAFT] * (count - len(tokens))
-        num_sampled = max(0, end + 1 - num_known)
+        num_sampled = max(0, min(end + 1, request.num_prompt + request.max_tokens) - num_known)
         span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_uncertain > 0)
         if request.params.prompt_logprobs is not None:
             span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
@@ -470,11 +510,11 @@ class Scheduler:
         if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
-        self._cut_at_end(request, update)
+        self._cut_at_end(request, update, span.start + len(span.tokens))
         request.append(update.tokens)
         if current:
             self._commit_rows(request, len(span.tokens), span.num_sampled - len(outcome.tokens))
-        if not update.tokens and not outcome.prompt_logprobs:
+        if not update.tokens and not outcome.prompt_logprobs and update.finish_reason is None:
             return None
         if update.tokens and stats.first_token is None:
             stats.first_token = now
@@ -502,20 +542,26 @@ class Scheduler:
         if self._lengths:
             self._lengths.accepted(request.draft_state, outcome.num_drafted, accepted)
 
-    def _cut_at_end(self, request: Request, update: RequestUpdate) -> None:
-        """Find the stop token, or the length, that ends the request; tokens behind it are dropped."""
+    def _cut_at_end(self, request: Request, update: RequestUpdate, end: int) -> None:
+        """Find the stop token, or the length, that ends the request; tokens behind it are dropped.
+
+        Args:
+            end: position behind what was computed, at most.
+        """
         before = len(request.tokens) - request.num_prompt
-        for count, token in enumerate(update.tokens, start=1):
+        left = request.max_tokens - before
+        for count, token in enumerate(update.tokens[:left], start=1):
             if token in request.stop_token_ids and before + count >= request.params.min_tokens:
                 update.finish_reason = "stop"
                 update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-            elif before + count >= request.max_tokens:
-                update.finish_reason = "length"
-            else:
-                continue
-            update.tokens = update.tokens[:count]
-            update.logprobs = update.logprobs and update.logprobs[:count]
-            return
+                left = count
+                break
+        else:
+            if len(update.tokens) < left or end < request.num_prompt:
+                return
+            update.finish_reason = "length"
+        update.tokens = update.tokens[:left]
+        update.logprobs = update.logprobs and update.logprobs[:left]
 
     def _end(self, request: Request, now: float, keep_partial: bool = False) -> None:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""

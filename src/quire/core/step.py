@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(slots=True)
 class RequestInfo:
-    """What the runner must know of a request beside its spans; sent once, with its first span.
+    """What the runner must know of a request beside its spans; sent with its first span, and its first behind a gap.
 
     Attributes:
         request: the engine's own number of the request.
@@ -80,9 +80,10 @@ class StepPlan:
     """All that a step needs.
 
     Attributes:
-        number: counts up by one; a gap means that full state must be sent again.
+        number: counts up by one. Before a gap steps may have been given up: a runner that sees one forgets all it
+            knows of requests, and all that it needs is sent again from there on.
         spans: at most one a request.
-        started: requests that the runner has not seen yet.
+        started: requests that the runner has not seen yet, or not since a gap.
         ended: requests that the runner may forget before it runs this step.
         num_tokens: the sum of the spans' lengths.
         let_go: requests that get no drafts from this step on, so that nobody need follow them. No step in flight

@@ -7,9 +7,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,7 +25,7 @@ from quire.core.step import StepPlan, StepResult
 from quire.devices import find_device
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.timeline import KernelProfile, Timeline, TraceFile
-from quire.errors import ConfigError, EngineClosedError
+from quire.errors import ConfigError, EngineClosedError, StepFailedError
 from quire.layers.latent import LatentLayerConfig
 from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.fields import Fields
@@ -33,11 +34,14 @@ from quire.models.registry import load_model
 from quire.ops import choice_note, choose_kernels
 from quire.runner.device import open_device
 from quire.runner.memory_plan import MemoryPlan, retention
+from quire.runner.model_runner import STEP_FAILED
 from quire.runner.proposer import Proposer, Speculation
 from quire.runner.start import OnLoad, start_runner
 from quire.speculate.methods import make_speculation
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BYTES_A_THREAD = 16 * 2**20
 """Weights that make another thread worth its waiting. Measured on 2 cores with the embedded model (7.6 MiB), six
@@ -67,6 +71,10 @@ class StepObserver(Protocol):
 
     def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
         """It has run, and this is what it yielded."""
+        ...
+
+    def given_up(self) -> None:
+        """No step that was planned and has not committed ever will: their requests are planned anew."""
         ...
 
 
@@ -144,6 +152,8 @@ class Engine:
         proposer: drafts in place of what `config.speculative_config` names.
 
     Attributes:
+        computing: entered around what may take long and writes no books, so that it may be interrupted there: launching
+            steps, and waiting for them.
         path: folder of the checkpoint.
         kv_cache: the device's blocks.
         model_name: what the user called it.
@@ -198,6 +208,10 @@ class Engine:
         self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
+        self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._updates: list[RequestUpdate] = []  # that nobody has been told
+        self._committing: list[int] = []  # requests of the step that is being committed
+        self._computing = False  # else it is being decided, and books are written
         self._closed = False
         self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
@@ -283,7 +297,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing is waiting, running, or left to tell."""
-        return self.scheduler.idle and not self._in_flight and not self.scheduler.has_updates
+        return self.scheduler.idle and not self._in_flight and not self._updates and not self.scheduler.has_updates
 
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler.add`."""
@@ -300,8 +314,23 @@ class Engine:
         return self.scheduler.take_updates()
 
     def step(self) -> list[RequestUpdate]:
-        """Run the next step; what the requests got from it. Nothing to run gives only late aborts."""
+        """Run the next step; what the requests got from it. Nothing to run gives only late aborts.
+
+        Whatever it raises, the next call goes on as if this one had not been: all steps in flight are given up, their
+        requests are computed again, and nobody gets a token twice or not at all.
+        """
         self._check_open()
+        try:
+            self._advance()
+        except StepFailedError as error:
+            self._give_up(error)
+        except BaseException:
+            self._give_up()
+            raise
+        updates, self._updates = self._updates, []
+        return updates + self.scheduler.take_updates()
+
+    def _advance(self) -> None:
         begin = time.monotonic()
         plan = self.scheduler.schedule(begin)
         if plan:
@@ -309,16 +338,15 @@ class Engine:
             for observer in self._observers:
                 observer.planned(plan, begin, scheduled - begin)
             submitting = time.monotonic()
-            self._in_flight.append((plan, self.executor.submit(plan)))
+            self._in_flight.append((plan, self._compute(lambda: self.executor.submit(plan))))
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
         elif not self._in_flight and not self.scheduler.idle:
-            return self._end_stalled()
-        updates = self.scheduler.take_updates()
+            self._end_stalled()
+        depth = 0 if self.scheduler.trials.on else self._depth
         # Once nobody is left, what is in flight is surplus, and nothing comes to overlap it with.
-        while self._in_flight and (not plan or len(self._in_flight) > self._depth or self.scheduler.idle):
-            updates += self._commit(*self._in_flight.popleft())
-        return updates
+        while self._in_flight and (not plan or len(self._in_flight) > depth or self.scheduler.idle):
+            self._commit(*self._in_flight.popleft())
 
     def close(self) -> None:
         """Free the model and its blocks. Calls after this raise EngineClosedError; a second close does nothing."""
@@ -331,27 +359,72 @@ class Engine:
             del self.model, self.scheduler, self.executor, self.kv_cache, self.speculation
             self.device.release()
 
-    def _commit(self, plan: StepPlan, pending: PendingResult) -> list[RequestUpdate]:
+    def _commit(self, plan: StepPlan, pending: PendingResult) -> None:
         begin = time.monotonic()
-        result = pending.wait()
+        result = self._compute(pending.wait)
         if self._timeline:
             self._timeline.waited(plan, begin, time.monotonic() - begin)
-        stats, kv = self._stats, self.scheduler.kv
-        stats.peak_blocks = max(stats.peak_blocks, kv.num_usable - kv.num_available)
-        updates = self.scheduler.commit(plan, result, time.monotonic())
+        stats, scheduler = self._stats, self.scheduler
+        stats.peak_blocks = max(stats.peak_blocks, scheduler.kv.num_usable - scheduler.kv.num_available)
+        self._committing = [span.request for span in plan.spans if span.request in scheduler.requests]
+        updates = scheduler.commit(plan, result, time.monotonic())
+        self._updates += updates
+        self._committing = []
         stats.count(plan, result, updates)
         for observer in self._observers:
             observer.committed(plan, result, updates)
         if self.config.check_invariants:
-            invariants.check(self.scheduler)
-        return updates
+            invariants.check(scheduler)
 
-    def _end_stalled(self) -> list[RequestUpdate]:
+    def _compute(self, call: Callable[[], T]) -> T:
+        """What the executor's `call` returns. No books are written meanwhile: if it raises, they are whole."""
+        self._computing = True
+        with self.computing():
+            result = call()
+        self._computing = False
+        return result
+
+    def _give_up(self, failed: StepFailedError | None = None) -> None:
+        """All steps in flight: the last one could not be planned, computed or committed.
+
+        Where that failed while it was computed, its requests are tried in halves, and who is to blame ends. Of a step
+        that failed while it was committed, nobody knows which tokens were told, so all its requests end.
+        """
+        whole, self._computing = self._computing, False
+        ended, self._committing = self._committing, []
+        self._in_flight.clear()
+        culprit = self.scheduler.restart(failed=failed is not None, whole=whole)
+        if failed is not None:
+            self._log_failure(failed, culprit)
+        ended += [culprit.id] if culprit else []
+        self._updates += self.scheduler.take_updates()
+        told = {update.request for update in self._updates if update.finish_reason is not None}
+        for request in ended:
+            if request in self.scheduler.requests:
+                self.scheduler.fail(request, STEP_FAILED, time.monotonic())
+            elif request not in told:
+                self._updates.append(RequestUpdate(request, finish_reason="error", error=STEP_FAILED))
+        for observer in self._observers:
+            observer.given_up()
+
+    def _log_failure(self, error: StepFailedError, culprit: Request | None) -> None:
+        """With a traceback where it is new, or somebody ends by it."""
+        halvings = self.scheduler.trials.num_halvings
+        if culprit is None:
+            cause = error if halvings == 1 else None
+            logger.warning("a step failed (%s): its requests are computed again in halves", error, exc_info=cause)
+            return
+        logger.error(
+            "request %d (%d prompt and %d output tokens) ends: a step failed that held nobody else (%s; halvings: %d)",
+            *(culprit.id, culprit.num_prompt, len(culprit.tokens) - culprit.num_prompt, error, halvings),
+            exc_info=error,
+        )
+
+    def _end_stalled(self) -> None:
         """Requests are there, and none can run: a bug. The first one ends with an error, so the others go on."""
         request = min(self.scheduler.requests.values(), key=lambda request: request.order)
         logger.error("no request can run; request %d (%s) is ended", request.id, request.status.value)
         self.scheduler.fail(request.id, "the scheduler could not run this request", time.monotonic())
-        return self.scheduler.take_updates()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-import torch
+from quire.core.step import StepPlan, StepResult
+from quire.errors import DeviceLostError, StepFailedError
+from quire.runner.device import is_lost
+from quire.runner.model_runner import LaunchedStep, ModelRunner
 
-from quire.core.step import SpanResult, StepPlan, StepResult
-from quire.errors import DeviceLostError
-from quire.runner.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
-
-STEP_FAILED = "the step that computed this request failed; the engine's log says why"
+T = TypeVar("T")
 
 
 class PendingResult(Protocol):
     """A step that was submitted."""
 
     def wait(self) -> StepResult:
-        """Its result, once it has run."""
+        """Its result, once it has run.
+
+        Raises:
+            StepFailedError: it came to nothing. The runner refuses all plans from there on up to a gap.
+            DeviceLostError: no step can run any more in this process.
+        """
         ...
 
 
@@ -29,28 +31,12 @@ class Executor(Protocol):
     """Runs steps somewhere: here, in a thread, on other ranks."""
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        """Start a step."""
+        """Start a step; raises what `PendingResult.wait` does."""
         ...
 
     def close(self) -> None:
         """Free what it holds, once the steps that were submitted have run."""
         ...
-
-
-class Submitted:
-    """A step that was launched, or that failed to be; a step that fails ends each of its requests with an error."""
-
-    def __init__(self, plan: StepPlan, launched: PendingResult | None) -> None:
-        self._plan, self._launched = plan, launched
-
-    def wait(self) -> StepResult:
-        if self._launched is not None:
-            try:
-                return self._launched.wait()
-            except Exception as error:
-                _check_not_lost(error)
-                _log_failure(self._plan)
-        return StepResult(self._plan.number, [SpanResult([], error=STEP_FAILED) for _ in self._plan.spans])
 
 
 class InlineExecutor:
@@ -60,10 +46,18 @@ class InlineExecutor:
         self._runner = runner
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        return Submitted(plan, _launch(self._runner, plan))
+        return _Launched(_try(lambda: self._runner.launch(plan)))
 
     def close(self) -> None:
         del self._runner
+
+
+class _Launched:
+    def __init__(self, step: LaunchedStep) -> None:
+        self._step = step
+
+    def wait(self) -> StepResult:
+        return _try(self._step.wait)
 
 
 class ThreadExecutor:
@@ -76,6 +70,7 @@ class ThreadExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, "quire-runner")
+        self._thread.submit(int)  # it starts now: Ctrl-C may interrupt `submit`, and a thread that starts is lost then
 
     def submit(self, plan: StepPlan) -> PendingResult:
         return _InThread(self._thread.submit(_run, self._runner, plan))
@@ -94,29 +89,16 @@ class _InThread:
 
 
 def _run(runner: ModelRunner, plan: StepPlan) -> StepResult:
-    return Submitted(plan, _launch(runner, plan)).wait()
+    return _try(lambda: runner.launch(plan).wait())
 
 
-def _launch(runner: ModelRunner, plan: StepPlan) -> PendingResult | None:
-    """The step, launched; None where that failed. It cannot be told whose fault it is, and the engine goes on."""
+def _try(call: Callable[[], T]) -> T:
+    """What the runner's `call` returns; any error of it is one of those that `PendingResult.wait` names."""
     try:
-        return runner.launch(plan)
+        return call()
     except Exception as error:
-        _check_not_lost(error)
-        _log_failure(plan)
-        return None
-
-
-def _check_not_lost(error: Exception) -> None:
-    """Raises DeviceLostError after an error of a GPU's own: whatever it is told next fails too.
-
-    Only a new process can use it again. Pinned memory that ran out is reported in the same way, and is no such error.
-    """
-    if isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error):
-        raise DeviceLostError(
-            f"the device failed, and nothing can run on it until this process ends: {error}"
-        ) from error
-
-
-def _log_failure(plan: StepPlan) -> None:
-    logger.exception("step %d failed; its %d requests end with an error", plan.number, len(plan.spans))
+        if is_lost(error):
+            raise DeviceLostError(
+                f"the device failed, and nothing can run on it until this process ends: {error}"
+            ) from error
+        raise StepFailedError(f"{type(error).__name__}: {error}") from error

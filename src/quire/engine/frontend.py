@@ -60,8 +60,7 @@ class Prepared:
     """A prompt that was validated and tokenized, and nothing runs yet.
 
     Attributes:
-        max_tokens: how many the engine makes at most. It makes one even where `params.max_tokens` is 0, since the
-            last position of a prompt is computed to sample from it; that one is left out of the output.
+        max_tokens: how many the engine makes at most.
         clamped_from: the `max_tokens` that was asked for, where the context did not hold it.
     """
 
@@ -193,7 +192,7 @@ class Frontend:
                 f"the prompt has {len(token_ids)} tokens and asks for {wanted} more, but the context holds "
                 f"{self.max_model_len}; shorten the prompt, lower max_tokens, or raise max_model_len"
             )
-        max_tokens = room if params.max_tokens is None else max(1, params.max_tokens)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
         return Prepared(text, token_ids, params, max_tokens, bad_words)
 
     def _with_defaults(self, params: SamplingParams) -> SamplingParams:
@@ -340,17 +339,15 @@ class Frontend:
             live.output.cached_tokens = update.cached_tokens
         stopped_before = choice.stopped_by is not None
         if not stopped_before:
-            self._append(choice, update, live.prepared.params.max_tokens == 0)
+            self._append(choice, update)
         if update.finish_reason is not None:
             self._finish(live, choice, update)
         elif choice.stopped_by is not None and not stopped_before:
             return self._abort(choice.request, "stop")
         return []
 
-    def _append(self, choice: _Choice, update: RequestUpdate, nothing: bool) -> None:
-        """Tokens, their text, and log-probabilities, up to the end of a stop string; or nothing of them."""
-        if nothing:
-            return
+    def _append(self, choice: _Choice, update: RequestUpdate) -> None:
+        """Tokens, their text, and log-probabilities, up to the end of a stop string."""
         output, kept = choice.output, len(update.tokens)
         if choice.detokenizer is not None:
             begin = time.perf_counter()
@@ -380,8 +377,6 @@ class Frontend:
                 update.stop_reason,
                 update.error,
             )
-        if update.finish_reason == "stop" and live.prepared.params.max_tokens == 0:
-            output.finish_reason, output.stop_reason = "length", None  # the token that was left out was a stop token
         del self._by_request[choice.request]
         if update.stats is not None:
             live.stats[output.index] = update.stats

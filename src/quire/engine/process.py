@@ -353,6 +353,12 @@ class EngineProcess:
         self._tell_board()
         self._recorder.committed(plan, result, self._requests)
 
+    def given_up(self) -> None:
+        """See `StepObserver`: nothing is about to run."""
+        self._in_flight.clear()
+        self._tell_board()
+        self._recorder.given_up()
+
     def _tell_statistics(self) -> None:
         now = time.monotonic()
         before, old = self._last_statistics

@@ -99,7 +99,8 @@ class Recorder:
         """See `StepObserver`."""
         self._planned.append((begin, seconds))
         for info in plan.started:
-            self.records[info.request].match_seconds = seconds
+            record = self.records[info.request]
+            record.match_seconds = seconds if record.match_seconds is None else record.match_seconds
 
     def committed(self, plan: StepPlan, result: StepResult, prompts: dict[int, Request]) -> None:
         """A step ran; `prompts` are the open requests by the engine's number, those that ended with it included."""
@@ -121,6 +122,10 @@ class Recorder:
             if start < prompts[span.request].num_prompt:
                 record.chunks.append((begin + seconds, result.seconds, computed))
         self._steps.append(_Step(plan.number, begin, result.seconds, seconds, tokens, drafted, accepted, spans))
+
+    def given_up(self) -> None:
+        """See `StepObserver`."""
+        self._planned.clear()
 
     def ended(self, request: Request, update: RequestUpdate) -> None:
         """A request is over."""

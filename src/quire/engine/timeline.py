@@ -297,9 +297,11 @@ class Timeline:
     @_harmless
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
         """See `StepObserver`."""
+        self._submitted[plan.number] = begin + seconds  # until it is
         self._trace.slice(SCHEDULER, "schedule", begin, begin + seconds, step=plan.number)
         for info in plan.started:
-            self._start(info.request)
+            if info.request not in self._requests:
+                self._start(info.request)
         for number in plan.ended:  # those of which no commit has told
             self._end(number, BETWEEN_STEPS)
         if self._kernels is not None:
@@ -323,7 +325,7 @@ class Timeline:
         """See `StepObserver`."""
         now = time.monotonic()
         self._trace.slice(SCHEDULER, "commit", self._waited, now, step=plan.number)
-        begin = self._draw_step(plan, result, now)
+        begin = self._draw_step(plan, result)
         for update in updates:
             if update.finish_reason is not None:
                 self._end(update.request, update.finish_reason)
@@ -334,6 +336,14 @@ class Timeline:
             self._trace.flush()  # nothing may come for a long time
         else:
             self._trace.flush_if_due(now)
+
+    @_harmless
+    def given_up(self) -> None:
+        """See `StepObserver`."""
+        now = time.monotonic()
+        for number in self._submitted:
+            self._trace.instant(DEVICE, f"step {number} given up", now)
+        self._submitted.clear()
 
     @_harmless
     def close(self) -> None:
@@ -359,12 +369,8 @@ class Timeline:
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def _draw_step(self, plan: StepPlan, result: StepResult, now: float) -> float:
+    def _draw_step(self, plan: StepPlan, result: StepResult) -> float:
         """The device's slice, and the arrow to it; when it began."""
-        if not result.began:
-            del self._submitted[plan.number]
-            self._trace.instant(DEVICE, f"step {plan.number} failed", now)
-            return now
         # The device's clock is brought to the host's with some error, which may grow. But a step was over when the host
         # had its result, and did not begin before it was submitted, nor before the step ahead of it was over.
         begin = min(result.began, self._waited - result.seconds)

@@ -70,6 +70,19 @@ class History:
 
 
 @dataclass(slots=True)
+class Masks:
+    """The tokens that n rows' requests may not sample, where they allow but some.
+
+    Attributes:
+        masks: [requests, vocab] bool: True where a token is masked. The first row is nobody's, and masks none.
+        requests: [n] int64, each row's place in `masks`; 0 where a row allows all.
+    """
+
+    masks: Tensor
+    requests: Tensor
+
+
+@dataclass(slots=True)
 class Edits:
     """Edits of n rows of logits, in the order in which they act.
 
@@ -79,8 +92,8 @@ class Edits:
         seen: the tokens of prompt and output, and how often each stands in the output: a list, or a `History` for
             kernels that read a step's numbers on the device (`Kernels.reads_spans`).
         bias: added.
-        allowed: where a row has some, all others are masked.
-        banned: masked.
+        masks: what stays of requests that allow but some tokens.
+        banned: masked, too.
     """
 
     rows: Tensor
@@ -89,7 +102,7 @@ class Edits:
     presence: Tensor
     seen: Lists | History
     bias: Lists
-    allowed: Lists
+    masks: Masks
     banned: Lists
 
 
@@ -106,10 +119,7 @@ def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
     else:
         _penalize_listed(flat, edits, edits.seen, vocab)
     flat[edits.bias.places(edits.rows, vocab)] += edits.bias.values
-    places = edits.allowed.places(edits.rows, vocab)
-    kept = flat[places]
-    logits[edits.rows[edits.allowed.starts.diff() > 0]] = -math.inf
-    flat[places] = kept
+    logits[edits.rows] = logits[edits.rows].masked_fill_(edits.masks.masks[edits.masks.requests], -math.inf)
     flat[edits.banned.places(edits.rows, vocab)] = -math.inf
     return finite
 

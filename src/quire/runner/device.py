@@ -222,6 +222,23 @@ class _CudaMark:
         return self._device.time_of(self._event)
 
 
+def is_lost(error: Exception) -> bool:
+    """Whether it says that a GPU has failed: whatever it is told next fails too, and only a new process can use it.
+
+    Pinned memory that ran out is reported in the same way, and is no such error.
+    """
+    return isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether it says that memory did not suffice, a device's or the host's. torch has no class for the latter."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("out of memory", "DefaultCPUAllocator")
+    )
+
+
 def open_device(kind: str) -> Device:
     """The device of an `EngineConfig`: "cpu" or "cuda".
 

@@ -118,11 +118,11 @@ class DeviceForward:
     def _grow(self, height: int) -> None:
         """More rows. What was recorded reads the old tables, so it is forgotten."""
         more = max(height, 2 * len(self._tables)) - len(self._tables)
-        self._tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
-        self.recent = torch.nn.functional.pad(self.recent, (0, 0, 0, more))
-        self.lengths = torch.nn.functional.pad(self.lengths, (0, more))
-        self._recorded.clear()
-        self._full = False
+        tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
+        recent = torch.nn.functional.pad(self.recent, (0, 0, 0, more))
+        lengths = torch.nn.functional.pad(self.lengths, (0, more))
+        self._recorded, self._full = {}, False
+        self._tables, self.recent, self.lengths = tables, recent, lengths  # all or none, whatever may fail
 
     def slots(self, row: int, positions: Sequence[int]) -> Tensor:
         """See `HostForward.slots`."""

@@ -24,7 +24,6 @@ class Edited:
         known: tokens of prompt and output that the host knows of.
         output: tokens so far; kept only for `bad_words`.
         counts: for penalties; None: there are none, or the device counts.
-        allowed: no id: all are.
         stop_ids: banned before `min_tokens`.
     """
 
@@ -34,7 +33,6 @@ class Edited:
     counts: TokenCounts | None
     bias_ids: NDArray[np.int64]
     biases: NDArray[np.float32]
-    allowed: NDArray[np.int64]
     stop_ids: list[int]
     min_tokens: int
     bad_words: list[list[int]]

@@ -97,8 +97,9 @@ class HostForward:
             for need, have in zip((height, width), self._tables.shape, strict=True)
         )
         if rows or columns:
-            self._tables = np.pad(self._tables, ((0, rows), (0, columns)))
-            self.last_tokens = torch.nn.functional.pad(self.last_tokens, (0, rows))
+            tables = np.pad(self._tables, ((0, rows), (0, columns)))
+            last_tokens = torch.nn.functional.pad(self.last_tokens, (0, rows))
+            self._tables, self.last_tokens = tables, last_tokens  # both or none, whatever may fail
 
     def slots(self, row: int, positions: Sequence[int]) -> Tensor:
         """Where tokens of a row's request are stored: see `RaggedBatch.slots`."""

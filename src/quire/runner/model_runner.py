@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprobs
 from quire.models.model import Model
 from quire.ops import KVCache
-from quire.runner.device import Device, Mark
+from quire.runner.device import Device, Mark, is_lost, is_out_of_memory
 from quire.runner.device_drafter import Context, DeviceDrafter
 from quire.runner.device_forward import DeviceForward
 from quire.runner.drafter import Drafter, Outcome, RunnerContext, accepted_path, branch_of, drafts_before
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 NO_DRAFTS = Drafts([])
 NOT_FINITE = "the model's logits or hidden states are not finite (NaN or infinity)"
+STEP_FAILED = "the step that computed this request failed; the engine's log says why"
 FAILED_BEFORE = "an earlier step of this request failed"
 OUT_OF_MEMORY = (
     "the device ran out of memory while it computed this request alone; lower max_num_batched_tokens or "
@@ -54,9 +55,10 @@ class ModelRunner:
         device: where the model lies.
         forward: how spans get through the model; what suits the kernels, unless said.
         speculation: drafts tokens; None: nobody does.
+        halves: whether a step that fails is computed again in halves; else it is what `launch` raises.
 
     Attributes:
-        num_halved: how often memory did not suffice for all spans at once.
+        num_halved: how often not all spans could be computed at once.
     """
 
     def __init__(
@@ -68,24 +70,33 @@ class ModelRunner:
         device: Device | None = None,
         forward: HostForward | DeviceForward | None = None,
         speculation: Speculation | None = None,
+        halves: bool = True,
     ) -> None:
         self.model = model
         self.kv = kv
         self.num_halved = 0
         self.device = device or Device()
-        self.sampler = Sampler(model.vocab_size, model.kernels, self.device)
         self._forward = forward or HostForward(model, kv, speculation.taps if speculation else ())
         self._logit_rows = logit_rows
         self._threads = threads
+        self._halves = halves
+        self._speculation = speculation
         self._requests: dict[int, _Request] = {}
+        self._drafter: Drafter | DeviceDrafter | None = None
+        self._next_number: int | None = 0  # None: a step was begun and not launched
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know no request, whatever was left half-way."""
+        for request in self._requests:
+            if self._drafter is not None:
+                self._drafter.end(request)
+        self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device)
+        self._drafter = None if self._speculation is None else self._make_drafter(self._speculation.proposer)
+        self._requests = {}
         self._free_rows: list[int] = []  # of the block tables
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
-        self._next_number = 0
-        self._rejection = speculation is not None and speculation.rejection
-        self._drafter: Drafter | DeviceDrafter | None = None
         self._unsettled: deque[LaunchedStep] = deque()  # their tokens have not been taken in
-        if speculation is not None:
-            self._drafter = self._make_drafter(speculation.proposer)
 
     def _make_drafter(self, proposer: Proposer | DeviceProposer) -> Drafter | DeviceDrafter:
         forward = self._forward
@@ -104,31 +115,28 @@ class ModelRunner:
         return self.launch(plan).wait()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start one step.
+        """Start one step. After one that could not be started, a plan behind a gap must come, see `StepPlan.number`.
 
         Raises:
-            RuntimeError: a plan is missing, so this runner may lack state; full state must be sent again.
+            RuntimeError: this is such a plan, and not all state was sent again.
         """
-        if plan.number != self._next_number:
-            raise RuntimeError(f"plan {plan.number} came where {self._next_number} was next; send full state again")
-        self._next_number += 1
+        next_number, self._next_number = self._next_number, None
         with torch.inference_mode(), self.device.active(), _threads(self._threads):
             begin = self.device.mark()
             self.kv.pulse[0] += 1  # a replay passes no layer
-            try:
-                self._settle()
-                self._take_in(plan)
-                failed = self._failed
-                spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
-                drafts: Mapping[int, Drafts] = {}
-                following = self._drafter is not None and self._drafter.following
-                if self._drafter is not None and following:
-                    spans, drafts = self._drafter.resolve(spans)
-                drafted = self.device.mark() if isinstance(self._drafter, DeviceDrafter) else None
-                parts = self._compute(spans, drafts) if spans else []
-            except Exception:
-                self._failed.update(span.request for span in plan.spans)
-                raise
+            if plan.number != next_number:
+                _check_complete(plan, next_number)
+                self._forget()
+            self._settle()
+            self._take_in(plan)
+            failed = self._failed
+            spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
+            drafts: Mapping[int, Drafts] = {}
+            following = self._drafter is not None and self._drafter.following
+            if self._drafter is not None and following:
+                spans, drafts = self._drafter.resolve(spans)
+            drafted = self.device.mark() if isinstance(self._drafter, DeviceDrafter) else None
+            parts = self._compute(spans, drafts) if spans else []
             step = LaunchedStep(plan, parts, begin, self.device.mark(), drafted)
             if self._drafter is not None and following:
                 self._unsettled.append(step)
@@ -137,6 +145,7 @@ class ModelRunner:
                     step.end = self.device.mark()
                 if isinstance(self._drafter, Drafter):
                     step.drafting = self._drafter.take_seconds()
+            self._next_number = plan.number + 1
             return step
 
     def _settle(self) -> None:
@@ -177,20 +186,36 @@ class ModelRunner:
         if copies:
             self.model.kernels.copy_blocks(self.kv, copies)
 
-    def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> list[_Part]:
-        """All spans at once; where the device's memory does not suffice, one half after the other."""
+    def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[_Part]:
+        """All spans at once; where that fails, for want of memory as a rule, one half after the other."""
         try:
             return [self._compute_at_once(spans, drafts)]
-        except torch.OutOfMemoryError:
-            self.device.release()
-            self.num_halved += 1
-            if len(spans) == 1:
-                logger.error("out of memory: request %d (%d tokens) ends", spans[0].request, len(spans[0].tokens))
-                self._failed.add(spans[0].request)
-                return [_Part(spans, error=OUT_OF_MEMORY)]
-            logger.warning("out of memory in a step of %d spans: it is computed in two halves", len(spans))
-        half = len(spans) // 2
-        return self._compute(spans[:half], drafts) + self._compute(spans[half:], drafts)
+        except Exception as error:
+            if is_lost(error) or not self._halves:
+                raise
+            failed = self._fail(spans, error, halvings)
+        self.device.release()
+        if failed is not None:
+            return [failed]
+        half, halvings = len(spans) // 2, halvings + 1
+        return self._compute(spans[:half], drafts, halvings) + self._compute(spans[half:], drafts, halvings)
+
+    def _fail(self, spans: list[Span], error: Exception, halvings: int) -> _Part | None:
+        """Spans could not be computed at once: the end of a request that was alone, else nothing."""
+        self.num_halved += 1
+        scarce = is_out_of_memory(error)
+        why = "out of memory" if scarce else f"{type(error).__name__}: {error}"
+        if len(spans) > 1:
+            logger.warning("%s in a step of %d requests: it is computed in two halves", why, len(spans))
+            return None
+        [span] = spans
+        logger.error(
+            "%s: request %d ends, of which %d tokens from position %d on were computed alone (halvings: %d)",
+            *(why, span.request, len(span.tokens), span.start, halvings),
+            exc_info=error,
+        )
+        self._failed.add(span.request)
+        return _Part(spans, error=OUT_OF_MEMORY if scarce else STEP_FAILED)
 
     def _compute_at_once(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> _Part:
         """Launch the forward pass, the scores of prompts, and sampling; what comes back, in an order that is kept."""
@@ -241,11 +266,12 @@ class ModelRunner:
         rows: list[int] = []
         places: list[Row] = []
         verified: list[Verified] = []
+        rejection = self._speculation is not None and self._speculation.rejection
         for index in part.chosen:
             span = part.spans[index]
             drafts = part.drafts.get(span.request, NO_DRAFTS)
             first, known = part.row_starts[index + 1] - span.num_sampled, len(span.tokens) - len(drafts.tokens)
-            if self._rejection and drafts.tokens and drafts.parents is None:  # a tree's are sampled exactly
+            if rejection and drafts.tokens and drafts.parents is None:  # a tree's are sampled exactly
                 verified.append(Verified(len(rows), drafts.tokens, drafts.distributions))
             for row, ahead in enumerate(drafts_before(drafts)):
                 rows.append(first + row)
@@ -401,6 +427,18 @@ class _Request:
 
     row: int
     prompt_logprobs: int
+
+
+def _check_complete(plan: StepPlan, next_number: int | None) -> None:
+    """Raises RuntimeError unless a plan behind a gap brings all that it needs."""
+    started = {info.request for info in plan.started}
+    lacking = [span.request for span in plan.spans if span.request not in started]
+    if lacking:
+        expected = "a gap" if next_number is None else f"plan {next_number}"
+        raise RuntimeError(
+            f"plan {plan.number} came where {expected} was next, and it does not start request {lacking[0]}: "
+            "full state must be sent again"
+        )
 
 
 def _slices(length: int, size: int) -> Iterator[tuple[int, int]]:

@@ -24,11 +24,11 @@ from torch import Tensor
 from quire.core.step import RequestInfo, TokenLogprobs
 from quire.ops import Kernels, choose_kernels, rejection
 from quire.ops import sampling as ops
-from quire.ops.logit_edits import Edits, History, Lists, count_tokens, list_arrays
+from quire.ops.logit_edits import Edits, History, Lists, Masks, count_tokens, list_arrays
 from quire.runner.device import Device
 from quire.runner.edited import Edited, has_penalties
 from quire.runner.proposer import Ahead, Row
-from quire.runner.token_counts import DeviceCounts, TokenCounts, padded
+from quire.runner.token_counts import DeviceCounts, DeviceMasks, TokenCounts, padded
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias and min_tokens mask all"
@@ -49,6 +49,7 @@ _STATE = np.dtype(
         ("frequency", np.float32),
         ("presence", np.float32),
         ("history", np.int64),  # row of `DeviceCounts`; 0: none
+        ("mask", np.int64),  # row of `DeviceMasks`; 0: none
     ]
 )
 """What a request's row of the sampler's table says, so that a step is prepared for all requests at once."""
@@ -158,6 +159,7 @@ class Sampler:
         self._edited: dict[int, Edited] = {}
         self._greedy: dict[int, ops.Filters] = {}  # by the number of rows
         self._history = DeviceCounts(vocab_size, self._device) if self._kernels.reads_spans else None
+        self._masks = DeviceMasks(vocab_size, self._device)
 
     def start(self, info: RequestInfo) -> None:
         """Takes up a request.
@@ -171,13 +173,12 @@ class Sampler:
         penalized = has_penalties(info)
         edited = self._edited_state(info, penalized)
         counted = self._history if penalized else None
-        vocab = self._vocab_size
         state = {
             "next": len(info.prompt_token_ids) + len(info.output_token_ids),
             **{name: ops.noise_stream(params.seed or 0, info.choice, purpose) for name, purpose in _STREAMS.items()},
             "temperature": 0.0 if params.greedy else params.temperature,
             "log_min_p": math.log(params.min_p) if params.min_p else -math.inf,
-            "top_k": min(params.top_k or vocab, vocab),
+            "top_k": min(params.top_k or self._vocab_size, self._vocab_size),
             "top_p": params.top_p if params.top_p and params.top_p < 1 else math.inf,
             "logprobs": -1 if params.logprobs is None else params.logprobs,
             "edited": edited is not None,
@@ -185,6 +186,7 @@ class Sampler:
             "frequency": params.frequency_penalty,
             "presence": params.presence_penalty,
             "history": counted.take(info.prompt_token_ids, info.output_token_ids) if counted else 0,
+            "mask": self._masks.take(params.allowed_token_ids or ()),
         }
         if not self._free:
             self._free = list(range(len(self._table), 2 * len(self._table)))
@@ -197,7 +199,7 @@ class Sampler:
     def _edited_state(self, info: RequestInfo, penalized: bool) -> Edited | None:
         """None where nothing changes the request's logits."""
         params, vocab = info.params, self._vocab_size
-        bias, allowed = params.logit_bias or {}, set(params.allowed_token_ids or ())
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids or ()
         # What cannot be sampled need not be banned, and a word cannot be completed that holds such a token.
         bad_words = [word for word in info.bad_words if word and max(word) < vocab]
         if not (penalized or bias or allowed or bad_words or params.min_tokens > 0):
@@ -215,7 +217,6 @@ class Sampler:
             counts=TokenCounts(info.prompt_token_ids, info.output_token_ids) if on_host else None,
             bias_ids=np.array(list(bias), np.int64),
             biases=np.array(list(bias.values()), np.float32),
-            allowed=np.array(sorted(allowed), np.int64),
             stop_ids=sorted(token for token in info.stop_token_ids if 0 <= token < vocab),
             min_tokens=params.min_tokens,
             bad_words=bad_words,
@@ -234,7 +235,8 @@ class Sampler:
         slot = self._slots.pop(request, None)
         if slot is not None:
             self._free.append(slot)
-            if self._history is not None and self._table["history"][slot] > 0:
+            self._masks.give_back(int(self._table["mask"][slot]))
+            if self._history:
                 self._history.give_back(int(self._table["history"][slot]))
             self._edited.pop(request, None)
 
@@ -415,9 +417,8 @@ class Sampler:
             What will have one entry a row. A row whose logits are not finite has NaN as the value of its target,
             alone.
         """
-        count = len(targets)
-        rows, ids = self._device.upload(np.arange(count), np.array(targets, np.int64))
-        return self._launch_scores(logits, rows, ids, np.full(count, top))
+        rows, ids = self._device.upload(np.arange(len(targets)), np.array(targets, np.int64))
+        return self._launch_scores(logits, rows, ids, np.full(len(targets), top))
 
     def score(self, logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
         """`launch_score`, and wait for what comes of it."""
@@ -529,9 +530,8 @@ class Sampler:
         positions = state["next"].tolist()
         banned = [r.banned(position, drafts) for r, position, drafts in zip(requests, positions, ahead, strict=True)]
         arrays = [
-            *(rows, state["repetition"], state["frequency"], state["presence"]),
+            *(rows, state["repetition"], state["frequency"], state["presence"], state["mask"]),
             *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),
-            *list_arrays([r.allowed for r in requests]),
             *list_arrays(banned),
         ]
         if self._history is not None:
@@ -542,9 +542,9 @@ class Sampler:
     def _edits(self, sent: list[Tensor]) -> Edits:
         """From the tensors of `_edit_arrays`."""
         rows, repetition, frequency, presence = sent[:4]
-        bias, allowed, banned = (Lists(*sent[i : i + 3]) for i in (4, 7, 10))
-        seen = Lists(*sent[13:]) if self._history is None else History(self._history.counts, *sent[13:])
-        return Edits(rows, repetition, frequency, presence, seen, bias, allowed, banned)
+        masks, bias, banned = Masks(self._masks.masks, sent[4]), Lists(*sent[5:8]), Lists(*sent[8:11])
+        seen = Lists(*sent[11:]) if self._history is None else History(self._history.counts, *sent[11:])
+        return Edits(rows, repetition, frequency, presence, seen, bias, masks, banned)
 
     def _filters(self, state: NDArray[Any], sent: list[Tensor]) -> ops.Filters:
         """From the tensors of `_filter_arrays`."""

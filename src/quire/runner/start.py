@@ -120,14 +120,11 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, be
     """
     kv = model.new_cache(2, config.block_size, config.kv_cache_dtype, behind)
     forward = _device_forward(config, model, kv, device, longest_context(config, model))
-    runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward)
+    runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, halves=False)
     with torch.inference_mode(), device.active():
         model.kernels.warm_up(model.vocab_size)
     try:
-        peak = device.peak(lambda: _run_largest(runner, config, model))
-        if runner.num_halved:
-            raise torch.OutOfMemoryError("not all of its spans at once")
-        return peak
+        return device.peak(lambda: _run_largest(runner, config, model))
     except torch.OutOfMemoryError as error:
         total = device.memory()[1]
         raise MemoryPlanError(

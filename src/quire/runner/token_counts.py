@@ -1,9 +1,9 @@
-"""Which tokens a request has seen, and how often each stands in its output: what penalties are computed from."""
+"""What is kept of a request's tokens: how often each stands in its text, for penalties, and which may be sampled."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -61,32 +61,77 @@ class TokenCounts:
         return ids, counts
 
 
-class DeviceCounts:
-    """The tokens of all requests that have penalties, on the device, where a step can count what it has sampled.
-
-    Each has a row of one matrix, with 4 bytes a token of the vocabulary (594 KiB for 151,936), whose rows double when
-    all are taken. A request without penalties takes none.
+class _DeviceRows:
+    """A row of one matrix for each request that asks for one; rows double when all are taken.
 
     Args:
         vocab_size: columns.
+        dtype: of an entry.
         device: where they lie. What is done here is queued there, in the order of the calls.
     """
 
-    def __init__(self, vocab_size: int, device: Device) -> None:
+    def __init__(self, vocab_size: int, dtype: torch.dtype, device: Device) -> None:
         self._device = device
         self._free: list[int] = []
         with device.active():
-            self.counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device.torch)
-            """[1 + requests, vocab] int32: see `logit_edits.History`."""
+            self._rows = torch.zeros(1, vocab_size, dtype=dtype, device=device.torch)  # the first is nobody's
+
+    def _take(self) -> int:
+        if not self._free:
+            rows, vocab = self._rows.shape
+            grown = max(2 * rows, 8)
+            self._rows = torch.cat([self._rows, self._rows.new_zeros(grown - rows, vocab)])
+            self._free = list(range(rows, grown))
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        """The request has ended; 0 is nobody's row, and ignored."""
+        if row:
+            self._free.append(row)
+
+
+class DeviceMasks(_DeviceRows):
+    """Which tokens may not be sampled, of all requests that allow but some; a byte a token (148 KiB for 151,936).
+
+    They are made and sent once a request, since a step would take longer to do so than to sample.
+    """
+
+    def __init__(self, vocab_size: int, device: Device) -> None:
+        super().__init__(vocab_size, torch.bool, device)
+
+    @property
+    def masks(self) -> Tensor:
+        """[1 + requests, vocab] bool: see `logit_edits.Masks`."""
+        return self._rows
+
+    def take(self, allowed: Collection[int]) -> int:
+        """A row that masks all but these; 0 where there are none."""
+        if not allowed:
+            return 0
+        row = self._take()
+        [ids] = self._device.upload(np.fromiter(allowed, np.int64, len(allowed)))
+        self._rows[row] = True
+        self._rows[row].index_fill_(0, ids, False)
+        return row
+
+
+class DeviceCounts(_DeviceRows):
+    """The tokens of all requests that have penalties, on the device, where a step can count what it has sampled.
+
+    A row has 4 bytes a token of the vocabulary (594 KiB for 151,936). A request without penalties takes none.
+    """
+
+    def __init__(self, vocab_size: int, device: Device) -> None:
+        super().__init__(vocab_size, torch.int32, device)
+
+    @property
+    def counts(self) -> Tensor:
+        """[1 + requests, vocab] int32: see `logit_edits.History`."""
+        return self._rows
 
     def take(self, prompt: Sequence[int], output: Sequence[int]) -> int:
         """A row with the tokens of a request so far."""
-        if not self._free:
-            rows, vocab = self.counts.shape
-            grown = max(2 * rows, 8)
-            self.counts = torch.cat([self.counts, self.counts.new_zeros(grown - rows, vocab)])
-            self._free = list(range(rows, grown))
-        row = self._free.pop()
+        row = self._take()
         values = dict.fromkeys(prompt, IN_PROMPT)
         for token, times in Counter(output).items():
             values[token] = values.get(token, 0) + IN_OUTPUT * times
@@ -113,9 +158,6 @@ class DeviceCounts:
         """Count tokens as the next of a row's output."""
         [ids] = self._device.upload(np.array(tokens, np.int64))
         self.counts[row].index_add_(0, ids, torch.full_like(ids, IN_OUTPUT, dtype=torch.int32))
-
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
 
 
 def padded(drafts: Sequence[Sequence[int]]) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -61,13 +62,21 @@ def edit_logits(lib: Library, logits: Tensor, edits: Edits) -> Tensor:
     if not isinstance(edits.seen, Lists):
         raise TypeError("penalties on the CPU are computed from lists of the tokens seen, not from a History")
     seen, bias = _lists(edits.seen, n, vocab, True), _lists(edits.bias, n, vocab, True)
-    allowed, banned = _lists(edits.allowed, n, vocab, False), _lists(edits.banned, n, vocab, False)
+    banned = _lists(edits.banned, n, vocab, False)
+    none = Lists(torch.zeros(n + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+    allowed = _lists(none, n, vocab, False)  # the library takes lists of allowed ids, too: masks are faster
+    masks, masked = edits.masks.masks, edits.masks.requests
+    if masks.shape[1] != vocab:
+        raise ValueError(f"masks have {masks.shape[1]} columns; they must have {vocab}, as the logits")
+    masked = _indices(masked, n, len(masks), "mask")
     finite = torch.empty(n, dtype=torch.bool)
     lib.edit_logits(
         *(logits.data_ptr(), vocab, rows.data_ptr(), n, ctypes.byref(penalties)),
         *(ctypes.byref(lists) for lists in (seen, bias, allowed, banned)),
         finite.data_ptr(),
     )
+    for i in masked.nonzero().flatten().tolist():
+        logits[rows[i]].masked_fill_(masks[masked[i]], -math.inf)
     return finite
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.ops.logit_edits import Edits, History, Lists
+from quire.ops.logit_edits import Edits, History, Lists, Masks
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.triton import sampling_kernels as kernels
 
@@ -164,15 +164,14 @@ def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
     best = torch.empty(n, parts, device=logits.device)
     kernels.penalize[(n, parts)](
         *(logits, edits.rows, best, edits.seen.counts, edits.seen.requests),
-        *(edits.repetition, edits.frequency, edits.presence, vocab, parts),
+        *(edits.repetition, edits.frequency, edits.presence, edits.masks.masks, edits.masks.requests, vocab, parts),
         **OPTIONS,
     )
     finite = torch.empty(n, dtype=torch.int8, device=logits.device)
-    bias, allowed, banned = edits.bias, edits.allowed, edits.banned
-    kept = torch.empty(len(allowed.ids), device=logits.device)
+    bias, banned = edits.bias, edits.banned
     kernels.mask[(n,)](
         *(logits, edits.rows, best, finite, bias.starts, bias.ids, bias.values),
-        *(allowed.starts, allowed.ids, kept, banned.starts, banned.ids, vocab, parts),
+        *(banned.starts, banned.ids, vocab, parts),
         PARTS=triton.next_power_of_2(parts),
         **OPTIONS,
     )
@@ -191,4 +190,5 @@ def warm_up(vocab: int, device: torch.device | str) -> None:
         token_scores(logits, ids, ids, count)
     none = Lists(torch.zeros(rows + 1, dtype=torch.int64, device=device), ids, numbers)
     history = History(torch.zeros(1, vocab, dtype=torch.int32, device=device), ids)
-    edit_logits(logits, Edits(ids[:1], numbers, numbers, numbers, history, none, none, none))
+    masks = Masks(torch.zeros(1, vocab, dtype=torch.bool, device=device), ids)
+    edit_logits(logits, Edits(ids[:1], numbers, numbers, numbers, history, none, masks, none))

@@ -410,8 +410,13 @@ def collect(row_logits, vocab, listed, num_listed, end_logit, end_id, found_logi
 
 
 @triton.jit
-def penalize(logits, rows, best, counts, requests, repetition, frequency, presence, vocab, parts):
-    """Penalties of each part of row `rows[i]`; `best` [n, parts] gets its largest logit before, NaN as infinity."""
+def penalize(
+    logits, rows, best, counts, requests, repetition, frequency, presence, masks, masked, vocab, parts
+):  # fmt: skip
+    """Penalties and the mask of each part of row `rows[i]`; `best` [n, parts] gets its largest logit before.
+
+    NaN counts as infinity. A bias that comes behind changes nothing of what is masked.
+    """
     i, part = tl.program_id(0), tl.program_id(1)
     ids = part * PART + tl.arange(0, PART)
     places = logits + tl.load(rows + i) * vocab + ids
@@ -425,14 +430,18 @@ def penalize(logits, rows, best, counts, requests, repetition, frequency, presen
         penalized -= tl.load(frequency + i) * times
         penalized -= tl.load(presence + i) * (times > 0).to(tl.float32)
         tl.store(places, penalized, mask=(ids < vocab) & (count > 0))
+    request = tl.load(masked + i)
+    if request > 0:
+        hidden = tl.load(masks + request * vocab + ids, mask=ids < vocab, other=0) != 0
+        tl.store(places, tl.full((PART,), -INFINITE, tl.float32), mask=(ids < vocab) & hidden)
 
 
 @triton.jit
 def mask(
-    logits, rows, best, finite, bias_starts, bias_ids, biases, allowed_starts, allowed_ids, kept, banned_starts,
-    banned_ids, vocab, parts, PARTS: tl.constexpr,
+    logits, rows, best, finite, bias_starts, bias_ids, biases, banned_starts, banned_ids, vocab, parts,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Bias and masks of row `rows[i]`, and whether it was finite; `kept`, an entry an allowed id, is scratch."""
+    """Bias and banned ids of row `rows[i]`, and whether it was finite."""
     i = tl.program_id(0)
     top = largest(best, i, parts, PARTS)
     tl.store(finite + i, is_finite(top).to(tl.int8))
@@ -444,22 +453,6 @@ def mask(
         places = row_logits + tl.load(bias_ids + at, mask=some, other=0)
         tl.store(places, tl.load(places, mask=some) + tl.load(biases + at, mask=some), mask=some)
     tl.debug_barrier()  # whatever one thread has written, another may read next
-    start, end = tl.load(allowed_starts + i), tl.load(allowed_starts + i + 1)
-    if start < end:
-        for first in range(start, end, PART // 4):
-            at = first + entries
-            places = row_logits + tl.load(allowed_ids + at, mask=at < end, other=0)
-            tl.store(kept + at, tl.load(places, mask=at < end), mask=at < end)
-        tl.debug_barrier()
-        for first in range(0, vocab, PART):
-            ids = first + tl.arange(0, PART)
-            tl.store(row_logits + ids, tl.full((PART,), -INFINITE, tl.float32), mask=ids < vocab)
-        tl.debug_barrier()
-        for first in range(start, end, PART // 4):
-            at = first + entries
-            places = row_logits + tl.load(allowed_ids + at, mask=at < end, other=0)
-            tl.store(places, tl.load(kept + at, mask=at < end), mask=at < end)
-        tl.debug_barrier()
     end = tl.load(banned_starts + i + 1)
     for first in range(tl.load(banned_starts + i), end, PART // 4):
         at = first + entries

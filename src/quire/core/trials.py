@@ -1,0 +1,64 @@
+"""Who makes steps fail: the requests of a step that failed are computed again in halves, each half alone.
+
+A step that fails does not say whose fault it was. A request is cleared once it has come past where it was when the step
+failed; one that fails alone is to blame. Everybody else gets the tokens that it would have had, only later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.core.request import Request, Status
+
+
+class Trials:
+    """Groups of requests that are still to be tried, the next one last; while there is one, nobody else runs.
+
+    Attributes:
+        num_halvings: groups that were halved since the first step failed.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[list[Request]] = []
+        self.num_halvings = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether there is a group to be tried. Steps do not overlap meanwhile, so that each failure has one group."""
+        return bool(self._groups)
+
+    def admits(self, request: Request) -> bool:
+        """Whether a request may run now."""
+        return not self._groups or request in self._groups[-1]
+
+    def failed(self, lost: Sequence[Request]) -> Request | None:
+        """What was in flight has failed, with spans of these requests. Returns the one to blame, if it was alone."""
+        if self._groups:
+            untried = [request for request in self._groups.pop() if request not in lost]
+            self._groups += [untried] if untried else []
+        else:
+            self.num_halvings = 0
+        if len(lost) < 2:
+            return lost[0] if lost else None
+        half = (len(lost) + 1) // 2
+        self._groups += [list(lost[half:]), list(lost[:half])]
+        self.num_halvings += 1
+        return None
+
+    def advance(self) -> bool:
+        """Clear those who have passed; True where it is another group's turn, or the rest of this one must begin anew.
+
+        Who has passed goes on with its group; but not for long, if it takes the blocks that the rest would need.
+        """
+        if not self._groups:
+            return False
+        group = self._groups[-1]
+        left = [request for request in group if not _has_passed(request)]
+        if len(left) == len(group) or any(request.status is Status.RUNNING for request in left):
+            return False
+        self._groups[-1:] = [left] if left else []
+        return True
+
+
+def _has_passed(request: Request) -> bool:
+    return request.status is Status.FINISHED or request.num_committed >= request.high_water
