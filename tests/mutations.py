@@ -8,8 +8,13 @@ import random
 from typing import Any
 
 HOSTILE: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 3, 255, 2**31, 2**32, 2**63, 2**64, 10**30, 0.0, 0.5, -0.5, 1e-300, 1e308, float("inf"), float("nan"), "", "a", "\ud800", "\x00", "<s>", "▁", "(((", "(a+)+$", "[", "x" * 5000, "Replace", "Sequence", "Unigram", [], {}, [[]], ["a"], [0], [None], {"type": "Fuse"}, {"String": ""}, {"Regex": "("}, {"Regex": "(a*)*b"}, {"type": "Strip", "content": "l", "start": 1, "stop": 1}, {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 4000},
-]  # fmt: skip
+    *(None, True, False, 0, -1, 1, 2, 3, 255, 2**31, 2**32, 2**63, 2**64, 10**30),
+    *(0.0, 0.5, -0.5, 1e-300, 1e308, float("inf"), float("nan")),
+    *("", "a", "\ud800", "\x00", "<s>", "▁", "(((", "(a+)+$", "[", "x" * 5000, "Replace", "Sequence", "Unigram"),
+    *([], {}, [[]], ["a"], [0], [None], {"String": ""}, {"Regex": "("}, {"Regex": "(a*)*b"}, {"type": "Fuse"}),
+    {"type": "Strip", "content": "l", "start": 1, "stop": 1},
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 4000},
+]
 
 SNIPPETS = [
     "{{ 1 // 0 }}", "{% if %}", "{% endfor %}", "{{ 'a' * 99999999 }}", "{{ [].__class__ }}", "{{ none.x.y }}",

@@ -12,8 +12,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import (
-    CheckpointError,
     ChatTemplateError,
+    CheckpointError,
     RequestError,
     SamplingParamsError,
     TokenizerError,
@@ -53,7 +53,7 @@ def damaged_tokenizer(folder: Path, seed: int) -> None:
 
 
 def check_tokenizer(folder: Path) -> str:
-    """How its trial ends. Once it has succeeded, nothing that is done with it later ends otherwise than in our errors."""
+    """How its trial ends. Once it has succeeded, whatever is done with it succeeds or ends in an error of ours."""
     try:
         with TokenizerTrial(folder) as trial:
             trial.check()

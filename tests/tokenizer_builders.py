@@ -57,6 +57,15 @@ def metaspace_json() -> str:
 
 
 @cache
+def panicking_json() -> tuple[str, int]:
+    """A tokenizer whose decoder panics on one id, a single tilde, and that id."""
+    content = json.loads(byte_level_json())
+    strip = {"type": "Strip", "content": "~", "start": 1, "stop": 1}
+    content["decoder"] = {"type": "Sequence", "decoders": [strip, content["decoder"]]}
+    return json.dumps(content), content["model"]["vocab"]["~"]
+
+
+@cache
 def unigram_json() -> str:
     """A Unigram like T5's: pieces with scores, spaces as U+2581, everything normalized."""
     pieces = [

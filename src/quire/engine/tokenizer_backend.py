@@ -188,8 +188,8 @@ class Backend:
         dropout = getattr(self._library.model, "dropout", None)
         if dropout:
             raise TokenizerError(
-                f"{self._name}: model.dropout is {dropout:g}, so a text would have other tokens each time it is encoded; "
-                "set it to null, as it is meant for training"
+                f"{self._name}: model.dropout is {dropout:g}, so a text would have other tokens each time it is "
+                "encoded; it is meant for training: set it to null"
             )
 
     def _add_tokens(self, listed: Any) -> None:

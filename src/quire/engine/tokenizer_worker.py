@@ -146,8 +146,9 @@ def _load(folder: Path) -> Tokenizer | None:
 
 
 def _limit_memory(growth: int) -> None:
-    """Bound what this process may have on top of what it has now; called again, from then on. Asking for more then fails here alone, and the
-    library that asked may abort; users' texts are not to be left behind in a core file.
+    """Bound what this process may have on top of what it has now; a second call counts from what it has then. Asking
+    for more then fails here alone, and the library that asked may abort; users' texts are not to be left behind in a
+    core file.
 
     It is the private writable memory that counts (RLIMIT_DATA), since threads and libraries reserve addresses that
     they never use. Where the kernel does not tell, there is no bound.
