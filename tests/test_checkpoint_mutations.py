@@ -15,7 +15,6 @@ from quire.errors import (
     ChatTemplateError,
     CheckpointError,
     RequestError,
-    SamplingParamsError,
     TokenizerError,
     TokenizerFailedError,
 )
@@ -127,5 +126,5 @@ def test_a_model_with_a_damaged_configuration_answers_or_is_refused_by_name(seed
             with LLM(str(folder), threads=1, kv_cache_memory="8MiB") as llm:
                 [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, seed=1))
                 assert output.finished
-        except (CheckpointError, SamplingParamsError) as error:
-            assert str(folder) in str(error) or "generation_config.json" in str(error), error
+        except CheckpointError as error:
+            assert str(folder) in str(error), error
