@@ -52,6 +52,29 @@ def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
     assert tokenizer.decode(tokenizer.encode("The quick")) == "The quick"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        changed(normalizer={"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAAA"}),
+        changed(pre_tokenizer={"type": "FixedLength", "length": 0}),
+        changed(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        ),
+        changed(model={"type": "BPE", "vocab": {"a": 0, "ab": 1}, "merges": [["a", "ab"]],
+                       "continuing_subword_prefix": "▁▁▁"}),
+    ],
+    ids=["normalizer", "pre-tokenizer", "post-processor", "model"],
+)  # fmt: skip
+def test_a_tokenizer_that_panics_on_any_text_is_refused(source: str) -> None:
+    with pytest.raises(TokenizerError, match=r"^here.json (is not a valid tokenizer|fails on plain text)"):
+        Tokenizer(source, name="here.json")
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_what_means_to_end_the_process_is_left_alone(end: type[BaseException]) -> None:
     def stop() -> None:

@@ -90,6 +90,14 @@ def test_loading_has_a_bound_of_memory(folder: Path) -> None:
         check(folder, memory_bytes=4 << 20)
 
 
+def test_a_tokenizer_that_asks_for_more_memory_than_there_is_ends_its_trial_alone(folder: Path) -> None:
+    """Rust ends a process whose memory is refused."""
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAAAAAA"}
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(byte_level_json()) | {"normalizer": charsmap}))
+    with pytest.raises(TokenizerError, match=rf"^{folder}/tokenizer\.json .*may take more than 2048 MiB of memory"):
+        check(folder)
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

@@ -330,11 +330,12 @@ class Tokenizer:
         return None if token in others else token
 
     def _find_anchor(self) -> list[int]:
-        """Ids of some plain text. Raises TokenizerError where no text at all can be encoded."""
+        """Ids of some plain text; none where no such text survives. Raises TokenizerError where all of it fails."""
         failure: TokenizerFailedError | None = None
         for text in PLAIN_TEXTS:
             try:
                 ids: list[int] = self._text.encode(text).ids
+                self._text.encode_batch([text], add_special_tokens=True)
                 if ids and self._text.decode(ids, skip_special_tokens=False).strip() == text:
                     return ids
             except TokenizerFailedError as error:
