@@ -51,6 +51,13 @@ def test_a_tokenizer_that_loads_passes_and_leaves_no_process(folder: Path) -> No
     assert children_of(os.getpid()) == before
 
 
+def test_its_process_leaves_by_itself_and_its_answer_stays(folder: Path) -> None:
+    """Its memory must not be there when that for KV is counted."""
+    with TokenizerTrial(folder) as trial:
+        assert trial._process is not None and trial._process.wait(60) == 0
+        trial.check()
+
+
 def test_nothing_is_tried_without_a_tokenizer_or_where_it_ships_with_quire(tmp_path: Path) -> None:
     before = children_of(os.getpid())
     for folder in (tmp_path, resolve("demo")):

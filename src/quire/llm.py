@@ -408,6 +408,8 @@ class AsyncLLM(_Base):
 
 def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
     """The engine, with the checkpoint's tokenizer tried out while the weights are loaded."""
+    if on_load is not None:
+        on_load("finding the checkpoint", 0.0)
     folder = resolve(config.model, config.revision)
     with TokenizerTrial(folder) as trial:
         engine = Engine(dataclasses.replace(config, model=str(folder), revision=None), on_load)

@@ -22,8 +22,8 @@ MAX_WINDOW = 32
 LONGEST_WINDOW = 128
 """Tokens decoded together at the very most."""
 
-MAX_TEXT = 64 << 20
-"""Characters of one choice: beyond what the longest context holds of the longest tokens in use."""
+MAX_TEXT = 16 << 20
+"""Characters of one choice: 64 for each token of a context of 262,144."""
 
 MAX_BYTE_RUN = 64
 """Tokens held back of a run of byte tokens, which one bad byte at its end would turn bad as a whole."""

@@ -22,7 +22,7 @@ import msgspec
 from quire import errors
 from quire.engine import child
 from quire.engine.tokenizer import TOKENIZER_FILE
-from quire.engine.tokenizer_worker import Answer, Failed, WorkerStart, receive
+from quire.engine.tokenizer_worker import LENGTH, Answer, Failed, WorkerStart
 from quire.errors import TokenizerError, TokenizerFailedError
 from quire.models.fields import has_file
 from quire.models.hub import ASSETS
@@ -52,6 +52,7 @@ class TokenizerTrial:
             return
         self._end = time.monotonic() + deadline
         self._socket, theirs = socket.socketpair()
+        self._socket.shutdown(socket.SHUT_WR)  # no jobs will come: once it has loaded, it leaves, and frees its memory
         with theirs:
             try:
                 self._process = child.spawn_quietly(
@@ -86,16 +87,22 @@ class TokenizerTrial:
             return
         self._socket.settimeout(max(0.1, self._end - time.monotonic()))  # an answer that is there is read even then
         try:
-            body = receive(self._socket)
+            answer = self._read_answer()
         except TimeoutError:
             raise TokenizerError(f"{self._file} took longer than {self._seconds:g} s to load; {DO}") from None
-        except ConnectionError:
-            body = None
-        if body is None:
-            raise TokenizerError(f"{self._file} cannot be loaded: {self._how_it_ended()}; {DO}")
-        answer = msgspec.msgpack.decode(body, type=Answer)
+        except (OSError, EOFError):
+            raise TokenizerError(f"{self._file} cannot be loaded: {self._how_it_ended()}; {DO}") from None
         if isinstance(answer, Failed):
             raise getattr(errors, answer.kind, TokenizerError)(answer.message)
+
+    def _read_answer(self) -> Answer:
+        """Raises OSError or EOFError where there is none."""
+        with self._socket.makefile("rb") as stream:
+            head = stream.read(LENGTH.size)
+            body = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+        if not body:
+            raise EOFError
+        return msgspec.msgpack.decode(body, type=Answer)  # type: ignore[arg-type]  # a union is as good as a class
 
     def _how_it_ended(self) -> str:
         """What became of a process that gave no answer."""

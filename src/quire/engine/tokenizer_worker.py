@@ -118,7 +118,7 @@ def main() -> None:
             return
         _limit_memory(start.memory_bytes)
         _send(connection, _done(None))
-        while (body := receive(connection)) is not None:
+        while (body := _receive(connection)) is not None:
             _send(connection, _answer(tokenizer, body))
 
 
@@ -226,7 +226,7 @@ def _send(connection: socket.socket, answer: Answer) -> None:
     connection.sendall(body)
 
 
-def receive(connection: socket.socket) -> bytes | None:
+def _receive(connection: socket.socket) -> bytes | None:
     """The next job; None when there are no more."""
     head = _read(connection, LENGTH.size)
     return None if head is None else _read(connection, LENGTH.unpack(head)[0])
