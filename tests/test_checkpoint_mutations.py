@@ -73,7 +73,7 @@ def check_tokenizer(folder: Path) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 312), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 308), marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.timeout(1800)
 def test_a_damaged_tokenizer_loads_or_is_refused_by_name(seeds: range, tmp_path: Path) -> None:
     ends = []
@@ -97,11 +97,10 @@ def damaged_model(folder: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_damaged_configuration_is_read_or_refused_by_name(name: str, tmp_path: Path) -> None:
-    """Without weights: a thousand are read in a moment."""
     save_checkpoint(tmp_path, name)
     (original := tmp_path / "config.json.bak").write_text((tmp_path / "config.json").read_text())
     ends = []
-    for seed in range(500):
+    for seed in range(150):
         (tmp_path / "config.json").write_text(original.read_text())
         damaged_model(tmp_path, seed)
         try:
@@ -113,7 +112,7 @@ def test_a_damaged_configuration_is_read_or_refused_by_name(name: str, tmp_path:
         except CheckpointError as error:
             assert "config.json" in str(error), error
             ends.append("refused")
-    assert min(ends.count("refused"), ends.count("read")) > 50, "the damage is too little or too much"
+    assert min(ends.count("refused"), ends.count("read")) > 15, "the damage is too little or too much"
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 206), marks=pytest.mark.slow)], ids=["few", "all"])

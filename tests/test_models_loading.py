@@ -303,6 +303,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"rope_type": "linear", "factor": 1e308}},
         "'factor' must be a finite number greater than 0 and at most 1e+06, found 1e+308",
     ),
+    (
+        {"max_position_embeddings": 2**20, "rope_scaling": {"rope_type": "linear", "factor": 1e4}},
+        "'factor' must be small enough for a context of at most 1073741824 tokens, found 10000",
+    ),
     ({"vocab_size": 0}, "'vocab_size' must be a whole number from 1 to 16777216, found 0"),
     ({"num_hidden_layers": -1}, "'num_hidden_layers'"),
     ({"num_attention_heads": None}, "'num_attention_heads'"),
@@ -338,7 +342,6 @@ BAD_ROTARY: list[tuple[Any, str]] = [
     ({"rope_type": "mrope", "mrope_section": [1]}, "'mrope'"),
     ({"rope_type": 3}, "found 3"),
     ({"rope_type": "linear"}, "'factor' must be a finite number greater than 0 and at most 1e+06, found nothing"),
-    ({"rope_type": "linear", "factor": 1e6}, "'factor' must be small enough for a context of at most 1073741824"),
     ({"rope_type": "default", "rope_theta": 1e300}, "'rope_theta' must be a finite number greater than 1 and at most"),
     ({"rope_type": "linear", "factor": 0.5}, "'factor' must be a number of at least 1, found 0.5"),
     ({"rope_type": "linear", "factor": "2"}, "'factor'"),

@@ -127,6 +127,14 @@ def test_where_no_process_can_be_started_it_says_so(folder: Path, monkeypatch: p
         check(folder)
 
 
+def test_a_folder_whose_name_no_message_can_hold_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(byte_level_json())
+    with pytest.raises(TokenizerError, match=r"udcff' has a name that is no Unicode; rename it"):
+        check(folder)
+
+
 def test_an_engine_with_a_bad_tokenizer_does_not_start(tmp_path: Path) -> None:
     before = children_of(os.getpid())
     folder = save_checkpoint(tmp_path / "model", "llama")

@@ -162,6 +162,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
+            source.encode()  # half of a surrogate pair would spoil whatever is rendered
             environment = make_environment()
             self._template = environment.from_string(source)
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))

@@ -74,6 +74,7 @@ def spawn_quietly(
     Raises:
         OSError: the system does not start it.
     """
+    told = _told(start)
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -85,7 +86,7 @@ def spawn_quietly(
     )
     if process.stdin is not None:
         with process.stdin, contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it will see that
-            process.stdin.write(_told(start))
+            process.stdin.write(told)
     return process
 
 

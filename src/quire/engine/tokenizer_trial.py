@@ -34,6 +34,11 @@ DEADLINE = 60.0
 """Seconds from the start. The same tokenizer takes two on one core."""
 
 
+DO = "download it again, or save it anew with transformers' save_pretrained"
+
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
 class TokenizerTrial:
     """One trial. Ends its process when it is left.
 
@@ -53,7 +58,8 @@ class TokenizerTrial:
         self._end = time.monotonic() + deadline
         self._socket, theirs = socket.socketpair()
         self._socket.shutdown(socket.SHUT_WR)  # no jobs will come: once it has loaded, it leaves, and frees its memory
-        with theirs:
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._socket.close)
             try:
                 self._process = child.spawn_quietly(
                     child.python("quire.engine.tokenizer_worker"),
@@ -62,10 +68,12 @@ class TokenizerTrial:
                     environment={"TOKENIZERS_PARALLELISM": "false"},
                 )
             except OSError as error:
-                self._socket.close()
                 raise TokenizerFailedError(
                     f"no process to try the tokenizer in: {error.strerror or error}; look at the limits of this user"
                 ) from error
+            except UnicodeEncodeError:
+                raise TokenizerError(f"the folder {str(folder)!r} has a name that is no Unicode; rename it") from None
+            on_failure.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +110,8 @@ class TokenizerTrial:
             body = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
         if not body:
             raise EOFError
-        return msgspec.msgpack.decode(body, type=Answer)  # type: ignore[arg-type]  # a union is as good as a class
+        answer: Answer = _decode_answer(body)
+        return answer
 
     def _how_it_ended(self) -> str:
         """What became of a process that gave no answer."""
@@ -113,6 +122,3 @@ class TokenizerTrial:
             return f"the process that tried it gave up; it may take more than {self._memory >> 20} MiB of memory"
         ended = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return f"the process that tried it ended with {ended}"
-
-
-DO = "download it again, or save it anew with transformers' save_pretrained"
