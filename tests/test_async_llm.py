@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.errors import EngineClosedError, PromptTooLongError
+from quire.models.hub import resolve
 
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=1)
 
@@ -30,6 +34,10 @@ async def collect(
         if begun is not None:
             begun.set()
     return "".join(deltas), output.outputs[0].text
+
+
+async def everything(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
 
 
 async def begin(llm: AsyncLLM) -> asyncio.Task[tuple[str, str]]:
@@ -63,6 +71,26 @@ async def test_a_slow_reader_misses_nothing(llm):
         await asyncio.sleep(0.02)
     assert "".join(deltas) == output.outputs[0].text
     assert len(output.outputs[0].token_ids) == 30
+
+
+async def test_a_token_that_the_decoder_panics_on_ends_its_own_request_alone(tmp_path):
+    folder = shutil.copytree(resolve("demo"), tmp_path / "demo")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": "~", "start": 1, "stop": 1}
+    content["decoder"] = {"type": "Sequence", "decoders": [strip, content["decoder"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    llm = AsyncLLM(str(folder), threads=1)
+    try:
+        [panics] = llm.tokenizer.encode("~")
+        bad, good = (
+            llm.generate("x", SamplingParams(max_tokens=9, seed=1, ignore_eos=True, allowed_token_ids=allowed))
+            for allowed in ([panics], None)
+        )
+        [(*_, bad), (*_, good)] = await asyncio.gather(everything(bad), everything(good))
+    finally:
+        llm.close()
+    assert bad.outputs[0].finish_reason == "error" and "the tokenizer failed" in bad.outputs[0].error
+    assert good.outputs[0].finish_reason == "length"
 
 
 async def test_cancelling_a_caller_aborts_its_request(llm):

@@ -380,12 +380,12 @@ def test_variables_cannot_replace_what_the_engine_gives(name: str) -> None:
 
 
 def test_a_template_file_wins_over_the_tokenizer_s_config(tmp_path: Path) -> None:
-    assert load_templates(tmp_path, {}) == {}
-    assert load_templates(tmp_path, {"chat_template": "a"}) == {"default": "a"}
+    assert load_templates(tmp_path, {})[0] == {}
+    assert load_templates(tmp_path, {"chat_template": "a"}) == ({"default": "a"}, tmp_path / "tokenizer_config.json")
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "b"}))
-    assert load_templates(tmp_path, {"chat_template": "a"}) == {"default": "b"}
+    assert load_templates(tmp_path, {"chat_template": "a"}) == ({"default": "b"}, tmp_path / "chat_template.json")
     (tmp_path / "chat_template.jinja").write_text("c")
-    assert load_templates(tmp_path, {"chat_template": "a"}) == {"default": "c"}
+    assert load_templates(tmp_path, {"chat_template": "a"}) == ({"default": "c"}, tmp_path / "chat_template.jinja")
 
 
 @pytest.mark.parametrize("found", [5, [1], [{"name": "x"}]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.detokenizer import MAX_BYTE_RUN, MAX_WINDOW, Detokenizer, TextStream
+from quire.engine.detokenizer import LONGEST_WINDOW, MAX_BYTE_RUN, MAX_WINDOW, Detokenizer, TextStream
 from quire.engine.tokenizer import Tokenizer
 from tests.tokenizer_builders import CHATML_CONFIG, LLAMA_CONFIG, byte_level_json, metaspace_json
 
@@ -85,6 +86,21 @@ def test_the_window_stays_short(tokenizer: Tokenizer) -> None:
     for _ in range(3000):
         stream.push(draw.randrange(tokenizer.vocab_size))
         assert len(stream._window) <= MAX_WINDOW + MAX_BYTE_RUN + 4
+
+
+def test_the_window_stays_short_even_where_the_text_of_its_end_tells_nothing() -> None:
+    """CTC joins repeated tokens, so a window of one token's repeats has the same text at every length."""
+    content = json.loads(byte_level_json()) | {
+        "decoder": {"type": "CTC", "pad_token": "", "word_delimiter_token": "|", "cleanup": False}
+    }
+    tokenizer = Tokenizer(json.dumps(content))
+    stream = TextStream(tokenizer)
+    [a], [b] = tokenizer.encode("a"), tokenizer.encode("b")
+    text = ""
+    for token in [a] * 1000 + [b] * 1000:
+        text += stream.push(token)
+        assert len(stream._window) <= LONGEST_WINDOW
+    assert text + stream.finish() == "ab"
 
 
 # --- stop strings -----------------------------------------------------------------------------------------

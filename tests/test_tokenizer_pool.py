@@ -32,7 +32,7 @@ from quire.errors import (
 )
 
 from .http_tools import children_of, command_of
-from .tokenizer_builders import CHATML_CONFIG, byte_level_json
+from .tokenizer_builders import CHATML_CONFIG, byte_level_json, panicking_json
 
 TEMPLATE = (
     "{% set what = messages[0].content %}{% set ns = namespace(held=[]) %}"
@@ -218,6 +218,17 @@ async def test_a_failure_that_is_not_the_requests_goes_to_the_log_alone(
         await pool.bad_words([1])  # a mistake of ours
     assert "ValidationError" in capfd.readouterr().err
     assert await pool.encode(["x"])
+
+
+async def test_a_panic_of_the_library_fails_its_job_alone_and_costs_no_worker(start: Any, tmp_path: Path) -> None:
+    source, panics = panicking_json()
+    (tmp_path / "tokenizer.json").write_text(source)
+    pool = await start(where=tmp_path)
+    before = pool.pids
+    with pytest.raises(TokenizerFailedError, match="the server's log tells more"):
+        await pool.decode([panics])
+    assert await pool.decode(Tokenizer(source).encode("hello")) == "hello"
+    assert pool.pids == before
 
 
 async def test_a_checkpoint_without_a_tokenizer_refuses_every_job(start: Any, tmp_path: Path) -> None:

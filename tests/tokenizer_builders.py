@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. " * 3,
@@ -53,6 +53,36 @@ def metaspace_json() -> str:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
+    return tokenizer.to_str()
+
+
+@cache
+def panicking_json() -> tuple[str, int]:
+    """A tokenizer whose decoder panics on one id, a single tilde, and that id."""
+    content = json.loads(byte_level_json())
+    strip = {"type": "Strip", "content": "~", "start": 1, "stop": 1}
+    content["decoder"] = {"type": "Sequence", "decoders": [strip, content["decoder"]]}
+    return json.dumps(content), content["model"]["vocab"]["~"]
+
+
+@cache
+def unigram_json() -> str:
+    """A Unigram like T5's: pieces with scores, spaces as U+2581, everything normalized."""
+    pieces = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        ("</s>", 0.0),
+        ("\u2581", -2.0),
+        *((chr(code), -3.0) for code in range(33, 127)),
+    ]
+    tokenizer = Tokenizer(models.Unigram([*pieces, ("\u2581the", -1.5), ("qu", -2.5)], unk_id=0))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", 2)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer.to_str()
 
 

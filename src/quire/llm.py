@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -24,7 +25,9 @@ from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
+from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
@@ -43,7 +46,7 @@ class _Base:
 
     def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
         self.config = EngineConfig.from_options({"model": model, **options}, preset)
-        self._engine = Engine(self.config, on_load)
+        self._engine = _load_engine(self.config, on_load)
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.notes: tuple[str, ...] = self._engine.notes
         self.threads: int = self._engine.threads
@@ -410,6 +413,21 @@ class AsyncLLM(_Base):
     def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
         self._commands.put(lambda: self._engine.abort(request, reason))
         return []
+
+
+def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
+    """The engine, with the checkpoint's tokenizer tried out while the weights are loaded."""
+    if on_load is not None:
+        on_load("finding the checkpoint", 0.0)
+    folder = resolve(config.model, config.revision)
+    with TokenizerTrial(folder) as trial:
+        engine = Engine(dataclasses.replace(config, model=str(folder), revision=None), on_load)
+        try:
+            trial.check()
+        except BaseException:
+            engine.close()
+            raise
+    return engine
 
 
 def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcontext[_NoProgress]:

@@ -34,34 +34,35 @@ MAX_DEPTH = 64
 """How deep lists and dicts in messages may nest."""
 
 
-def load_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """The checkpoint's templates by name; "default" is the main one. Empty when it has none.
+def load_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
+    """The checkpoint's templates by name ("default" is the main one; none when it has none), and their file.
 
     Looks in `chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`, where a list of
     named templates may stand. Raises `ChatTemplateError`.
     """
     path = folder / "chat_template.jinja"
     if has_file(path, ChatTemplateError):
-        return {"default": _read(path)}
+        return {"default": _read(path)}, path
     found: Any = tokenizer_config.get("chat_template")
-    path = folder / "chat_template.json"
-    if has_file(path, ChatTemplateError):
+    path = folder / "tokenizer_config.json"
+    if has_file(folder / "chat_template.json", ChatTemplateError):
+        path = folder / "chat_template.json"
         try:
             content = json.loads(_read(path))
         except (ValueError, RecursionError) as error:
             raise ChatTemplateError(f"{path} is not valid JSON: {error}") from error
         found = content.get("chat_template") if isinstance(content, dict) else content
     if found is None:
-        return {}
+        return {}, path
     if isinstance(found, str):
-        return {"default": found}
+        return {"default": found}, path
     if isinstance(found, list) and all(
         isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
         for item in found
     ):
-        return {item["name"]: item["template"] for item in found}
+        return {item["name"]: item["template"] for item in found}, path
     raise ChatTemplateError(
-        f"the chat template of {folder} is a {type(found).__name__}; it must be a string, or a list of "
+        f"the chat template in {path} is a {type(found).__name__}; it must be a string, or a list of "
         "objects with 'name' and 'template'"
     )
 
@@ -149,22 +150,30 @@ class ChatTemplate:
     Args:
         source: Jinja text.
         special_tokens: variables that hold special tokens, like `bos_token`.
+        name: what messages call it while it is compiled.
 
     Raises:
         ChatTemplateError: the source is not valid.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, name: str = "the chat template"
+    ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
+            source.encode()  # half of a surrogate pair would spoil whatever is rendered
             environment = make_environment()
             self._template = environment.from_string(source)
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(f"the chat template is not valid, line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
-            raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
+            raise ChatTemplateError(
+                f"{name} is not valid, line {error.lineno}: {error.message}; correct or remove it"
+            ) from error
+        except Exception as error:  # Jinja and Python's compiler raise many kinds, and all are the template's fault
+            raise ChatTemplateError(
+                f"{name} cannot be compiled: {type(error).__name__}: {error}; correct or remove it"
+            ) from error
 
     def render(
         self,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -55,9 +57,42 @@ async def spawn(
         env={**os.environ, **(environment or {})},
     )
     if process.stdin is not None:
-        process.stdin.write(b"%d\n%b" % (os.getpid(), msgspec.json.encode(start)))
+        process.stdin.write(_told(start))
         process.stdin.close()  # when all of it is written
     return process
+
+
+def spawn_quietly(
+    command: Sequence[str],
+    start: msgspec.Struct,
+    *,
+    fds: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """As `spawn`, without an event loop, for a child whose words on standard error nobody needs.
+
+    Raises:
+        OSError: the system does not start it.
+    """
+    told = _told(start)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=fds,
+        env={**os.environ, **(environment or {})},
+    )
+    if process.stdin is not None:
+        with process.stdin, contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it will see that
+            process.stdin.write(told)
+    return process
+
+
+def _told(start: msgspec.Struct) -> bytes:
+    """What a child reads in `begin`."""
+    return b"%d\n%b" % (os.getpid(), msgspec.json.encode(start))
 
 
 # -- the child's side ----------------------------------------------------------------------------------------

@@ -11,12 +11,19 @@ from collections.abc import Sequence
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.tokenizer import Tokenizer
+from quire.errors import TokenizerFailedError
 
 UNFINISHED = "\ufffd"
 """What a decoder prints for bytes that are no character, so also for one whose last bytes are to come."""
 
 MAX_WINDOW = 32
 """Tokens decoded together at most, as a rule; half of them are kept as context when there are more."""
+
+LONGEST_WINDOW = 128
+"""Tokens decoded together at the very most."""
+
+MAX_TEXT = 16 << 20
+"""Characters of one choice: 64 for each token of a context of 262,144."""
 
 MAX_BYTE_RUN = 64
 """Tokens held back of a run of byte tokens, which one bad byte at its end would turn bad as a whole."""
@@ -26,7 +33,11 @@ class TextStream:
     """Turns tokens into text deltas. The deltas add up to the text of all tokens.
 
     One exception: where a decoder joins runs of byte tokens (Llama 2), a bad byte turns its whole run bad.
-    Of a run that is longer than `MAX_BYTE_RUN`, what is good so far is given out, and stays.
+    Of a run that is longer than `MAX_BYTE_RUN`, what is good so far is given out, and stays. Another one: where the
+    text of the last tokens never is the end of the text of all of them, as no known decoder has it, the text goes on
+    from the last ones after `LONGEST_WINDOW` tokens.
+
+    A call decodes `LONGEST_WINDOW` tokens at most, of `MAX_TOKEN_TEXT` characters each.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -60,7 +71,7 @@ class TextStream:
         delta = self._text[self._given : settled]
         self._given = max(self._given, settled)
         if len(self._window) > MAX_WINDOW:
-            self._shorten()
+            delta += self._shorten()
         return delta
 
     def finish(self) -> str:
@@ -86,14 +97,20 @@ class TextStream:
         self._given, self._run = len(self._text), 0
         return delta
 
-    def _shorten(self) -> None:
-        """Drops the older half of the window, if the text of the rest ends as that of the whole."""
+    def _shorten(self) -> str:
+        """Drops the older half of the window, if the text of the rest ends as that of the whole; what that settles."""
         rest = self._window[-(MAX_WINDOW // 2) :]
         text = self._decode(rest)
+        delta = ""
         # Up to three characters at the cut may differ: a stripped space, or bytes that lost their first one.
         if len(text) > 3 and self._text.endswith(text[3:]):
             self._given = len(text) - (len(self._text) - self._given)
-            self._window, self._text = rest, text
+        elif len(self._window) >= LONGEST_WINDOW:
+            delta, self._given = self._text[self._given :], len(text)
+        else:
+            return ""
+        self._window, self._text = rest, text
+        return delta
 
 
 class Detokenizer:
@@ -112,12 +129,16 @@ class Detokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._held = ""  # text that could begin a stop string
+        self._room = MAX_TEXT
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that may be shown now. Tokens behind a stop string are ignored.
 
         What could begin a stop string is held back. The stop string that is completed first counts; of two
         completed by the same character, the longer one. It counts from the `min_tokens`-th token on.
+
+        Raises:
+            TokenizerFailedError: the decoder failed, or the text is longer than `MAX_TEXT`.
         """
         shown = []
         for token_id in token_ids:
@@ -136,6 +157,9 @@ class Detokenizer:
         return shown + rest
 
     def _release(self, delta: str) -> str:
+        self._room -= len(delta)
+        if self._room < 0:
+            raise TokenizerFailedError(f"the text is longer than {MAX_TEXT} characters; ask for fewer tokens")
         if not self._stops or not delta:
             return delta
         text = self._held + delta

@@ -19,13 +19,13 @@ from quire.core import invariants
 from quire.core.block_hash import BlockHasher
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
-from quire.core.sampling_params import NEUTRAL
+from quire.core.sampling_params import NEUTRAL, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.devices import find_device
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.timeline import KernelProfile, Timeline, TraceFile
-from quire.errors import ConfigError, EngineClosedError, StepFailedError
+from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.layers.latent import LatentLayerConfig
 from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.fields import Fields
@@ -244,7 +244,13 @@ class Engine:
         """What unset sampling parameters mean: `generation_config.json`'s values, or neutral ones."""
         if self.config.generation_config == "off":
             return {}
-        return Fields.read(self.path / "generation_config.json").picked(NEUTRAL)
+        file = self.path / "generation_config.json"
+        defaults = Fields.read(file).picked(NEUTRAL)
+        try:
+            SamplingParams().resolved(defaults)
+        except SamplingParamsError as error:
+            raise ModelConfigError(f"{file} cannot be used: {error}") from error
+        return defaults
 
     def _own_notes(self) -> list[str]:
         """What a user should know of options that act otherwise than their names say."""

@@ -31,6 +31,7 @@ from quire.errors import (
     PromptTooLongError,
     RequestError,
     SamplingParamsError,
+    TokenizerFailedError,
     TokenOutOfRangeError,
 )
 
@@ -314,9 +315,9 @@ class Frontend:
             live.output.begin_deltas()
             try:
                 queue += self._apply(live, choice, update)
-            except Exception:
+            except Exception as error:
                 logger.exception("the output of request %s cannot be made", live.output.request_id)
-                queue += self._fail(choice)
+                queue += self._fail(choice, error)
         for request_id, live in changed.items():
             if live.output.finished:
                 live.output.metrics = _metrics(live.stats)
@@ -324,10 +325,11 @@ class Frontend:
                 del self._live[request_id]
         return [live.output for live in changed.values()]
 
-    def _fail(self, choice: _Choice) -> list[RequestUpdate]:
+    def _fail(self, choice: _Choice, error: Exception) -> list[RequestUpdate]:
         """End one choice, of which something cannot be made; all others go on."""
-        choice.output.finish_reason, choice.output.error = "error", "the output of this request could not be made"
-        del self._by_request[choice.request]
+        why = f": {error}" if isinstance(error, TokenizerFailedError) else ""
+        choice.output.finish_reason, choice.output.error = "error", f"the output of this request could not be made{why}"
+        self._by_request.pop(choice.request, None)
         return self._abort(choice.request, "abort")
 
     def _apply(self, live: _Live, choice: _Choice, update: RequestUpdate) -> list[RequestUpdate]:

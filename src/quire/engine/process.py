@@ -26,7 +26,7 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.step import StepPlan, StepResult
 from quire.engine import child, wire
 from quire.engine.board import NUM_IN_STEP, PULSE, Board
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import QuireError, RequestError
 from quire.models.hub import resolve
 
@@ -103,11 +103,12 @@ class EngineProcess:
         config = EngineConfig(**self._start.config)
         self._board.set_phase("finding the checkpoint", 0.0)
         path = resolve(config.model, config.revision)
-        Tokenizer.load_if_present(path)  # others will need it: a broken one is told here, before they try
+        with TokenizerTrial(path) as trial:
+            trial.check()  # others will load it as soon as they know where it is
         self._control.send(wire.encode(wire.Located(str(path))))
         from quire.engine.engine import Engine
 
-        engine = Engine(replace(config, model=str(path)), self._board.set_phase, self)
+        engine = Engine(replace(config, model=str(path), revision=None), self._board.set_phase, self)
         engine.kv_cache.pulse = self._board.fields  # PULSE is field 0
         if self._start.fault is not None:
             from quire.engine.faults import FaultyExecutor

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from quire.engine.chat_template import (
     ChatTemplate,
     Message,
@@ -35,10 +33,14 @@ from quire.engine.chat_template import (
     plain_json,
 )
 from quire.engine.template_sandbox import SPECIAL_NAMES
-from quire.errors import ChatTemplateError, RequestError, TokenizerError
+from quire.engine.tokenizer_backend import Backend
+from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
 from quire.models.fields import has_file
 
+TOKENIZER_FILE = "tokenizer.json"
 PRIVATE_USE = range(0xE000, 0xF900)
+PLAIN_TEXTS = ("a", "A", "0", ".")
+"""One of these is in any vocabulary, nearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,10 @@ class Tokenizer:
         source: content of `tokenizer.json`.
         config: content of `tokenizer_config.json`.
         templates: chat templates by name.
-        name: what messages call it.
+        name, template_name: what messages call the source and the templates.
 
     Raises:
-        TokenizerError: the source is not valid.
+        TokenizerError: the source is not valid, or not safe to use.
         ChatTemplateError: a template is not valid.
     """
 
@@ -69,30 +71,34 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         templates: Mapping[str, str] | None = None,
         name: str = "tokenizer.json",
+        template_name: str = "the chat template",
     ) -> None:
         config = config or {}
         self._source, self._config, self._name = source, config, name
-        self._text = self._build()
-        parsed = _parse(source, name)
-        self._text.encode_special_tokens = True
-        self._control: tokenizers.Tokenizer | None = None
+        self._text = self._build(special_is_text=True)
+        model = _parse(source, name)["model"]
+        self._text.check_decoding(model.get("vocab") or ())
+        self._text.check_encoding()
+        self._control: Backend | None = None
         self._lock = threading.Lock()
-        added = self._text.get_added_tokens_decoder()
-        self.special_ids = frozenset(token for token, about in added.items() if about.special)
-        self._special_texts = sorted(added[token].content for token in self.special_ids)
-        self.special_tokens = _special_tokens(config)
-        self._unknown_id = self._find_unknown_id(parsed["model"])
+        self.special_ids = frozenset(self._text.special)
+        self._special_texts = sorted(filter(None, self._text.special.values()))
+        self.special_tokens = _special_tokens(config, name)
+        self._unknown_id = self._find_unknown_id(model)
         self._control_ids = self.special_ids - {self._unknown_id}
-        self.vocab_size: int = self._text.get_vocab_size(with_added_tokens=True)
-        self._templates = {key: ChatTemplate(text, self.special_tokens) for key, text in (templates or {}).items()}
-        self.byte_ids = self._find_byte_ids(parsed.get("decoder"))
+        self.vocab_size = self._text.vocab_size
+        self._templates = {
+            key: ChatTemplate(text, self.special_tokens, template_name) for key, text in (templates or {}).items()
+        }
+        self.byte_ids = self._find_byte_ids()
         self._anchor = self._find_anchor()
+        self._anchor_length = len(self.decode(self._anchor, skip_special_tokens=False))
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """Reads the tokenizer of a checkpoint. Raises `TokenizerError` or `ChatTemplateError`."""
         folder = Path(folder)
-        path = folder / "tokenizer.json"
+        path = folder / TOKENIZER_FILE
         if not has_file(path, TokenizerError):
             raise TokenizerError(
                 f"{folder} has no tokenizer.json; save one there with transformers' save_pretrained, "
@@ -104,12 +110,13 @@ class Tokenizer:
             config = _parse(_read(config_path), str(config_path))
         if not isinstance(config, dict):
             raise TokenizerError(f"{config_path} must hold an object")
-        return cls(_read(path), config, load_templates(folder, config), str(path))
+        templates, origin = load_templates(folder, config)
+        return cls(_read(path), config, templates, str(path), f"the chat template in {origin}")
 
     @classmethod
     def load_if_present(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer of a checkpoint, or None where it has no `tokenizer.json`. Raises as `load` does."""
-        return cls.load(folder) if has_file(Path(folder) / "tokenizer.json", TokenizerError) else None
+        return cls.load(folder) if has_file(Path(folder) / TOKENIZER_FILE, TokenizerError) else None
 
     # --- text to ids --------------------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class Tokenizer:
         """The ids of many texts, in parallel and without holding the interpreter's lock."""
         for index, text in enumerate(texts):
             check_text(text, index if len(texts) > 1 else None)
-        encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        encoded = self._text.encode_batch(list(texts), add_special_tokens)
         return [self._checked(text, encoding) for text, encoding in zip(texts, encoded, strict=True)]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
@@ -137,7 +144,7 @@ class Tokenizer:
                     found.append(ids)
         return found
 
-    def _checked(self, text: str, encoding: tokenizers.Encoding) -> list[int]:
+    def _checked(self, text: str, encoding: Any) -> list[int]:
         """The ids of an encoding, encoded again in pieces if text became a special token all the same.
 
         That happens where a special token is also a piece of the model's own vocabulary.
@@ -159,7 +166,7 @@ class Tokenizer:
         pieces = [text]  # a stack: the next piece is the last
         while pieces:
             piece = pieces.pop()
-            encoding = self._text.encode(piece, add_special_tokens=False)
+            encoding = self._text.encode(piece)
             cuts = []
             for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
                 if token in self._control_ids:
@@ -177,8 +184,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids that the tokenizer does not know (a padded vocabulary) have no text."""
-        text: str = self._text.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return self._text.decode(list(token_ids), skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token as it stands behind another one: a leading space is kept.
@@ -187,8 +193,7 @@ class Tokenizer:
         """
         if token_id in self.special_ids or not self._anchor:
             return self.decode([token_id], skip_special_tokens=False)
-        before = self.decode(self._anchor, skip_special_tokens=False)
-        return self.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+        return self.decode([*self._anchor, token_id], skip_special_tokens=False)[self._anchor_length :]
 
     @property
     def anchor(self) -> list[int]:
@@ -251,14 +256,14 @@ class Tokenizer:
         )
         check_text(text)
         if not replaced:
-            ids: list[int] = self._controls().encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids: list[int] = self._controls().encode_batch([text], add_special_tokens=False)[0].ids
             return RenderedChat(text, ids)
         back = str.maketrans({private: first for first, private in replaced.items()})
         return RenderedChat(text.translate(back), self._encode_defused(text, back))
 
     def _encode_defused(self, text: str, back: dict[int, str]) -> list[int]:
         """Encodes a rendered chat: the control tokens in it stay, all between them is plain text."""
-        encoding = self._controls().encode(text, add_special_tokens=False)
+        encoding = self._controls().encode(text)
         ids: list[int] = []
         done = 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -298,50 +303,52 @@ class Tokenizer:
 
     # --- loading ------------------------------------------------------------------------------------------
 
-    def _build(self) -> tokenizers.Tokenizer:
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(self._source)
-        except Exception as error:  # the library raises a bare Exception
-            raise TokenizerError(f"{self._name} is not a valid tokenizer: {error}") from error
-        # Padding and truncation would change prompts in silence.
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        _add_tokens(tokenizer, self._config, self._name)
-        return tokenizer
+    def _build(self, special_is_text: bool) -> Backend:
+        return Backend(self._source, self._name, self._config.get("added_tokens_decoder"), special_is_text)
 
-    def _controls(self) -> tokenizers.Tokenizer:
+    def _controls(self) -> Backend:
         """A second tokenizer, in which special tokens are active: one with a switch could be raced."""
         with self._lock:
             if self._control is None:
-                self._control = self._build()
+                self._control = self._build(special_is_text=False)
             return self._control
 
-    def _find_byte_ids(self, decoder: Any) -> frozenset[int]:
+    def _find_byte_ids(self) -> frozenset[int]:
         """Ids of single bytes (<0x0A>), if the decoder joins runs of them to characters."""
-        if "ByteFallback" not in json.dumps(decoder):
+        if "ByteFallback" not in json.dumps(self._text.decoder):
             return frozenset()
         ids = (self._text.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(token for token in ids if token is not None)
 
     def _find_unknown_id(self, model: Mapping[str, Any]) -> int | None:
         """The id that unknown text gets, unless the same token also opens or ends something."""
-        token: int | None = model.get("unk_id")
+        found = model.get("unk_id")
+        token = found if type(found) is int else None
         if isinstance(model.get("unk_token"), str):
             token = self._text.token_to_id(model["unk_token"])
         others = {self._id_of(name) for name in SPECIAL_NAMES if name not in ("unk_token", "pad_token")}
         return None if token in others else token
 
     def _find_anchor(self) -> list[int]:
-        for text in ("a", "A", "0", "."):
-            ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
-            if ids and self._text.decode(ids, skip_special_tokens=False).strip() == text:
-                return ids
+        """Ids of some plain text; none where no such text survives. Raises TokenizerError where all of it fails."""
+        failure: TokenizerFailedError | None = None
+        for text in PLAIN_TEXTS:
+            try:
+                ids: list[int] = self._text.encode(text).ids
+                self._text.encode_batch([text], add_special_tokens=True)
+                if ids and self._text.decode(ids, skip_special_tokens=False).strip() == text:
+                    return ids
+            except TokenizerFailedError as error:
+                failure = error
+        if failure is not None:
+            raise TokenizerError(
+                f"{self._name} fails on plain text such as 'a' ({failure}); download it again, or use another one"
+            ) from failure
         return []
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        token: int | None = None if text is None else self._text.token_to_id(text)
-        return token
+        return None if text is None else self._text.token_to_id(text)
 
 
 def _read(path: Path) -> str:
@@ -375,39 +382,25 @@ def check_text(text: str, index: int | None = None) -> int:
         ) from error
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like by name; each stands as a string or as an object with `content`."""
+def _special_tokens(config: Mapping[str, Any], name: str) -> dict[str, str]:
+    """`bos_token` and its like by name; each stands as a string or as an object with `content`.
+
+    Raises `TokenizerError` for one that is not valid Unicode.
+    """
     found = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name)
+    for key in SPECIAL_NAMES:
+        value = config.get(key)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            found[name] = value
-    return found
-
-
-def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> None:
-    """Adds what `tokenizer_config.json` lists in `added_tokens_decoder` and `tokenizer.json` lacks."""
-    listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict):
-        raise TokenizerError(f"added_tokens_decoder beside {name} is not an object")
-    known = tokenizer.get_added_tokens_decoder()
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    try:
-        missing = sorted((int(key), about) for key, about in listed.items() if int(key) not in known)
-        for token, about in missing:
-            added = tokenizers.AddedToken(
-                about["content"], **{flag: bool(about[flag]) for flag in flags if flag in about}
-            )
-            (tokenizer.add_special_tokens if added.special else tokenizer.add_tokens)([added])
-            if tokenizer.token_to_id(about["content"]) != token:
+            try:
+                check_text(value)
+            except RequestError as error:
                 raise TokenizerError(
-                    f"added_tokens_decoder beside {name} gives {about['content']!r} the id {token}, but it "
-                    f"would be {tokenizer.token_to_id(about['content'])}"
-                )
-    except (KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"added_tokens_decoder beside {name} is not valid: {error!r}") from error
+                    f"tokenizer_config.json beside {name}: {key} is not valid: {error}; correct it, or remove it"
+                ) from error
+            found[key] = value
+    return found
 
 
 # --- user text in chats -----------------------------------------------------------------------------------

@@ -22,8 +22,15 @@ from typing import Any
 import msgspec
 
 from quire.engine import child
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import ChatTemplateError, QuireError, RequestError, TokenizerFailedError, TokenOutOfRangeError
+from quire.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from quire.errors import (
+    ChatTemplateError,
+    QuireError,
+    RequestError,
+    TokenizerError,
+    TokenizerFailedError,
+    TokenOutOfRangeError,
+)
 
 LENGTH = struct.Struct(">I")
 MAX_ID = (1 << 32) - 1
@@ -35,7 +42,7 @@ class WorkerStart(msgspec.Struct):
     Attributes:
         socket: number of the inherited socket.
         folder: the checkpoint.
-        memory_bytes: how much its memory may grow after the tokenizer is loaded.
+        memory_bytes: how much its memory may grow while the tokenizer is loaded, and again after that.
     """
 
     socket: int
@@ -103,9 +110,10 @@ def main() -> None:
     """The process: load, then work until the socket is closed."""
     start = child.begin(WorkerStart)
     with socket.socket(fileno=start.socket) as connection, contextlib.suppress(ConnectionError):
+        _limit_memory(start.memory_bytes)
         try:
             tokenizer = _load(Path(start.folder))
-        except Exception as error:
+        except QuireError as error:
             _send(connection, _refusal(error))
             return
         _limit_memory(start.memory_bytes)
@@ -115,16 +123,32 @@ def main() -> None:
 
 
 def _load(folder: Path) -> Tokenizer | None:
-    """The checkpoint's tokenizer, ready; None where it has none: then every job is refused."""
-    tokenizer = Tokenizer.load_if_present(folder)
-    if tokenizer is not None:
-        tokenizer.warm_up()
+    """The checkpoint's tokenizer, ready; None where it has none: then every job is refused.
+
+    Raises:
+        TokenizerError, ChatTemplateError: it cannot be loaded, for whatever reason.
+    """
+    try:
+        tokenizer = Tokenizer.load_if_present(folder)
+        if tokenizer is not None:
+            tokenizer.warm_up()
+    except (TokenizerError, ChatTemplateError):
+        raise
+    except MemoryError:
+        raise TokenizerError(f"{folder / TOKENIZER_FILE} or a file beside it takes too much memory to load") from None
+    except Exception as error:  # files from outside: what nobody has thought of is their fault, too
+        traceback.print_exception(error, file=sys.stderr)
+        raise TokenizerError(
+            f"{folder / TOKENIZER_FILE} and the files beside it cannot be used ({type(error).__name__}: {error}); "
+            "download them again, or save them anew with transformers' save_pretrained"
+        ) from error
     return tokenizer
 
 
 def _limit_memory(growth: int) -> None:
-    """Bound what this process may have on top of what it has now. Asking for more then fails here alone, and the
-    library that asked may abort; users' texts are not to be left behind in a core file.
+    """Bound what this process may have on top of what it has now; a second call counts from what it has then. Asking
+    for more then fails here alone, and the library that asked may abort; users' texts are not to be left behind in a
+    core file.
 
     It is the private writable memory that counts (RLIMIT_DATA), since threads and libraries reserve addresses that
     they never use. Where the kernel does not tell, there is no bound.
@@ -190,7 +214,7 @@ def _refusal(error: Exception) -> Failed:
     """What the other end is told. Anything that Quire did not raise on purpose goes to the log, not to clients."""
     if isinstance(error, MemoryError):
         error = RequestError("tokenizing this request takes more memory than it may have; send less text")
-    elif not isinstance(error, QuireError):
+    elif not isinstance(error, QuireError) or isinstance(error, TokenizerFailedError):
         traceback.print_exception(error, file=sys.stderr)
         error = TokenizerFailedError("the tokenizer failed on this request; the server's log tells more")
     return Failed(type(error).__name__, str(error))

@@ -42,7 +42,9 @@ MAX_LAYERS = 1024
 MAX_HEADS = 1 << 16
 MAX_EXPERTS = 1 << 12
 MAX_CONTEXT = 1 << 30
-DEFAULT_THETA = 10000.0
+DEFAULT_THETA, MAX_THETA = 10000.0, 1e12
+MIN_EPS, MAX_EPS = 1e-15, 0.1
+"""Beyond these, `rms_norm_eps` is nothing or drowns what it is added to: the mean of squares, about 1."""
 
 ROPE_FIELDS: dict[RopeKind, set[str]] = {
     "default": set(),
@@ -168,7 +170,7 @@ def read_decoder_config(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, above=MIN_EPS, max=MAX_EPS),
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             mlp_bias=mlp_bias,
@@ -203,7 +205,8 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float = DEFAULT_THET
             f"absent: rope type {kind!r} reads {', '.join(sorted(ROPE_FIELDS[kind])) or 'nothing'}",
         )
     scaling.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
-    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=default_theta), above=1.0)
+    outer = fields.number("rope_theta", default=default_theta, above=1.0, max=MAX_THETA)
+    theta = scaling.number("rope_theta", default=outer, above=1.0, max=MAX_THETA)
     context = fields.integer("max_position_embeddings", max=MAX_CONTEXT)
     # A length of its own beside the section wins over the one inside, as in transformers.
     original = fields.integer(

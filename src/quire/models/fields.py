@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from quire.errors import ModelConfigError, QuireError
 MAX_JSON_BYTES = 16 << 20
 MAX_SIZE = 1 << 24
 """Bound of any count or width in a configuration: far above every model, far below what exhausts a machine."""
+MAX_NUMBER = 1e6
+"""Bound of a factor or another real number that has none of its own."""
 
 
 def has_file(file: Path, error: type[QuireError] = ModelConfigError) -> bool:
@@ -86,15 +87,15 @@ class Fields:
             raise self.error(name, f"a whole number from {min} to {max}")
         return value
 
-    def number(self, name: str, *, default: float | None = None, above: float = 0.0) -> float:
-        """A finite number greater than `above`; required where there is no default."""
+    def number(self, name: str, *, default: float | None = None, above: float = 0.0, max: float = MAX_NUMBER) -> float:
+        """A number greater than `above` and at most `max`; required where there is no default."""
         value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= sys.float_info.max:
-            raise self.error(name, f"a finite number greater than {above:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= max:
+            raise self.error(name, f"a finite number greater than {above:g} and at most {max:g}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        """A finite number greater than 0, or None where there is none."""
+        """A number greater than 0 and at most `MAX_NUMBER`, or None where there is none."""
         return self.number(name) if name in self else None
 
     def flag(self, name: str, *, default: bool) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from quire.errors import CheckpointError, ConfigError, UnexpectedTensorError
 from quire.models.checkpoint import Checkpoint
@@ -18,6 +17,7 @@ from quire.models.registry import load_model, read_config
 from quire.models.weights import Weights
 
 TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 256 << 20
 HIDDEN_NORM = "layers.0.hidden_norm.weight"
 """What EAGLE-3 heads have and older ones have not."""
 
@@ -139,7 +139,17 @@ def _check_tokenizers(folder: Path, target_folder: Path) -> bool:
 
 
 def _tokens(file: Path) -> dict[str, int]:
-    """Id of each token in a tokenizer.json, added ones among them."""
-    tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    return vocabulary
+    """Id of each token in a tokenizer.json, added ones among them.
+
+    Read as JSON alone: the library that makes a tokenizer of it may fail on a stranger's file in ways that end us.
+    """
+    fields = Fields.read(file, MAX_TOKENIZER_BYTES)
+    vocabulary = fields.section("model").picked(["vocab"]).get("vocab", {})
+    added = fields.picked(["added_tokens"]).get("added_tokens", [])
+    try:
+        if isinstance(vocabulary, list):  # a text and its score, in the order of ids
+            vocabulary = {text: token for token, (text, _) in enumerate(vocabulary)}
+        tokens = {**vocabulary, **{about["content"]: about["id"] for about in added}}
+        return {text: operator.index(token) for text, token in tokens.items()}
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(f"{file} has no valid vocabulary ({error!r}); download it again") from error

@@ -1,0 +1,246 @@
+"""The `tokenizers` library, and all that Quire knows of its ways: no other module calls it.
+
+It is written in Rust. Where that panics, Python sees a `BaseException` that is no `Exception`, which would pass every
+handler that means to end one request. So every call goes through `_call`, which makes an error of ours of whatever
+the library raises.
+
+A tokenizer.json is a program from outside: its normalizer and its decoder may make long text of short. What a decoder
+makes is bounded here, when the file is loaded: decoders run where nothing can stop them, a few tokens a call. Of
+normalizers only what they do with a short text is looked at, since they run where time and memory are bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import tokenizers
+
+from quire.errors import TokenizerError, TokenizerFailedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_TOKEN_TEXT = 4096
+"""Characters that one token may be decoded to. The longest ones of known vocabularies have some hundreds."""
+
+MAX_DECODERS = 64
+"""Decoders that one tokenizer may chain. Known ones have up to four."""
+
+MAX_TOKENS_A_BYTE = 64
+"""Tokens that a byte of text may become. The compatibility forms of Unicode make up to 11 bytes of one."""
+
+TRIED_TEXT = "".join(map(chr, range(32, 127))) + "\n\tÄ中"
+"""What is encoded when a tokenizer is loaded, beside the texts that its normalizer looks for."""
+
+
+def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What the library returns.
+
+    Raises:
+        TokenizerFailedError: it raised anything at all, but what means to end this process or that memory is short.
+    """
+    try:
+        return function(*args, **kwargs)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise TokenizerFailedError(f"the tokenizer failed: {_words(error)}") from error
+
+
+def _words(error: BaseException) -> str:
+    """What the library says, in one line that is not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+class Backend:
+    """One tokenizer of the library. Safe to use from several threads.
+
+    Attributes:
+        special: the special tokens' text, by id.
+        vocab_size: how many ids there are, those of added tokens among them.
+
+    Args:
+        source: content of `tokenizer.json`.
+        name: what messages call that file.
+        listed: `added_tokens_decoder` of `tokenizer_config.json`: tokens that are added where the source lacks them.
+        special_is_text: special tokens in a text are text like any other.
+
+    Raises:
+        TokenizerError: the source is not valid, or it is not what can be used safely.
+    """
+
+    def __init__(self, source: str, name: str, listed: Any = None, special_is_text: bool = True) -> None:
+        self._name = name
+        try:
+            self._library: tokenizers.Tokenizer = _call(tokenizers.Tokenizer.from_str, source)
+            self._check_model()
+            self._add_tokens(listed or {})
+            # Padding and truncation would change prompts in silence.
+            _call(self._library.no_padding)
+            _call(self._library.no_truncation)
+            self._library.encode_special_tokens = special_is_text
+            added = _call(self._library.get_added_tokens_decoder)
+            self.decoder: Any = _state(self._library.decoder)
+            self._normalizer = _state(self._library.normalizer)
+            self.vocab_size: int = _call(self._library.get_vocab_size, with_added_tokens=True)
+        except TokenizerFailedError as error:
+            raise TokenizerError(
+                f"{name} is not a valid tokenizer ({error}); download it again, or save it anew with "
+                "transformers' save_pretrained"
+            ) from error
+        self._added = {token: about.content for token, about in added.items()}
+        self.special = {token: about.content for token, about in added.items() if about.special}
+
+    # -- use -----------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> tokenizers.Encoding:
+        """Ids and offsets of a text, without what the post-processor adds. Raises TokenizerFailedError."""
+        return _call(self._library.encode, text, add_special_tokens=False)
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """Ids of many texts, in parallel and without the interpreter's lock. Raises TokenizerFailedError."""
+        return _call(self._library.encode_batch_fast, texts, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of ids; unknown ones have none. Raises TokenizerFailedError."""
+        return _call(self._library.decode, ids, skip_special_tokens=skip_special_tokens)
+
+    def token_to_id(self, text: str) -> int | None:
+        """The id of a token. Raises TokenizerFailedError."""
+        return _call(self._library.token_to_id, text)
+
+    def id_to_token(self, token: int) -> str | None:
+        """What the vocabulary calls an id. Raises TokenizerFailedError."""
+        return _call(self._library.id_to_token, token)
+
+    # -- checks --------------------------------------------------------------------------------------------
+
+    def check_decoding(self, vocabulary: Any) -> None:
+        """Bound what any token can be decoded to.
+
+        Args:
+            vocabulary: of the model, as the source has it: a mapping by text, or a list of pairs that begin with it.
+
+        Raises:
+            TokenizerError: a token is too long, or the decoder can make it so.
+        """
+        chain = _decoders(self.decoder)
+        if len(chain) > MAX_DECODERS:
+            raise TokenizerError(f"{self._name} chains {len(chain)} decoders; at most {MAX_DECODERS} are allowed")
+        growth = 1.0
+        for decoder in chain:
+            growth *= self._growth(decoder)
+        texts = [text if isinstance(text, str) else text[0] for text in vocabulary]
+        longest = max([*texts, *self._added.values()], key=len, default="")
+        if len(longest) * growth > MAX_TOKEN_TEXT:
+            times = f" and the decoder may make it {growth:g} times as long" if growth > 1 else ""
+            raise TokenizerError(
+                f"{self._name}: the token {longest[:20]!r}... has {len(longest)} characters{times}; the text of a "
+                f"token may have {MAX_TOKEN_TEXT}. Remove the token, or what makes it longer"
+            )
+
+    def check_encoding(self) -> None:
+        """Encode a short text, with what the normalizer looks for in it. That it cannot be encoded is no error.
+
+        Raises:
+            TokenizerError: it gives too many tokens.
+        """
+        text = " ".join([TRIED_TEXT, *_patterns(self._normalizer)])
+        most = MAX_TOKENS_A_BYTE * len(text.encode())
+        size, normalized = 0, text
+        with contextlib.suppress(TokenizerFailedError):
+            for normalizer in _steps(self._library.normalizer):  # one by one: together they may take hours
+                normalized = _call(normalizer.normalize_str, normalized)
+                if (size := len(normalized)) > most:
+                    break
+            else:
+                size = len(self.encode_batch([text], add_special_tokens=True)[0].ids)
+        if size > most:
+            raise TokenizerError(
+                f"{self._name} makes more than {MAX_TOKENS_A_BYTE} tokens or characters of a byte of text ({size} of "
+                f"{len(text.encode())} bytes); look at its normalizer and its post-processor"
+            )
+
+    def _growth(self, decoder: Mapping[str, Any]) -> float:
+        """How many times longer a decoder can make a text."""
+        kind = decoder.get("type")
+        if kind == "Replace":
+            pattern = decoder.get("pattern", {}).get("String")
+            if pattern is None:
+                raise TokenizerError(
+                    f"{self._name}: its decoder replaces a regular expression, whose time has no bound; give the "
+                    "decoder a pattern that is a plain string"
+                )
+            content = len(decoder.get("content", ""))
+            return max(1.0, content / len(pattern) if pattern else content + 1.0)
+        if kind in ("BPEDecoder", "CTC"):
+            replaced = decoder.get("suffix" if kind == "BPEDecoder" else "word_delimiter_token")
+            return 1.0 if replaced else 3.0  # a space between all letters
+        if kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece"):
+            return 1.0
+        raise TokenizerError(f"{self._name} has a decoder of type {kind!r}, which Quire does not know")
+
+    def _check_model(self) -> None:
+        dropout = getattr(self._library.model, "dropout", None)
+        if dropout:
+            raise TokenizerError(
+                f"{self._name}: model.dropout is {dropout:g}, so a text would have other tokens each time it is "
+                "encoded; it is meant for training: set it to null"
+            )
+
+    def _add_tokens(self, listed: Any) -> None:
+        """Adds what `tokenizer_config.json` lists and `tokenizer.json` lacks."""
+        where = f"added_tokens_decoder beside {self._name}"
+        if not isinstance(listed, dict):
+            raise TokenizerError(f"{where} is not an object; make it one, or remove it")
+        known = _call(self._library.get_added_tokens_decoder)
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        try:
+            missing = sorted((int(key), about) for key, about in listed.items() if int(key) not in known)
+            for token, about in missing:
+                given = {flag: bool(about[flag]) for flag in flags if flag in about}
+                added = _call(tokenizers.AddedToken, about["content"], **given)
+                _call(self._library.add_special_tokens if added.special else self._library.add_tokens, [added])
+                found = self.token_to_id(about["content"])
+                if found != token:
+                    raise TokenizerError(
+                        f"{where} gives {about['content']!r} the id {token}, but it would be {found}; correct it"
+                    )
+        except (KeyError, TypeError, ValueError, TokenizerFailedError) as error:
+            raise TokenizerError(f"{where} is not valid ({error!r}); correct it, or remove it") from error
+
+
+def _state(part: Any) -> Any:
+    """The description of a normalizer or decoder, as the library has understood it; None where there is none."""
+    return None if part is None else json.loads(_call(part.__getstate__))
+
+
+def _steps(normalizer: Any) -> Iterator[Any]:
+    """The normalizers that run one after the other."""
+    if isinstance(normalizer, tokenizers.normalizers.Sequence):
+        for index in range(len(normalizer)):
+            yield from _steps(normalizer[index])
+    elif normalizer is not None:
+        yield normalizer
+
+
+def _decoders(decoder: Any) -> list[Mapping[str, Any]]:
+    """The decoders that run one after the other."""
+    if decoder is None:
+        return []
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [found for each in decoder["decoders"] for found in _decoders(each)]
+
+
+def _patterns(normalizer: Any) -> list[str]:
+    """The plain strings that a normalizer replaces."""
+    if normalizer is None:
+        return []
+    found = normalizer.get("pattern", {}).get("String")
+    parts = normalizer.get("normalizers", []) if normalizer.get("type") == "Sequence" else []
+    return [*([found] if found else []), *(text for part in parts for text in _patterns(part))]

@@ -1,0 +1,124 @@
+"""The first loading of a checkpoint's tokenizer, where it can do no harm.
+
+A tokenizer comes with the checkpoint, so it is data from outside, and loading it may end in a panic or a crash, take
+any memory, or never end. So a tokenizer worker (`tokenizer_worker.py`) loads it first, in a process of its own whose
+memory is bounded and which is killed at a deadline. What it could load, this process can load after it.
+
+It runs beside whatever its owner does meanwhile, such as loading weights. What ships with Quire needs no trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from quire import errors
+from quire.engine import child
+from quire.engine.tokenizer import TOKENIZER_FILE
+from quire.engine.tokenizer_worker import LENGTH, Answer, Failed, WorkerStart
+from quire.errors import TokenizerError, TokenizerFailedError
+from quire.models.fields import has_file
+from quire.models.hub import ASSETS
+
+MEMORY_BYTES = 2 << 30
+"""How much the process may grow. A tokenizer of 200,000 tokens, a file of 18 MB, takes a tenth of it."""
+
+DEADLINE = 60.0
+"""Seconds from the start. The same tokenizer takes two on one core."""
+
+
+DO = "download it again, or save it anew with transformers' save_pretrained"
+
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class TokenizerTrial:
+    """One trial. Ends its process when it is left.
+
+    Args:
+        folder: the checkpoint; nothing is done for one without a tokenizer.
+
+    Raises:
+        TokenizerError: what should be the tokenizer's file is none.
+        TokenizerFailedError: the system starts no process.
+    """
+
+    def __init__(self, folder: Path, deadline: float = DEADLINE, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._file, self._seconds, self._memory = folder / TOKENIZER_FILE, deadline, memory_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        if not has_file(self._file, TokenizerError) or folder.parent == ASSETS:
+            return
+        self._end = time.monotonic() + deadline
+        self._socket, theirs = socket.socketpair()
+        self._socket.shutdown(socket.SHUT_WR)  # no jobs will come: once it has loaded, it leaves, and frees its memory
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._socket.close)
+            try:
+                self._process = child.spawn_quietly(
+                    child.python("quire.engine.tokenizer_worker"),
+                    WorkerStart(theirs.fileno(), str(folder), memory_bytes),
+                    fds=[theirs.fileno()],
+                    environment={"TOKENIZERS_PARALLELISM": "false"},
+                )
+            except OSError as error:
+                raise TokenizerFailedError(
+                    f"no process to try the tokenizer in: {error.strerror or error}; look at the limits of this user"
+                ) from error
+            except UnicodeEncodeError:
+                raise TokenizerError(f"the folder {str(folder)!r} has a name that is no Unicode; rename it") from None
+            on_failure.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def check(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            TokenizerError, ChatTemplateError: the checkpoint's files are not valid; the message names the one.
+        """
+        if self._process is None:
+            return
+        self._socket.settimeout(max(0.1, self._end - time.monotonic()))  # an answer that is there is read even then
+        try:
+            answer = self._read_answer()
+        except TimeoutError:
+            raise TokenizerError(f"{self._file} took longer than {self._seconds:g} s to load; {DO}") from None
+        except (OSError, EOFError):
+            raise TokenizerError(f"{self._file} cannot be loaded: {self._how_it_ended()}; {DO}") from None
+        if isinstance(answer, Failed):
+            raise getattr(errors, answer.kind, TokenizerError)(answer.message)
+
+    def _read_answer(self) -> Answer:
+        """Raises OSError or EOFError where there is none."""
+        with self._socket.makefile("rb") as stream:
+            head = stream.read(LENGTH.size)
+            body = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+        if not body:
+            raise EOFError
+        answer: Answer = _decode_answer(body)
+        return answer
+
+    def _how_it_ended(self) -> str:
+        """What became of a process that gave no answer."""
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = None if self._process is None else self._process.wait(self._seconds)
+        if code == -signal.SIGABRT:  # what Rust does where memory is refused, and what C libraries do of any error
+            return f"the process that tried it gave up; it may take more than {self._memory >> 20} MiB of memory"
+        ended = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return f"the process that tried it ended with {ended}"

@@ -1,0 +1,80 @@
+"""The frontend between clients and engine: what goes wrong with one request's text is that request's alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.core.request import RequestUpdate
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import TokenLogprobs
+from quire.engine import detokenizer
+from quire.engine.frontend import Frontend
+from quire.engine.outputs import RequestOutput
+from quire.engine.tokenizer import Tokenizer
+from tests.tokenizer_builders import panicking_json
+
+SOURCE, PANICS = panicking_json()
+
+
+class Client:
+    """A frontend whose engine only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer(SOURCE)
+        self.aborted: list[int] = []
+        self.frontend = Frontend(
+            tokenizer=self.tokenizer,
+            vocab_size=self.tokenizer.vocab_size,
+            max_model_len=1000,
+            eos_token_ids=[],
+            defaults={},
+            add=lambda request: None,
+            abort=self._abort,
+        )
+
+    def _abort(self, number: int, reason: str) -> list[RequestUpdate]:
+        self.aborted.append(number)
+        return []
+
+    def submit(self, **params: Any) -> RequestOutput:
+        return self.frontend.submit(self.frontend.prepare("hello", SamplingParams(max_tokens=100, **params)))
+
+
+def test_a_token_that_the_decoder_panics_on_ends_its_own_request_alone() -> None:
+    client = Client()
+    hello = client.tokenizer.encode("hello")
+    bad, good = client.submit(), client.submit()
+    changed = client.frontend.absorb([RequestUpdate(0, tokens=[*hello, PANICS]), RequestUpdate(1, tokens=hello)])
+    assert changed == [bad, good]
+    assert (bad.finished, bad.outputs[0].finish_reason) == (True, "error")
+    assert "the tokenizer failed: slice index" in (bad.outputs[0].error or "")
+    assert (good.finished, good.outputs[0].text) == (False, "hello")
+    assert client.aborted == [0]
+    client.frontend.absorb([RequestUpdate(0, tokens=hello), RequestUpdate(1, tokens=hello, finish_reason="length")])
+    assert (good.outputs[0].text, client.frontend.idle) == ("hellohello", True)
+
+
+def test_a_log_probability_of_a_token_that_the_decoder_panics_on_ends_its_own_choice_alone() -> None:
+    client = Client()
+    output = client.submit(n=2, logprobs=1)
+    [token, *_] = client.tokenizer.encode("hello")
+
+    def update(number: int, other: int) -> RequestUpdate:
+        return RequestUpdate(number, tokens=[token], logprobs=[TokenLogprobs([token, other], [-1.0, -2.0], [1, 2])])
+
+    client.frontend.absorb([update(0, PANICS), update(1, token)])
+    assert [choice.finish_reason for choice in output.outputs] == ["error", None]
+
+
+def test_a_text_beyond_all_bounds_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detokenizer, "MAX_TEXT", 12)
+    client = Client()
+    hello = client.tokenizer.encode("hello")
+    long, short = client.submit(), client.submit()
+    for _ in range(3):
+        client.frontend.absorb([RequestUpdate(0, tokens=hello)])
+    client.frontend.absorb([RequestUpdate(1, tokens=hello)])
+    assert "longer than 12 characters; ask for fewer tokens" in (long.outputs[0].error or "")
+    assert (long.outputs[0].text, short.outputs[0].text) == ("hellohello", "hello")
