@@ -1,8 +1,9 @@
 """Builds the C++ kernels: the same sources once for each instruction set, each a library of its own.
 
 They are loaded with ctypes and link nothing of torch or Python. Without a C++ compiler the installation succeeds
-all the same, and Quire runs on its torch path. The environment's CXX names the compiler, and QUIRE_KERNELS what is built:
-"all" (the default, so that a wheel runs anywhere), "native" (this processor's best alone, in a fifth of the time), "none".
+all the same, and Quire runs on its torch path. Of the environment, CXX names the compiler, and QUIRE_KERNELS what is
+built: "all" (the default, so that a wheel runs anywhere), "native" (this processor's best alone, in a fifth of the
+time) or "none".
 """
 
 import os
@@ -32,7 +33,7 @@ def wanted() -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """The libraries that there may be; which of them cannot be compiled, or is not this processor's, turns out later."""
+    """The libraries that there may be: which of them this processor runs, or cannot be compiled, turns out later."""
     names = wanted()
     return [
         Extension(

@@ -12,8 +12,8 @@ from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kernels import Kernels
 
 SELF_TESTED = ("amx",)
-"""Sets whose registers the system hands out on request, and few virtual machines in the same way: chosen only after they
-have multiplied rightly."""
+"""Sets whose registers a system hands out on request, and virtual machines not always as they should: chosen only where
+they multiply rightly."""
 
 
 @functools.cache

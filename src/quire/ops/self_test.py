@@ -86,7 +86,7 @@ def run(kernels: Kernels) -> list[Check]:
 
 
 def run_short(kernels: Kernels) -> list[Check]:
-    """The products alone, small ones: what a processor's own instructions for matrices are tried with at every start."""
+    """Small products alone: what a processor's instructions for matrices are tried with at every start."""
     checks = [check_linear(kernels, torch.bfloat16, SHORT_SHAPES)]
     return checks + [check_quantized_linear(kernels, how) for how in QUANTIZATIONS]
 
