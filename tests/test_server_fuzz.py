@@ -1,7 +1,7 @@
 """Half a minute of mixed traffic, good and bad, timed by a seed; then the books must balance.
 
-The invariants of blocks (`quire.core.invariants`) are checked by the engine after every step (`--check-invariants`), those
-of requests from outside.
+The invariants of blocks (`quire.core.invariants`) are checked by the engine after every step
+(`--check-invariants`), those of requests from outside.
 """
 
 from __future__ import annotations
