@@ -50,8 +50,8 @@ def test_every_usable_set_of_kernels_can_be_chosen(isa: str) -> None:
 class PretendedKernels(Kernels):
     """Plain torch's, under the name of an instruction set, with a weight of which one entry is read wrongly."""
 
-    def __init__(self, isa: str, deterministic: bool = True, wrong: bool = False) -> None:
-        super().__init__(deterministic)
+    def __init__(self, isa: str, wrong: bool) -> None:
+        super().__init__()
         self.name, self.wrong = isa, wrong
 
     def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
@@ -65,7 +65,7 @@ def pretend_amx(monkeypatch: pytest.MonkeyPatch, *built: str, wrong: bool) -> No
     """A machine with all that x86_64 has, whose AMX multiplies rightly or not."""
     pretend_built(monkeypatch, *built)
     pretend_machine(monkeypatch, "x86_64", " ".join(frozenset().union(*library.NEEDS.values())))
-    monkeypatch.setattr(choose, "CpuKernels", lambda isa, *rest: PretendedKernels(isa, *rest, wrong and isa == "amx"))
+    monkeypatch.setattr(choose, "CpuKernels", lambda isa, *rest: PretendedKernels(isa, wrong and isa == "amx"))
     monkeypatch.setattr(choose, "failed_checks", choose.failed_checks.__wrapped__)
 
 
