@@ -74,7 +74,7 @@ class Library:
         raise AttributeError(f"the kernels for {self.isa} have no function {name!r}")
 
 
-STALE = "they were compiled from another version of the sources; install Quire again ('make' in a checkout)"
+STALE = "they were compiled from another version of the sources; install Quire again ('make kernels' in a checkout)"
 
 
 def _load(isa: str) -> ctypes.CDLL:
@@ -123,7 +123,7 @@ def missed() -> Lost | None:
     best = next((isa for isa, needs in NEEDS.items() if needs <= cpu_flags()), None)
     if best is None or best in built():
         return None
-    again = "then install Quire again ('make' in a checkout, else pip install --force-reinstall --no-deps)"
+    again = "then install Quire again ('make kernels' in a checkout, else pip install --force-reinstall --no-deps)"
     if not built():
         return Lost("the compiled kernels were not built: the slower torch path runs", f"install g++, {again}")
     what = f"the kernels for {best}, which this machine could run, were not built: slower ones run"
