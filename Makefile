@@ -4,14 +4,18 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
+endif
 
 PYTHON ?= python3
 TESTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STEP := .ci/step
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
+INSTALL := .ci/venv $(PYTHON) $(VENV) install
+# The build of torch for CPUs, under a name that no other index has: those that pip knows are asked for it first.
+TORCH := $(shell sed -n 's/^torch==.*/&+cpu/p' requirements/torch.txt)
 
 # Stamps are written only when all of an installation has succeeded. BEGUN is there while one runs: if it is
 # found at the start, the last one was interrupted, and what it left is thrown away.
@@ -21,6 +25,7 @@ DEV := $(VENV)/dev.stamp
 BEGUN := $(VENV)/begun.stamp
 
 KERNELS := src/quire/ops/cpu
+COMPILE := $(PYTHON) scripts/compile_kernels.py $(KERNELS) --compiler $(CXX) --optional
 # Where kernels are compiled to be tested in another form than the installed one.
 SANITIZED := build/sanitize
 # Tests that neither talk to other processes nor look at a clock: they may run beside one another.
@@ -30,15 +35,32 @@ COMPUTE := tests/core $(filter-out tests/test_cpu_library.py,$(wildcard $(patsub
     gpu_check)))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo test test-slow test-arm sanitize bench bench-peers gpu-check gpu-bundle format clean
+.PHONY: help demo python native kernels test test-slow test-arm sanitize bench bench-peers gpu-check gpu-bundle format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(QUIRE)  ## complete a batch of prompts with the model that ships with Quire
+demo: python  ## complete a batch of prompts with the model that ships with Quire
+	@$(MAKE) --no-print-directory -j2 --output-sync=line SIDE_BY_SIDE=1 $(RUNTIME) native
+	@$(MAKE) --no-print-directory $(QUIRE)
 	@$(BIN)/quire generate --demo
+	@printf '\n%s\n' "To go on, copy one of these ('source $(BIN)/activate' makes them plain 'quire ...'):"
+	@printf '    %-42s %s\n' \
+	    "$(BIN)/quire chat demo" "# the embedded model: completes Python, is no assistant" \
+	    "$(BIN)/quire chat Qwen/Qwen3-0.6B" "# a small assistant: 1.5 GB from the hub, once" \
+	    "$(BIN)/quire serve demo" "# http://127.0.0.1:8000: OpenAI's interface, and a page"
 
-test: $(DEV)  ## formatting, lint, types, import contract, and all tests but the slow ones
+python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
+	    "Quire needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % v)'
+
+native: python
+	@$(STEP) "Compiling kernels for this processor" $(COMPILE) --isa native
+
+kernels: python  ## compile the kernels for all instruction sets of this kind of machine
+	@$(STEP) "Compiling kernels for all instruction sets" $(COMPILE)
+
+test: $(DEV) kernels  ## formatting, lint, types, import contract, and all tests but the slow ones
 	@$(STEP) "Formatting (ruff format)" $(BIN)/ruff format --check --output-format concise .
 	@$(STEP) "Lint (ruff)" $(BIN)/ruff check .
 	@$(STEP) "Types (mypy)" $(BIN)/mypy
@@ -52,14 +74,14 @@ else
 	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest $(TESTS)
 endif
 
-test-slow: $(DEV)  ## the slow tests
+test-slow: $(DEV) kernels  ## the slow tests
 	@$(STEP) "Slow tests (pytest)" $(BIN)/python -m pytest -m slow $(TESTS)
 
 sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
-	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests setup.py pyproject.toml $(SANITIZED)
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests scripts setup.py pyproject.toml $(SANITIZED)
 	@rm -f $(SANITIZED)/$(KERNELS)/lib_*.so
 	@$(STEP) "Compiling with sanitizers" $(BIN)/python scripts/compile_kernels.py $(SANITIZED)/$(KERNELS) -- \
-	    -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+	    -Werror -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 	@cd $(SANITIZED) && $(CURDIR)/$(STEP) "Tests of the kernels" env PYTHONPATH=src ASAN_OPTIONS=detect_leaks=0 \
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    $(CURDIR)/$(BIN)/python -m pytest $(KERNEL_TESTS)
@@ -67,10 +89,10 @@ sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and Und
 test-arm: $(DEV)  ## the tests of the C++ kernels on an emulated ARM machine (qemu-user, g++-aarch64-linux-gnu)
 	@$(STEP) "Tests of the kernels on ARM" $(BIN)/python scripts/test_on_arm.py $(TESTS)
 
-bench: $(DEV)  ## measure all tables of benchmarks/README.md, and write them there (some 20 minutes, on a quiet machine)
+bench: $(DEV) kernels  ## measure all tables of benchmarks/README.md, and write them there (some 20 minutes, on a quiet machine)
 	@$(BIN)/python benchmarks/run_all.py --write
 
-bench-peers: $(DEV)  ## measure Quire beside other engines, and write the tables (half an hour, the first time an hour)
+bench-peers: $(DEV) kernels  ## measure Quire beside other engines, and write the tables (half an hour, the first time an hour)
 	@$(BIN)/python -m benchmarks.peers --write
 
 gpu-check:  ## all that needs a GPU: parity, determinism, the tables of benchmarks/gpu.md (9 minutes, without .venv)
@@ -88,26 +110,22 @@ clean:  ## remove .venv, the compiled kernels and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(RUNTIME): requirements/runtime.txt requirements/torch.txt
+$(RUNTIME): requirements/runtime.txt requirements/torch.txt | python
 	@if [ -e $(BEGUN) ]; then echo "The last installation was interrupted; starting over."; rm -rf $(VENV); fi
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
-	    "Quire needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % v)'
 	@mkdir -p $(VENV) && touch $(BEGUN)
-	@[ -x $(BIN)/python ] || $(STEP) "Making $(VENV) with $(PYTHON)" $(PYTHON) -m venv $(VENV)
-	@$(STEP) "Installing dependencies" $(PIP) --no-deps -r requirements/runtime.txt
-	@$(STEP) "Installing torch (CPU)" $(PIP) --retries 1 -r requirements/torch.txt -c requirements/runtime.txt
+	@[ -x $(BIN)/python ] || $(STEP) "Making $(VENV) with $(PYTHON)" .ci/venv $(PYTHON) $(VENV) make
+	@$(STEP) "Installing dependencies" $(INSTALL) --no-deps -r requirements/runtime.txt
+	@$(STEP) "Installing torch (CPU)" .ci/either $(INSTALL) --no-deps $(TORCH) -- \
+	    env PIP_RETRIES=1 $(INSTALL) -r requirements/torch.txt -c requirements/runtime.txt
 	@rm $(BEGUN) && touch $@
 
-$(QUIRE): $(RUNTIME) setup.py pyproject.toml $(wildcard $(KERNELS)/src/*)
-	@rm -f $(KERNELS)/lib_*.so
-	@$(STEP) "Installing Quire and compiling its kernels" $(PIP) --no-deps --no-build-isolation -e .
-	@ls $(KERNELS)/lib_*.so >/dev/null 2>&1 || \
-	    echo "    No kernels were compiled, so Quire runs on its slower torch path: 'quire doctor' tells what to do."
+$(QUIRE): $(RUNTIME) setup.py pyproject.toml
+	@$(STEP) "Installing Quire" env QUIRE_KERNELS=none $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(DEV): $(RUNTIME) requirements/dev.txt | $(QUIRE)
 	@if [ -e $(BEGUN) ]; then rm -f $(RUNTIME); $(MAKE) --no-print-directory $(QUIRE); fi
 	@touch $(BEGUN)
-	@$(STEP) "Installing what the tests need" $(PIP) --no-deps -r requirements/dev.txt
-	@$(STEP) "Checking versions" $(BIN)/python -m pip --disable-pip-version-check check
+	@$(STEP) "Installing what the tests need" $(INSTALL) --no-deps -r requirements/dev.txt
+	@$(STEP) "Checking versions" .ci/venv $(PYTHON) $(VENV) check
 	@rm $(BEGUN) && touch $@

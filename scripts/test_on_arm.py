@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("src", "tests"):
         shutil.copytree(ROOT / name, TREE / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", TREE)
-    options = ["--compiler", "aarch64-linux-gnu-g++", "--machine", "aarch64"]
+    options = ["--compiler", "aarch64-linux-gnu-g++", "--machine", "aarch64", "--", "-Werror"]
     if status := compile_kernels.main([str(TREE / "src" / "quire" / "ops" / "cpu"), *options]):
         return status
     tests = arguments or sorted(str(path.relative_to(TREE)) for pattern in TESTS for path in TREE.glob(pattern))

@@ -30,7 +30,7 @@ class Script:
     Attributes:
         health: what /health answers, with 200 for the status "ok" alone.
         key: the API key that is asked for, if any.
-        model: its name.
+        model: its name. description: what it is, if it is an embedded one.
         pieces: an answer, piece by piece. pause: seconds before each.
         late: seconds that a refusal for want of a key takes.
         refusal: (status, error) that requests are answered with instead.
@@ -45,6 +45,7 @@ class Script:
     health: dict[str, Any] = field(default_factory=lambda: {"status": "ok"})
     key: str = ""
     model: str = "stand-in"
+    description: str | None = None
     pieces: list[str] = field(default_factory=lambda: ["Hello", ", **wor", "ld**."])
     pause: float = 0.01
     finish_reason: str = "stop"
@@ -104,7 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(self.script.late)
             self._send_json(401, {"error": {"message": "an API key is needed", "code": "invalid_api_key"}})
         elif path == "/v1/models":
-            self._send_json(200, {"data": [{"id": self.script.model, "max_model_len": 4096}]})
+            model = {"id": self.script.model, "max_model_len": 4096, "description": self.script.description}
+            self._send_json(200, {"data": [model]})
         elif path == "/view" and self.script.view_status == 200:
             since = int(parse_qs(urlsplit(self.path).query).get("since", ["0"])[0])
             self._send_json(200, view_document(time.monotonic(), since, self.script))

@@ -49,6 +49,15 @@ def test_an_answer_is_that_of_the_python_interface_and_is_remembered(
         assert chat.messages == [*messages, {"role": "assistant", "content": answer}]
 
 
+def test_the_embedded_model_is_introduced_unless_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, introduced in ([], True), (["--quiet"], False):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        assert main(["chat", "demo", "--num-kv-blocks", "64", *options]) == 0
+        assert ("it is no assistant" in capsys.readouterr().err) == introduced
+
+
 def test_the_second_turn_finds_the_first_in_the_prefix_cache(chat: Chat) -> None:
     chat.take("def unlike_any_other_test(x, y, z):")
     assert chat.last is not None

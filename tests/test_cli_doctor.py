@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from quire.cli.doctor import machine, memory, missing_packages, slow_instruction_sets
 from quire.cli.main import main
-from quire.ops import Kernels, KVCache, RaggedBatch, choose_kernels, self_test
+from quire.ops import Kernels, KVCache, Product, QuantizedWeight, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
 from quire.ops.ragged import Trees
 
@@ -46,7 +47,7 @@ def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str
     assert report["threads"] == torch.get_num_threads()
     assert report["kernels"]["built"] == list(library.built())
     assert report["kernels"]["usable"] == library.usable()
-    assert report["kernels"]["chosen"] == (library.usable() or ["torch"])[0]
+    assert report["kernels"]["chosen"] == choose_kernels().name
     assert report["kernels"]["described"]["bfloat16"] == choose_kernels().describe(torch.bfloat16)
     names = [check["name"] for check in report["self_test"]]
     assert {"linear bfloat16", "linear int8", "norm and gate float32", "attention bfloat16, fp8 cache"} <= set(names)
@@ -158,6 +159,33 @@ def test_kernels_that_were_not_built_are_told_of_with_what_to_do(
     out = " ".join(capsys.readouterr().out.split())
     assert "built none: only plain torch usable here none: only plain torch chosen torch" in out
     assert "note: the compiled kernels were not built: the slower torch path runs -> install g++" in out
+
+
+def test_the_doctor_tells_of_kernels_that_fail_the_self_test_at_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(self_test, "run", lambda *given: [])
+    monkeypatch.setattr(library, "usable", lambda: ["amx"])
+    monkeypatch.setattr("quire.ops.choose.failed_checks", lambda isa: ("linear int8",))
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        "chosen torch" in out and "note: the kernels for amx fail their self-test on this machine (linear int8)" in out
+    )
+
+
+def test_the_self_test_notices_products_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Kernels):
+        def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+            return super().pack([part * 1.1 for part in parts], bias)
+
+        def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+            return super().pack_quantized(replace(weight, scales=weight.scales * 1.1), bias)
+
+    checks = self_test.run_short(Wrong())
+    assert [check.failures[-1].endswith("against plain torch") for check in checks] == [True, True, True]
+    assert all(len(check.failures) == 1 for check in checks)
+    assert all(check.passed for check in self_test.run_short(Kernels()))
 
 
 def test_the_doctor_tests_the_kernels_that_it_is_told_to(

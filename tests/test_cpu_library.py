@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.llm import LLM
-from quire.ops import Kernels, choice_note, choose_kernels
+from quire.ops import Kernels, choice_note, choose, choose_kernels
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.cpu.library import Library
+from quire.ops.linear import Product
 
 needs_library = pytest.mark.skipif(not library.usable(), reason="no compiled kernels: was there a C++ compiler?")
 
@@ -45,10 +47,63 @@ def test_every_usable_set_of_kernels_can_be_chosen(isa: str) -> None:
     assert f"C++ kernels {library.VERSION} for {isa}, torch {torch.__version__}" in described
 
 
-@needs_library
-def test_the_fastest_is_chosen_unless_torch_is_asked_for() -> None:
-    assert choose_kernels().name == library.usable()[0]
+class PretendedKernels(Kernels):
+    """Plain torch's, under the name of an instruction set, with a weight of which one entry is read wrongly."""
+
+    def __init__(self, isa: str, wrong: bool) -> None:
+        super().__init__()
+        self.name, self.wrong = isa, wrong
+
+    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+        parts = [part.clone() for part in parts]
+        if self.wrong:
+            parts[0][0, 0] += 100
+        return super().pack(parts, bias)
+
+
+def pretend_amx(monkeypatch: pytest.MonkeyPatch, *built: str, wrong: bool) -> None:
+    """A machine with all that x86_64 has, whose AMX multiplies rightly or not."""
+    pretend_built(monkeypatch, *built)
+    pretend_machine(monkeypatch, "x86_64", " ".join(frozenset().union(*library.NEEDS.values())))
+    monkeypatch.setattr(choose, "CpuKernels", lambda isa, *rest: PretendedKernels(isa, wrong and isa == "amx"))
+    monkeypatch.setattr(choose, "failed_checks", choose.failed_checks.__wrapped__)
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("sse2", "sse2"),
+        ("sse2 avx2 fma f16c", "avx2"),
+        ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
+        ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", "avx512_bf16"),
+        ("", "torch"),
+    ],
+)
+def test_the_fastest_is_chosen_unless_torch_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, flags: str, chosen: str
+) -> None:
+    pretend_amx(monkeypatch, "amx", "avx512_bf16", "avx512", "avx2", "sse2", wrong=False)
+    pretend_machine(monkeypatch, "x86_64", flags)
+    assert choose_kernels().name == chosen
     assert type(choose_kernels("torch")) is Kernels
+
+
+def test_amx_is_chosen_where_it_is_there_and_multiplies_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_amx(monkeypatch, "amx", "avx512_bf16", wrong=False)
+    assert choose_kernels().name == "amx" and choice_note() is None
+
+
+def test_amx_that_multiplies_wrongly_is_told_of_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_amx(monkeypatch, "amx", "avx512_bf16", wrong=True)
+    assert choose_kernels().name == "avx512_bf16"
+    note = choice_note()
+    assert note and note.startswith(
+        "the kernels for amx fail their self-test on this machine (linear bfloat16): slower"
+    )
+    assert "quire doctor --cpu-kernels amx" in note
+    assert choose_kernels("amx").name == "amx"  # whoever asks for it gets it
+    pretend_built(monkeypatch, "amx")
+    assert choose_kernels().name == "torch"
 
 
 @needs_library

@@ -1,4 +1,5 @@
-"""Invariants 17, 19, 20 and 22 to 24 under random operations, on a tiny model behind `LLM`."""
+"""The invariants of requests and numbers, and resumption (`quire.core.invariants`), under random operations, on a tiny
+model behind `LLM`."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from starlette.routing import Mount
 
 from quire import __version__
 from quire.errors import EngineClosedError, PromptTooLongError, QuireError
+from quire.models.hub import resolve
 from quire.server import context, routes_info
 from quire.server.app import create_app
 from quire.server.auth import Tenants, tenant_of
@@ -495,6 +496,15 @@ def test_models_are_listed_under_every_name_with_the_longest_context() -> None:
         for name in ("org/other-name", "org%2Fother-name"):
             one = site.http.get(f"/v1/models/{name}")
             assert (one.status_code, one.json()) == (200, listed["data"][1])
+
+
+def test_an_embedded_model_is_described_and_another_of_its_name_is_not() -> None:
+    with Site() as site:
+        assert site.http.get("/v1/models").json()["data"][0]["description"] is None
+        assert site.context.client.info
+        site.context.client.info.path = str(resolve("demo"))
+        description = site.http.get("/v1/models").json()["data"][0]["description"]
+        assert "4 million parameters" in description and "no assistant" in description
 
 
 def test_a_model_that_is_not_served_is_a_404_that_names_those_that_are(site: Site) -> None:

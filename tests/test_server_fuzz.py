@@ -1,6 +1,7 @@
 """Half a minute of mixed traffic, good and bad, timed by a seed; then the books must balance.
 
-Invariants 1 to 3 are checked by the engine after every step (`--check-invariants`), 19 to 22 from outside.
+The invariants of blocks (`quire.core.invariants`) are checked by the engine after every step
+(`--check-invariants`), those of requests from outside.
 """
 
 from __future__ import annotations

@@ -251,6 +251,33 @@ def test_a_model_without_a_chat_template_is_offered_as_plain_text(browser: Chrom
     assert body["prompt"] == "Once upon a time"
 
 
+def test_an_embedded_model_is_introduced_and_is_given_text_to_complete(browser: Chromium, server: StandIn) -> None:
+    server.script.description = "the embedded model; it is no assistant"
+    page = opened(browser, server)
+    assert page.text(".welcome .about") == "This is the embedded model; it is no assistant."
+    page.click(".examples button")
+    page.click("#send")
+    answered(page, "def fibonacci(n):")
+    assert server.script.bodies[-1][0] == "/v1/completions"
+
+
+def test_whoever_chose_to_chat_with_an_embedded_model_goes_on_so(browser: Chromium, server: StandIn) -> None:
+    server.script.description = "the embedded model; it is no assistant"
+    page = opened(browser, server)
+    page.click(".composer [data-value=chat]")
+    page.go(server.url + "/?again")
+    page.wait(READY)
+    ask(page, "Hi")
+    answered(page, "Hello")
+    assert server.script.bodies[-1][0] == "/v1/chat/completions"
+
+
+def test_other_models_are_not_introduced(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    assert page.evaluate("document.querySelector('.about').hidden")
+    assert page.text(".welcome h1") == "Talk to stand-in"
+
+
 @pytest.mark.parametrize(
     ("status", "code", "title"),
     [
@@ -520,6 +547,8 @@ def test_chat_completion_and_live_view_work_with_a_real_server(browser: Chromium
         page = browser.open(1400, 900)
         page.go(server.url)
         page.wait(READY)
+        page.wait("document.querySelector('.about').textContent.includes('4 million parameters')")
+        page.click(".composer [data-value=chat]")
         page.type("[data-name=max_tokens]", "12")
         page.type("[data-name=temperature]", "0")
         ask(page, "What is a generator?")

@@ -1,4 +1,4 @@
-"""Quire: LLM inference in Python that can be read in a day.
+"""Quire: LLM inference in which the same request gives the same tokens. docs/reading.md says where to begin reading.
 
 What a user imports. `LLM` and `AsyncLLM` bring torch, so they are loaded when they are first asked for.
 """

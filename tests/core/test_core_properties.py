@@ -1,4 +1,5 @@
-"""Invariants 1-5, 7-16 and 18-20 under random operations, on core alone with its fake runner."""
+"""The invariants of blocks, prefix caches, scheduler and requests (`quire.core.invariants`) under random operations, on
+core alone with its fake runner."""
 
 from __future__ import annotations
 

@@ -100,11 +100,14 @@ def _local(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
     from quire.cli.start import start
     from quire.cli.talk import LocalTalker
     from quire.cli.terminal import note
+    from quire.models.hub import EMBEDDED_MODELS
 
     if not args.quiet and not given.sampling.keys().isdisjoint(("logprobs", "prompt_logprobs")):
         note("log-probabilities are not shown in a chat; 'quire generate --output FILE.jsonl' writes them")
     with start(given, args.quiet) as llm:
         llm.render_chat([{"role": "user", "content": "?"}])  # without a template: say so now
+        if not args.quiet and (description := EMBEDDED_MODELS.get(given.engine["model"])):
+            note(description)
         yield LocalTalker(llm)
 
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     problems = missing_packages(versions)
     if not any(problem.fatal for problem in problems):
         report |= _of_torch(args.cpu_kernels, args.device)
-        problems += lost_kernels() + unused_gpu()
+        problems += unused_kernels() + unused_gpu()
         problems += slow_instruction_sets(report["machine"]["instruction_sets"])
         problems += _failed(report)
     report["problems"] = [msgspec.to_builtins(problem) for problem in problems]
@@ -159,11 +159,11 @@ def slow_instruction_sets(present: list[str]) -> list[Problem]:
     ]
 
 
-def lost_kernels() -> list[Problem]:
-    """Compiled kernels that this machine could run, and that are not there."""
-    from quire.ops.cpu import library
+def unused_kernels() -> list[Problem]:
+    """Compiled kernels that would be the fastest here, and that are not there, or not right."""
+    from quire.ops import lost_kernels
 
-    lost = library.missed()
+    lost = lost_kernels()
     return [Problem(lost.what, lost.remedy)] if lost else []
 
 

@@ -1,4 +1,50 @@
-"""What must hold between any two calls of the scheduler; `check_invariants` runs this after every step."""
+"""What must always hold, by name; `check` looks at what can be seen between two calls of the scheduler, and
+`check_invariants` has it run after every step. Tests say by these names what they are about.
+
+Blocks
+    one place       A block is free, or cached without a holder, or held; never two of these, never none.
+    counts          Its count is the number of its holders: tables of running requests, copies to come, steps in
+                    flight.
+    free list       It is on the free list, once, exactly when nobody holds it and it is not cached.
+    one release     Whoever holds it lets go of it once.
+    one writer      A block that may be written has one holder, and a full one never changes.
+    tables          A request's table covers exactly the tokens that are computed, in flight and scheduled; what a
+                    sliding window has passed is the null block.
+
+Prefix caches
+    equal tokens    Requests share a block only if their scope and every token up to the block's end are equal.
+    tree            A node's children differ, each is a whole block unless it is a leaf, the path to it is its prefix,
+                    and whoever holds it holds its parent.
+    lock first      What was matched is held before anything is allocated in the same step.
+    clean blocks    Only blocks whose steps have committed, and without error, are shared. A partly filled one is
+                    published when its request has finished, and copied to be used. The oldest idle leaf goes first.
+    last token      A prompt that is cached as a whole computes at least its last token.
+
+Scheduler
+    progress        While there is work, a request finishes, gets further than ever, or fails, within a bounded number
+                    of steps.
+    fits alone      A request that could not run alone is refused when it comes.
+    holders first   Among equals in priority, who holds blocks does not wait behind who holds none.
+    budgets         No step has more tokens or requests than it may.
+    resumption      A request that was preempted goes on with the tokens that it would have had.
+    no starvation   Every request is served in the end, in the order of (priority, arrival).
+
+Requests
+    one end         Each that was accepted ends once, with its tokens in order, none missing, none after the end;
+                    usage counts what was handed out.
+    abort           Wherever a request stands when it is aborted, its blocks come back, and what comes late changes
+                    nothing.
+    slow readers    What waits for a slow reader is bounded, and slows that reader alone.
+    drained         When all have ended, no block, task, socket, shared memory or temporary file is left.
+
+Numbers
+    same bits       Tokens and log-probabilities do not depend on batch, arrival, chunks, caches, preemption, overlap
+                    or speculation.
+    sound numbers   A sampled id is in the vocabulary and allowed; where logits are not finite that request alone
+                    fails.
+    verification    Drafts leave the output as it is (or, with `speculative_acceptance="rejection"`, its
+                    distribution).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +85,7 @@ def _must(holds: bool, message: str) -> None:
 
 
 def _check_blocks(kv: KVManager, running: list[Request]) -> None:
-    """Invariants 1 to 3: every block is in one place, and its count is its number of holders."""
+    """One place, counts, free list, one release."""
     pool, cache = kv.pool, kv.cache
     holders: Counter[int] = Counter()
     for request in running:
@@ -64,7 +110,7 @@ def _check_blocks(kv: KVManager, running: list[Request]) -> None:
 
 
 def _check_tree(kv: KVManager) -> None:
-    """Invariant 9: children differ, keys are whole blocks (or leaves), parents are held at least as often."""
+    """Tree: children differ, keys are whole blocks (or leaves), parents are held at least as often."""
     pool, cache = kv.pool, kv.cache
     seen: set[int] = set()
     stack: list[Node] = list(cache.roots.values())
@@ -89,7 +135,7 @@ def _check_tree(kv: KVManager) -> None:
 
 
 def _check_tables(kv: KVManager, running: list[Request]) -> None:
-    """Invariants 5 and 7: tables cover what was scheduled, and what may be written has one holder."""
+    """Tables, one writer."""
     for request in running:
         blocks = kv.blocks_for(request.num_computed)
         _must(len(request.table) == blocks, f"request {request.id}: {len(request.table)} blocks, {blocks} needed")

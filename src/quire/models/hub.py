@@ -8,13 +8,22 @@ from pathlib import Path
 
 from quire.errors import CheckpointNotFoundError, ConfigError
 
-EMBEDDED_MODELS = ("demo", "demo-draft", "demo-eagle")
-"""The last two draft for the first."""
+EMBEDDED_MODELS = {
+    "demo": "the embedded model: 4 million parameters, trained to complete Python; it is no assistant",
+    "demo-draft": "an embedded model that drafts for demo",
+    "demo-eagle": "an embedded head that drafts for demo",
+}
+"""What ships with Quire, in words for people."""
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
 """Folders of other formats, and Mistral's second copy of the weights."""
+
+
+def describe(folder: Path) -> str | None:
+    """What a checkpoint is, if it is an embedded one, for people."""
+    return EMBEDDED_MODELS.get(folder.name) if folder.parent == ASSETS else None
 
 
 def resolve(

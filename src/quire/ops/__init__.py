@@ -1,7 +1,7 @@
 """The kernels behind the layers, each offered once, by what it computes: see `kernels`."""
 
 from quire.ops.attention import paged_attention, store_kv
-from quire.ops.choose import choice_note, choose_kernels
+from quire.ops.choose import choice_note, choose_kernels, lost_kernels
 from quire.ops.elementwise import rms_norm, rotate, silu_mul
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
@@ -23,6 +23,7 @@ __all__ = [
     "RaggedBatch",
     "choice_note",
     "choose_kernels",
+    "lost_kernels",
     "paged_attention",
     "rms_norm",
     "rotate",

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from quire.ops import self_test
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kernels import Kernels
 
-UNPROVEN = ("amx",)
-"""Never run on real hardware yet, so only used where it is asked for by name."""
+SELF_TESTED = ("amx",)
+"""Sets whose registers a system hands out on request, and virtual machines not always as they should: chosen only where
+they multiply rightly."""
+
+
+@functools.cache
+def failed_checks(isa: str) -> tuple[str, ...]:
+    """The checks of the short self-test that these kernels fail on this machine: a tenth of a second, once.
+
+    Raises:
+        ConfigError: they were compiled from other sources.
+    """
+    if isa not in SELF_TESTED:
+        return ()
+    return tuple(check.name for check in self_test.run_short(CpuKernels(isa)) if not check.passed)
 
 
 def choose_kernels(name: str = "auto", device: torch.device | None = None, deterministic: bool = True) -> Kernels:
@@ -28,17 +44,21 @@ def choose_kernels(name: str = "auto", device: torch.device | None = None, deter
         from quire.ops.triton.kernels import TritonKernels  # Triton is there where there is a GPU
 
         return TritonKernels(device, deterministic)
-    proven = [isa for isa in library.usable() if isa not in UNPROVEN]
-    if name == "torch" or (name == "auto" and not proven):
-        return Kernels(deterministic)
-    return CpuKernels(proven[0] if name == "auto" else name, deterministic)
+    if name == "auto":
+        name = next((isa for isa in library.usable() if not failed_checks(isa)), "torch")
+    return Kernels(deterministic) if name == "torch" else CpuKernels(name, deterministic)
+
+
+def lost_kernels() -> library.Lost | None:
+    """The fastest kernels for this machine, if they are not those that `choose_kernels` chooses, and what to do."""
+    for isa in library.usable()[:1]:
+        if failed := failed_checks(isa):
+            what = f"the kernels for {isa} fail their self-test on this machine ({', '.join(failed)}): slower ones run"
+            return library.Lost(what, f"report it with the output of 'quire doctor --cpu-kernels {isa} --json'")
+    return library.missed()
 
 
 def choice_note(name: str = "auto") -> str | None:
     """What a user should know of what `choose_kernels` chose: that faster kernels could run here, and how."""
-    if name != "auto":
-        return None
-    lost = library.missed()
-    if lost is None and library.usable()[:1] == ["amx"]:
-        return "this machine has AMX, which Quire's kernels have only seen emulated; --cpu-kernels amx uses it"
+    lost = lost_kernels() if name == "auto" else None
     return f"{lost.what}; {lost.remedy}" if lost else None

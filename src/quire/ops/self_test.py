@@ -1,8 +1,8 @@
 """Whether a row's bits depend on the rows beside it, tried on this machine with the kernels that it chose.
 
 The promise that a request's tokens depend on nothing but the request stands on this. `quire doctor` runs it.
-Attention, routing and experts are also compared with plain torch in fp32, so that a kernel that this machine computes
-wrongly is seen too.
+Products, attention, routing and experts are also compared with plain torch in fp32, so that a kernel that this machine
+computes wrongly is seen too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ QUANTIZATIONS = (Quantization("int8"), Quantization("int4", 64))
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
 LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 """(outputs, inputs). Long sums show differences that short ones hide."""
+SHORT_SHAPES = ((72, 1000),)
+"""Of the short self-test: neither number is one of whole tiles."""
 
 CONTEXT = 300
 CHUNKINGS = ((1, 299), (16, 284), (128, 128, 44), (129, 171), (255, 1, 44), (100, 100, 100), (299, 1))
@@ -83,26 +85,42 @@ def run(kernels: Kernels) -> list[Check]:
     return checks + [check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
 
 
-def check_linear(kernels: Kernels, dtype: torch.dtype) -> Check:
-    """The product of some of the rows against the same rows of all of them."""
+def run_short(kernels: Kernels) -> list[Check]:
+    """Small products alone: what a processor's instructions for matrices are tried with at every start."""
+    checks = [check_linear(kernels, torch.bfloat16, SHORT_SHAPES)]
+    return checks + [check_quantized_linear(kernels, how) for how in QUANTIZATIONS]
+
+
+def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] | None = None) -> Check:
+    """The product of some of the rows against the same rows of all of them, and all against plain torch.
+
+    Args:
+        shapes: (outputs, inputs) of weights; None: `LINEAR_SHAPES`.
+    """
     generator = torch.Generator().manual_seed(0)
     failures, cases = [], 0
-    for shape in LINEAR_SHAPES:
-        weight = kernels.pack([torch.randn(shape, generator=generator).to(kernels.device, dtype)])
-        x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(kernels.device, dtype)
-        differing, tried = _compare_rows(weight.matmul, x)
+    for shape in LINEAR_SHAPES if shapes is None else shapes:
+        weight = torch.randn(shape, generator=generator).to(dtype)
+        x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(dtype)
+        product, on_device = _product(kernels, weight, dtype), x.to(kernels.device)
+        differing, tried = _compare_rows(product.matmul, on_device)
+        if not _near(product.matmul(on_device), x.float() @ weight.float().T):
+            differing.append("against plain torch")
         failures += [f"{shape[1]} to {shape[0]}, {where}" for where in differing]
-        cases += tried
+        cases += tried + 1
     return Check(f"linear {_name(dtype)}", cases, tuple(failures))
 
 
 def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
     """As `check_linear`, with a weight in 8 or 4 bits."""
     generator = torch.Generator().manual_seed(0)
-    weight = kernels.pack_quantized(kernels.quantize(torch.randn(320, 704, generator=generator), how))
-    x = torch.randn(2 * max(ROW_COUNTS), 704, generator=generator).to(kernels.device, torch.bfloat16)
-    failures, cases = _compare_rows(weight.matmul, x)
-    return Check(f"linear {how.scheme}", cases, tuple(failures))
+    weight = torch.randn(320, 704, generator=generator)
+    x = torch.randn(2 * max(ROW_COUNTS), 704, generator=generator).to(torch.bfloat16)
+    product, on_device = _product(kernels, weight, torch.bfloat16, how), x.to(kernels.device)
+    failures, cases = _compare_rows(product.matmul, on_device)
+    if not _near(product.matmul(on_device), _product(Kernels(), weight, torch.float32, how).matmul(x.float())):
+        failures.append("against plain torch")
+    return Check(f"linear {how.scheme}", cases + 1, tuple(failures))
 
 
 def check_norm_and_gate(kernels: Kernels, dtype: torch.dtype) -> Check:

@@ -16,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from quire import __version__
 from quire.errors import EngineClosedError
+from quire.models.hub import describe
 from quire.server.auth import forbidden, tenant_of
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
@@ -184,6 +185,7 @@ def model_router(context: AppContext) -> APIRouter:
             "root": context.model_names[0],
             "parent": None,
             "max_model_len": info.max_model_len if info is not None else None,
+            "description": describe(Path(info.path)) if info is not None else None,
         }
 
     @router.get("", summary="The served models")

@@ -1,6 +1,6 @@
 """The compiled kernels: finding the library for this machine, and calling it.
 
-`setup.py` compiles the sources under `src` once for each instruction set. A library is loaded with ctypes and
+The sources under `src` are compiled once for each of `instruction_sets.py`. A library is loaded with ctypes and
 shares OpenMP with torch: torch is imported first, so both use the same runtime, and `torch.set_num_threads`
 decides for both.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.errors import ConfigError
+from quire.ops.cpu.instruction_sets import INSTRUCTION_SETS, cpu_flags
 
 I32, I64, F32, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 Prototype = tuple[Any, Sequence[Any]]
@@ -33,18 +33,8 @@ PROTOTYPES: dict[str, Prototype] = {"version": (I32, ()), "threads": (I32, ())}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """How the C++ side names data types (`DType` in simd.h)."""
 
-_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}
-_AVX512_BF16 = {*_AVX512, "avx512_bf16", "avx512_vnni"}
-NEEDS = {
-    "amx": {*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"},
-    "avx512_bf16": _AVX512_BF16,
-    "avx512": _AVX512,
-    "avx2": {"avx2", "fma", "f16c"},
-    "sse2": {"sse2"},
-    "neon_dot": {"asimddp", "atomics"},
-    "neon": {"asimd"},
-}
-"""Each library's instruction set, the fastest first, and the flags of /proc/cpuinfo that it needs."""
+NEEDS = {name: isa.needs for name, isa in INSTRUCTION_SETS.items()}
+"""The flags of /proc/cpuinfo that each library needs, the fastest first."""
 
 MACHINES = ("x86_64", "aarch64")
 """For these, on Linux, an installation with a C++ compiler builds kernels."""
@@ -84,7 +74,7 @@ class Library:
         raise AttributeError(f"the kernels for {self.isa} have no function {name!r}")
 
 
-STALE = "they were compiled from another version of the sources; install Quire again ('make' in a checkout)"
+STALE = "they were compiled from another version of the sources; install Quire again ('make kernels' in a checkout)"
 
 
 def _load(isa: str) -> ctypes.CDLL:
@@ -133,37 +123,8 @@ def missed() -> Lost | None:
     best = next((isa for isa, needs in NEEDS.items() if needs <= cpu_flags()), None)
     if best is None or best in built():
         return None
-    again = "then install Quire again ('make' in a checkout, else pip install --force-reinstall --no-deps)"
+    again = "then install Quire again ('make kernels' in a checkout, else pip install --force-reinstall --no-deps)"
     if not built():
         return Lost("the compiled kernels were not built: the slower torch path runs", f"install g++, {again}")
     what = f"the kernels for {best}, which this machine could run, were not built: slower ones run"
     return Lost(what, f"install a newer g++ (12 knows them all), {again}")
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """What this machine's processor says of itself, less the tile registers where the system does not grant them."""
-    flags = _processor_flags()
-    return flags - {"amx_tile"} if "amx_tile" in flags and not _granted_tiles() else flags
-
-
-def _granted_tiles() -> bool:
-    """Ask Linux for AMX's tile registers, as every process has to once; its threads and forks have them too.
-
-    It refuses where it is too old (before 5.16), or where a thread's stack for signals is too small for them.
-    """
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # see arch/x86/include/uapi/asm/prctl.h
-    syscall = getattr(ctypes.CDLL(None), "syscall", None)
-    arguments = map(ctypes.c_long, (arch_prctl, request_permission, tile_data))
-    return syscall is not None and syscall(*arguments) == 0
-
-
-def _processor_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    if found:
-        return frozenset(found[1].split())
-    return frozenset({"sse2"} if platform.machine() in ("x86_64", "AMD64") else {"asimd"})

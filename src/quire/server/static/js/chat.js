@@ -20,7 +20,7 @@ const EXAMPLES = {
     "What is a generator in Python?",
     "Explain what a prefix cache does, in three sentences.",
   ],
-  completion: ["def fibonacci(n):\n    ", "import os\n\ndef find_files(folder, suffix):\n    ", "The quick brown fox"],
+  completion: ["def fibonacci(n):\n    ", "import os\n\ndef find_files(folder, suffix):\n    ", "class Stack:\n    def push(self, item):\n        "],
 };
 const SAVE_EVERY = 1500; // milliseconds, while an answer grows
 
@@ -35,7 +35,7 @@ export class ChatView {
     this.following = true; // the thread is at its end, and is kept there while it grows
     this.build();
     this.open(this.conversations[0] || null);
-    server.onChange(() => this.showServer());
+    server.onChange(() => this.meet());
     addEventListener("pagehide", () =>
       this.conversations.forEach((one) => this.generations.has(one.id) && saveConversation(one)),
     );
@@ -158,7 +158,7 @@ export class ChatView {
 
   /** Show a conversation; null begins a new one. */
   open(conversation) {
-    this.conversation = conversation || newConversation(this.settings.mode);
+    this.conversation = conversation || newConversation(this.suitableMode());
     this.root.classList.remove("with-side");
     this.mode.press(this.conversation.mode);
     this.drawThread();
@@ -193,6 +193,7 @@ export class ChatView {
       this.input.focus();
     };
     this.welcomeTitle = h("h1", {});
+    this.welcomeAbout = h("p", { class: "about" });
     const text =
       mode === "chat"
         ? "It runs on this server alone: nothing you write goes anywhere else."
@@ -202,6 +203,7 @@ export class ChatView {
       { class: "welcome" },
       sign(),
       this.welcomeTitle,
+      this.welcomeAbout,
       h("p", {}, text),
       h(
         "div",
@@ -261,7 +263,27 @@ export class ChatView {
         this.welcomeTitle,
         this.server.model ? `${chat ? "Talk to" : "Write with"} ${this.server.model}` : "Quire",
       );
+    if (this.welcomeAbout) {
+      setText(this.welcomeAbout, this.server.description ? `This is ${this.server.description}.` : "");
+      this.welcomeAbout.hidden = !this.server.description;
+    }
     setText(this.hint, this.contextHint());
+  }
+
+  /** What new conversations are: as the last one that was chosen, else what suits the model. Embedded ones only complete. */
+  suitableMode() {
+    return this.settings.mode ?? (this.server.description ? "completion" : "chat");
+  }
+
+  /** The server is another one, or in another state. */
+  meet() {
+    const { conversation } = this;
+    if (!conversation.messages.length && conversation.mode !== this.suitableMode()) {
+      conversation.mode = this.suitableMode();
+      this.mode.press(conversation.mode);
+      this.drawThread();
+    }
+    this.showServer();
   }
 
   contextHint() {

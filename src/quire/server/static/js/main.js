@@ -14,6 +14,7 @@ class Server {
     this.health = null;
     this.model = null;
     this.maxModelLength = null;
+    this.description = null; // of a model that ships with Quire
     this.listeners = [];
     this.timer = null;
   }
@@ -56,6 +57,7 @@ class Server {
       const [model] = (await getJson("/v1/models")).data;
       this.model = model.id;
       this.maxModelLength = model.max_model_len ?? null;
+      this.description = model.description ?? null;
       return "ok";
     } catch (error) {
       if (!(error instanceof ServerError)) throw error;

@@ -13,7 +13,7 @@ export const DEFAULTS = {
   top_k: null,
   max_tokens: null,
   seed: null,
-  mode: "chat",
+  mode: null, // what suits the model
 };
 
 function storage() {

@@ -1,0 +1,87 @@
+"""The instruction sets that kernels are compiled for, and which of them this machine's processor has.
+
+It imports nothing that has to be installed: setup.py and scripts/compile_kernels.py run it as a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+
+class InstructionSet(NamedTuple):
+    """One of the forms that the kernels are compiled to."""
+
+    machine: str
+    """Kind of machine, as `platform.machine` names it."""
+    needs: frozenset[str]
+    """Flags of /proc/cpuinfo without which it does not run."""
+    options: tuple[str, ...]
+    """Of the compiler."""
+
+
+_AVX2 = InstructionSet("x86_64", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"))
+_AVX512 = InstructionSet(
+    "x86_64",
+    _AVX2.needs | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    (*_AVX2.options, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
+)
+_AVX512_BF16 = InstructionSet(
+    "x86_64",
+    _AVX512.needs | {"avx512_bf16", "avx512_vnni"},
+    (*_AVX512.options, "-mavx512bf16", "-mavx512vnni"),
+)
+_AMX = InstructionSet(
+    "x86_64",
+    _AVX512_BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
+    (*_AVX512_BF16.options, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+)
+
+INSTRUCTION_SETS = {
+    "amx": _AMX,
+    "avx512_bf16": _AVX512_BF16,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "sse2": InstructionSet("x86_64", frozenset({"sse2"}), ()),
+    "neon_dot": InstructionSet("aarch64", frozenset({"asimddp", "atomics"}), ("-march=armv8.2-a+dotprod",)),
+    "neon": InstructionSet("aarch64", frozenset({"asimd"}), ()),
+}
+"""By name, the fastest first."""
+
+
+def for_machine(machine: str) -> list[str]:
+    """The names of those that a kind of machine may have, the fastest first."""
+    return [name for name, isa in INSTRUCTION_SETS.items() if isa.machine == machine]
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What this machine's processor says of itself, less the tile registers where the system does not grant them."""
+    flags = _processor_flags()
+    return flags - {"amx_tile"} if "amx_tile" in flags and not _granted_tiles() else flags
+
+
+def _granted_tiles() -> bool:
+    """Ask Linux for AMX's tile registers, as every process has to once; its threads and forks have them too.
+
+    It refuses where it is too old (before 5.16), or where a thread's stack for signals is too small for them.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # see arch/x86/include/uapi/asm/prctl.h
+    syscall = getattr(ctypes.CDLL(None), "syscall", None)
+    arguments = map(ctypes.c_long, (arch_prctl, request_permission, tile_data))
+    return syscall is not None and syscall(*arguments) == 0
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    if found:
+        return frozenset(found[1].split())
+    return frozenset({"sse2"} if platform.machine() in ("x86_64", "AMD64") else {"asimd"})
