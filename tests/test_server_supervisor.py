@@ -15,11 +15,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from quire.engine.board import PATIENCE, PULSE, Board
 from quire.errors import ServerError
 from quire.server import supervisor as supervisor_module
 from quire.server.config import HttpStart, ServerConfig
@@ -64,6 +65,9 @@ class Running:
 
     def states(self, worker: int | None = None) -> list[dict[str, Any]]:
         return [what for what in self.heard(worker) if what.get("type") == "state"]
+
+    def drains(self) -> list[float]:
+        return [what["seconds"] for what in self.heard() if what.get("type") == "drain"]
 
     def pids(self) -> list[int]:
         return [child.pid for child in [*self.supervisor._workers.values(), self.supervisor._engine] if child]
@@ -289,36 +293,60 @@ class Looks:
         return getattr(asyncio, name)
 
 
-async def test_an_engine_without_a_pulse_is_replaced_if_that_was_asked_for(
+async def test_only_a_pulse_that_stands_still_for_longer_than_it_may_is_the_end_of_a_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def soon(seconds: float) -> None:
-        await asyncio.sleep(0.01)
+    """Each look of the watch is one of these: the pulse, and the patience that the process asks for."""
+    board, process = Board.create(folder / "board"), Victim()
+    looks = [(1, 3), *[(1, 3)] * 12, (2, 0), *[(2, 0)] * 9, (3, 0), *[(3, 0)] * 100]
+    killed_at = 0
 
-    async with running(folder, fault="still", stall_restart_s=10.0) as server:
-        await server.until_ready()
-        monkeypatch.setattr(supervisor_module, "asyncio", Looks(soon))
-        server.supervisor._run(server.supervisor._watch_for_stalls(2.0))
+    async def look(seconds: float) -> None:
+        nonlocal killed_at
+        killed_at += 1
+        board.fields[PULSE], board.fields[PATIENCE] = looks[killed_at - 1]
+
+    monkeypatch.setattr(supervisor_module, "asyncio", Looks(look))
+    options = stand_in_options(folder / "log", stall_restart_s=10.0)
+    with listen("127.0.0.1", 0) as listener:
+        await Supervisor(options, listener, QuietScreen(), 0.0)._watch(cast(Any, process), board)
+    assert process.blame == "it showed no sign of life for 10 s and was killed"
+    assert killed_at == 13 + 10 + 11  # looks with each pulse
+
+
+class Victim:
+    """In the place of a child."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.blame: str | None = None
+
+    def kill(self, blame: str) -> None:
+        self.blame = blame
+        self.ended.set()
+
+
+async def test_nobody_is_watched_where_that_was_asked_for(folder: Path) -> None:
+    options = stand_in_options(folder / "log", stall_restart_s=0.0)
+    with listen("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(options, listener, QuietScreen(), 0.0)
+        await supervisor._watch(cast(Any, Victim()), Board.create(folder / "board"))  # returns at once
+
+
+async def test_an_engine_without_a_pulse_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_SECONDS", 0.01)
+    async with running(folder, fault="still") as server:
         await server.until_ready(boot=2)
         causes = [state["cause"] for state in server.states() if state["state"] == "restarting"]
-        assert causes[0] == "it showed no sign of life for 2 s and was killed"
+        assert causes[0] == "it showed no sign of life for 60 s and was killed"
 
 
-async def test_an_engine_with_a_pulse_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = 0
-
-    async def pulse(seconds: float) -> None:
-        nonlocal looks
-        before, looks = server.supervisor._board.pulse, looks + 1
-        while server.supervisor._board.pulse == before:
-            await asyncio.sleep(0.01)
-
-    async with running(folder, stall_restart_s=10.0) as server:
-        await server.until_ready()
-        monkeypatch.setattr(supervisor_module, "asyncio", Looks(pulse))
-        server.supervisor._run(server.supervisor._watch_for_stalls(1.0))
-        await server.until(lambda: looks > 5, "the watch has looked")
-        assert server.supervisor._state.boot == 1
+async def test_an_http_process_without_a_pulse_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_SECONDS", 0.01)
+    async with running(folder, manners="still") as server:
+        await server.until_ready(worker=1)
+        [private] = private_folders(folder)
+        await server.until((private / "gone-0").exists, "the engine is told that the first one is gone")
 
 
 async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> None:
@@ -400,26 +428,42 @@ async def test_an_engine_that_does_not_leave_in_time_is_killed(folder: Path, mon
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-async def test_ctrl_c_during_a_drain_ends_it_at_once(folder: Path, first: signal.Signals) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_drain(folder: Path, first: signal.Signals, second: signal.Signals) -> None:
+    async with running(folder, api_workers=2, manners="last words", drain_timeout=10 * DEADLINE) as server:
+        await server.until_ready(worker=0)
+        await server.until_ready(worker=1)
+        pids = server.pids()
+        os.kill(os.getpid(), first)
+        await server.until(lambda: len(server.drains()) == 2, "the drain")
+        os.kill(os.getpid(), second)
+        assert await server.code() == 128 + second
+        assert server.drains() == [10 * DEADLINE] * 2 + [0.0] * 2
+    assert not any(is_alive(pid) for pid in pids)
+    assert not private_folders(folder)
+
+
+async def test_a_third_signal_ends_the_server_at_once(folder: Path) -> None:
     async with running(folder, manners="stay", drain_timeout=10 * DEADLINE) as server:
         await server.until_ready()
         pids = server.pids()
-        os.kill(os.getpid(), first)
-        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
+        for count in (1, 2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await server.until(lambda count=count: len(server.drains()) == count, "the drain")
         os.kill(os.getpid(), signal.SIGINT)
         assert await server.code() == 130
     assert not any(is_alive(pid) for pid in pids)
     assert not private_folders(folder)
 
 
-async def test_a_second_sigterm_does_not_shorten_the_drain(folder: Path) -> None:
+async def test_a_hangup_behind_a_sigterm_does_not_shorten_the_drain(folder: Path) -> None:
     async with running(folder, manners="stay") as server:
         await server.until_ready()
         os.kill(os.getpid(), signal.SIGTERM)
-        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.3)  # nothing is to happen
-        assert not server.task.done()
+        await server.until(server.drains, "the drain")
+        server.supervisor._on_signal(signal.SIGHUP)
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)  # the stand-in would stay
+        assert await server.code() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -58,6 +60,15 @@ async def spawn(
         process.stdin.write(b"%d\n%b" % (os.getpid(), msgspec.json.encode(start)))
         process.stdin.close()  # when all of it is written
     return process
+
+
+def cpu_seconds(pid: int) -> float:
+    """How long a process has had a processor, in all; not a number if it is gone, or where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- the child's side ----------------------------------------------------------------------------------------

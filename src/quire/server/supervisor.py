@@ -37,8 +37,8 @@ FRAME_SECONDS = 0.1
 LAST_WORDS_SECONDS = 0.5
 """How long a dead engine's last message may be under way."""
 
-DRAIN_GRACE = 5.0
-"""Seconds beyond a drain's own time that HTTP processes have to leave."""
+DRAIN_GRACE = 10.0
+"""Seconds beyond a drain's own time that HTTP processes have to send last words, and leave."""
 
 FAILED_SECONDS = 2.0
 """How long HTTP processes have to tell clients that there is no engine any more."""
@@ -46,7 +46,8 @@ FAILED_SECONDS = 2.0
 STOP_SECONDS = 5.0
 """How long an engine may take to leave: a step may be in the way."""
 
-INTERRUPTED = 130
+LOOK_SECONDS = 1.0
+"""Between two looks at a child's pulse."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,8 @@ class Supervisor:
         self._leaving = False  # no new requests; nothing that serves them is started again
         self._closing = False  # nothing at all is started again
         self._drain_end = 0.0
+        self._hurried = False  # the drain's time was cut short
+        self._exit: int | BaseException = 0  # how `run` ends when everybody has left
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -142,8 +145,6 @@ class Supervisor:
         for _ in range(self._options.server.api_workers):
             self._run(self._start_worker())
         self._run(self._show_loading())
-        if self._options.server.stall_restart_s is not None:
-            self._run(self._watch_for_stalls(self._options.server.stall_restart_s))
 
     async def _clean_up(self) -> None:
         """End whatever is left of it."""
@@ -182,34 +183,43 @@ class Supervisor:
     # -- leaving -------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._leaving:
-            if number == signal.SIGINT:
-                log.event(logger, "interrupted", "leaving at once")
-                self._finish(INTERRUPTED)
-        elif not self._was_ready:  # nobody is served yet
+        """The first one drains; the second ends the drain, and requests end with what they have; the third kills."""
+        if not self._leaving and not self._was_ready:  # nobody is served yet
             self._finish(0)
-        else:
+        elif not self._leaving:
             seconds = self._options.server.drain_timeout
-            text = f"{number.name}: no new requests; running ones have {seconds:g} s to end (Ctrl-C leaves at once)"
+            text = f"{number.name}: no new requests; running ones have {seconds:g} s to end (Ctrl-C ends them now)"
             log.event(logger, "draining", text, seconds=seconds, signal=number.name)
             self._leave(seconds, 0)
+        elif number == signal.SIGHUP:  # some send it right behind SIGTERM: it is no second wish
+            return
+        elif not self._hurried:
+            self._hurried = True
+            text = f"{number.name} again: running requests end now with what they have (Ctrl-C leaves at once)"
+            log.event(logger, "interrupted", text, signal=number.name)
+            self._leave(0.0, 128 + number)
+        else:
+            self._finish(128 + number)
 
     def _leave(self, seconds: float, outcome: int | BaseException) -> None:
-        """Take no new requests, let those that run end, and then let `run` end."""
+        """Take no new requests, let those that run end, and then let `run` end. Once more: with less time."""
         self._leaving = True
+        self._exit = outcome
         self._drain_end = time.monotonic() + seconds
         self._listener.close()  # who connects now is refused, and does not wait in vain
         self._tell_workers(wire.Drain(seconds))
-        self._run(self._drain(seconds, outcome))
+        self._run(self._drain(seconds))
 
-    async def _drain(self, seconds: float, outcome: int | BaseException) -> None:
+    async def _drain(self, seconds: float) -> None:
         await asyncio.gather(*[worker.leave(seconds + DRAIN_GRACE) for worker in list(self._workers.values())])
+        if self._closing:
+            return  # an earlier drain, or a later one, has come here
         self._closing = True
         if self._engine is not None and self._state.state == "ready":
             self._post(f"engine-{self._state.boot}", wire.Stop())
             await self._engine.leave(STOP_SECONDS)
         log.event(logger, "stopped", "stopped")
-        self._finish(outcome)
+        self._finish(self._exit)
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -286,6 +296,7 @@ class Supervisor:
         self._last_words = asyncio.get_running_loop().create_future()
         self._engine = await Child.start(f"engine {boot}", self._options.engine_command, start)
         self._run(self._replace_engine(self._engine))
+        self._run(self._watch(self._engine, self._board))
 
     def _engine_ready(self, info: wire.EngineInfo) -> None:
         again = self._was_ready
@@ -358,16 +369,19 @@ class Supervisor:
             self._screen.loading(*self._board.phase)
             await asyncio.sleep(FRAME_SECONDS)
 
-    async def _watch_for_stalls(self, limit: float) -> None:
-        """Kill an engine whose pulse stands still. Looks are counted, not seconds: this process may be stopped too."""
-        seen, quiet = (0, 0), 0
-        while True:
-            await asyncio.sleep(1.0)
-            now = (self._state.boot, self._board.pulse)
-            quiet = quiet + 1 if now == seen and self._state.state == "ready" else 0
-            seen = now
-            if quiet >= limit and self._engine is not None:
-                self._engine.kill(f"it showed no sign of life for {limit:g} s and was killed")
+    async def _watch(self, process: Child, board: Board) -> None:
+        """Kill a process whose pulse stands still for longer than the option allows, and than it says that it may.
+
+        Looks are counted, not seconds: this process, or the whole machine, may have been stopped too.
+        """
+        limit, seen, quiet = self._options.server.stall_restart_s, -1, 0
+        while limit and not process.ended.is_set():
+            await asyncio.sleep(LOOK_SECONDS)
+            pulse = board.pulse
+            quiet = quiet + 1 if pulse == seen else 0
+            seen = pulse
+            if quiet >= limit + board.patience:
+                process.kill(f"it showed no sign of life for {quiet} s and was killed")
 
     # -- HTTP processes ------------------------------------------------------------------------------------
 
@@ -383,10 +397,12 @@ class Supervisor:
             engine_options=dataclasses.asdict(self._options.engine),
             origins=dict(self._options.origins),
         )
+        board = Board.create(wire.http_board_path(self._directory, worker))
         process = self._workers[worker] = await Child.start(
             f"HTTP process {worker}", self._options.http_command, start, fds=[self._listener.fileno()]
         )
         self._run(self._replace_worker(worker, process))
+        self._run(self._watch(process, board))
 
     async def _replace_worker(self, worker: int, process: Child) -> None:
         """When an HTTP process has died, start another one, unless the server is leaving anyway."""
