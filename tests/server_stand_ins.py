@@ -63,7 +63,8 @@ def control_socket(directory: str, identity: str) -> zmq.Socket[bytes]:
 
 def engine() -> int:
     """An engine. Its `fault` is one of: "fail:TEXT" cannot start, "exit:CODE" dies while it loads, "load" never comes
-    to an end of it, "again:TEXT" cannot start a second time, "still" shows no pulse once it is ready, "deaf" does not hear Stop."""
+    to an end of it, "again:TEXT" cannot start a second time, "still" shows no pulse once it is ready, "deaf" does not
+    hear Stop."""
     start = child.begin(EngineStart)
     board = Board(wire.board_path(Path(start.directory), start.boot))
     control = control_socket(start.directory, f"engine-{start.boot}")
@@ -117,7 +118,11 @@ def http(log: str, manners: str) -> int:
         while control.poll(20):
             message = wire.decode_from_supervisor(control.recv())
             _write(log, start.worker, msgspec.to_builtins(message))
-            if isinstance(message, wire.Drain) and manners != "stay" and (message.seconds == 0 or manners != "last words"):
+            if (
+                isinstance(message, wire.Drain)
+                and manners != "stay"
+                and (message.seconds == 0 or manners != "last words")
+            ):
                 return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -273,6 +274,30 @@ async def test_a_killed_http_process_gets_a_successor_with_a_new_number(folder: 
         await server.until_ready(worker=1)
         [private] = private_folders(folder)
         await server.until((private / "gone-0").exists, "the engine is told that the first one is gone")
+
+
+async def test_a_disk_that_is_full_by_now_stops_no_restart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(folder) as server:
+        await server.until_ready(worker=0)
+        monkeypatch.setattr(Board, "create", full)
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        await server.until_ready(boot=2)
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
+        await server.until_ready(boot=2, worker=1)
+
+
+async def test_a_disk_that_is_full_at_the_start_is_an_error_that_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Board, "create", full)
+    async with running(folder) as server:
+        with pytest.raises(ServerError, match=r"cannot make .*engine-1\.board: No space left on device; .*TMPDIR"):
+            await server.code()
+    assert not private_folders(folder)
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_http_processes_that_keep_dying_end_the_server(folder: Path) -> None:
@@ -632,6 +657,23 @@ def test_a_base_whose_name_is_too_long_for_sockets_is_passed_over(folder: Path) 
 def test_a_base_that_cannot_be_written_to_is_an_error_that_says_so(folder: Path) -> None:
     with pytest.raises(ServerError, match=r"No such file or directory.*TMPDIR"), RuntimeFolder([folder / "none"]):
         pass
+
+
+def test_a_base_on_a_full_disk_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = folder / "other"
+    other.mkdir()
+    write, calls = os.write, []
+
+    def write_once_full(descriptor: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) == 1:
+            full()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write_once_full)
+    with RuntimeFolder([folder, other]) as path:
+        assert path.parent == other and len(calls) == 2
+    assert not private_folders(folder)
 
 
 def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:

@@ -32,8 +32,8 @@ class Board:
     """One process's board. Made by the supervisor, written by the process, read by all.
 
     Attributes:
-        fields: the header's integers, by the names above. `fields[PULSE] += 1` is a sign of life; `fields[PATIENCE]` are
-            the seconds that may pass before the next one, beside those that every process is given.
+        fields: the header's integers, by the names above. `fields[PULSE] += 1` is a sign of life; `fields[PATIENCE]`
+            are the seconds that may pass before the next one, beside those that every process is given.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,9 +50,21 @@ class Board:
         """Make an empty board, readable by this user alone. Raises OSError where there is no room for it."""
         path.touch(mode=0o600)
         path.write_bytes(bytes(SIZE))  # on a full disk this fails; a hole would kill whoever writes there first
-        board = cls(path)
-        board.fields[ON_PROBATION], board.fields[PATIENCE] = -1, START_SECONDS
-        return board
+        return cls(path)._begun()
+
+    @classmethod
+    def take_over(cls, spent: Path, path: Path) -> Board:
+        """The board of a process that is dead, for the next one: it takes no room on a disk that may be full by now.
+
+        It is found under its old name, too, by those who have not heard of the death yet.
+        """
+        path.hardlink_to(spent)
+        return cls(path)._begun()
+
+    def _begun(self) -> Board:
+        self.fields[:] = memoryview(bytes(FIELD_BYTES)).cast("q")
+        self.fields[ON_PROBATION], self.fields[PATIENCE] = -1, START_SECONDS
+        return self
 
     # -- the engine's side ---------------------------------------------------------------------------------
 

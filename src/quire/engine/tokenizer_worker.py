@@ -207,8 +207,8 @@ def _refusal(error: Exception) -> Failed:
     return Failed(type(error).__name__, str(error))
 
 
-def _send(connection: socket.socket, answer: Answer) -> None:
-    body = _encode(answer)
+def _send(connection: socket.socket, message: Begun | Answer) -> None:
+    body = _encode(message)
     connection.sendall(LENGTH.pack(len(body)))
     connection.sendall(body)
 

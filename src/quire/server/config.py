@@ -86,8 +86,8 @@ class ServerConfig:
             raise ConfigError(f"host={self.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
         if 0 < self.stall_restart_s < MIN_STALL_SECONDS:
             raise ConfigError(
-                f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}: a busy machine alone may "
-                "keep a process silent for so long; give more, or 0 for never"
+                f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
+                "any process silent for so long: give more, or 0 for never"
             )
         _check_keys(self.api_key)
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")

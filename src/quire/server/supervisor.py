@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -274,9 +275,10 @@ class Supervisor:
     # -- the engine ----------------------------------------------------------------------------------------
 
     def _begin_boot(self, **changes: Any) -> None:
-        """There will be another engine. Boards stay in the folder to the end: somebody may be about to look at one."""
+        """There will be another engine."""
         boot = self._state.boot + 1
-        self._board = Board.create(wire.board_path(self._directory, boot))
+        spent = wire.board_path(self._directory, boot - 1) if boot > 1 else None
+        self._board = _make_board(wire.board_path(self._directory, boot), spent)
         self._set_state(boot=boot, **changes)
 
     async def _start_engine(self) -> None:
@@ -385,7 +387,7 @@ class Supervisor:
 
     # -- HTTP processes ------------------------------------------------------------------------------------
 
-    async def _start_worker(self) -> None:
+    async def _start_worker(self, instead_of: int | None = None) -> None:
         worker = self._next_worker
         self._next_worker += 1
         start = HttpStart(
@@ -397,7 +399,8 @@ class Supervisor:
             engine_options=dataclasses.asdict(self._options.engine),
             origins=dict(self._options.origins),
         )
-        board = Board.create(wire.http_board_path(self._directory, worker))
+        spent = None if instead_of is None else wire.http_board_path(self._directory, instead_of)
+        board = _make_board(wire.http_board_path(self._directory, worker), spent)
         process = self._workers[worker] = await Child.start(
             f"HTTP process {worker}", self._options.http_command, start, fds=[self._listener.fileno()]
         )
@@ -429,7 +432,16 @@ class Supervisor:
             return
         await asyncio.sleep(delay)
         if not self._leaving:
-            await self._start_worker()
+            await self._start_worker(instead_of=worker)
+
+
+def _make_board(path: Path, spent: Path | None) -> Board:
+    """A board; that of a dead process, if there is one, serves again."""
+    try:
+        return Board.create(path) if spent is None else Board.take_over(spent, path)
+    except OSError as error:
+        text = f"cannot make {path}: {error.strerror or error}; make room there, or set TMPDIR to another folder"
+        raise ServerError(text) from error
 
 
 def _again(delay: float | None) -> str:
