@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from quire.core.step import Span, StepPlan
-from quire.engine.patience import Patience
+from quire.engine.patience import COMPILING_SECONDS, Patience
 
 
 def model(parameters: float, layers: int, hidden: int, heads: int, width: int, vocab: int) -> Any:
@@ -39,7 +39,6 @@ def seconds(which: Any, asynchronous: bool, *spans: tuple[int, int, int]) -> flo
 def test_decoding_gets_little_more_than_any_process() -> None:
     assert seconds(DEMO, False, *[(500, 1, 0)] * 64) < 1
     assert seconds(LARGE, False, (8000, 1, 0)) < 2
-    assert seconds(LARGE, True, *[(8000, 1, 0)] * 256) < 10
 
 
 @pytest.mark.parametrize(
@@ -58,4 +57,8 @@ def test_a_large_step_on_a_slow_processor_gets_what_it_takes(
 
 
 def test_a_device_that_computes_all_layers_before_it_is_heard_of_gets_the_time_of_all() -> None:
-    assert 8192 * 2 * 8e9 / 2e12 < seconds(LARGE, True, (0, 8192, 0)) < 60 * 60
+    assert 8192 * 2 * 8e9 / 2e12 < seconds(LARGE, True, (0, 8192, 0)) - COMPILING_SECONDS < 60 * 60
+
+
+def test_where_kernels_are_compiled_at_their_first_use_any_step_may_be_the_one() -> None:
+    assert COMPILING_SECONDS <= seconds(LARGE, True, *[(8000, 1, 0)] * 256) < COMPILING_SECONDS + 10

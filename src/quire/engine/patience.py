@@ -9,6 +9,9 @@ SLOWEST = {False: 1e9, True: 1e12}
 """Floating-point operations a second that the slowest machine does, without and with a device of its own, while others
 keep it busy too. The plain kernels on one busy core do ten times as many, and a small GPU does."""
 
+COMPILING_SECONDS = 120.0
+"""A device's kernels are compiled when they are needed first, which may be in any step, on a slow host."""
+
 
 class Patience:
     """Counts what lies between two signs of life: a layer of a step, or all of it where a device computes by itself.
@@ -24,6 +27,7 @@ class Patience:
         self._of_pair = 2 * layer.num_heads * model.attention_width * layers / between  # a token and one that it sees
         self._of_row = 2 * layer.hidden_size * model.vocab_size  # the head has no sign of life in it
         self._speed = SLOWEST[asynchronous]
+        self._always = COMPILING_SECONDS if asynchronous else 0.0
 
     def seconds(self, plan: StepPlan) -> float:
         """How long this step's pulse may stand still, beside what any process is given."""
@@ -31,4 +35,4 @@ class Patience:
         for span in plan.spans:
             length, rows = len(span.tokens), span.num_sampled + len(span.targets)
             operations += length * (self._of_token + self._of_pair * (span.start + length)) + rows * self._of_row
-        return operations / self._speed
+        return self._always + operations / self._speed
