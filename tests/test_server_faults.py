@@ -15,7 +15,6 @@ import time
 
 import pytest
 
-from quire.engine.client import STALL_SECONDS
 from quire.models.hub import resolve
 from tests.http_tools import ServeProcess, request, wait_until
 
@@ -85,19 +84,6 @@ def test_killed_tokenizer_and_http_processes_are_replaced():
         wait_until(lambda: server.json("/view")["stats"]["held_blocks"] == 0)
 
 
-def test_a_wedged_engine_turns_health_to_503_within_ten_seconds():
-    with ServeProcess("--inject-fault", "block:1234") as server:
-        with server.stream("/v1/completions", {**LONG, "prompt": "x"}) as stream:
-            next(stream.events())
-        sock = socket.create_connection(("127.0.0.1", server.port))
-        body = json.dumps({"model": "demo", "prompt": [1234]}).encode()
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        wait_until(lambda: server.health() == 503)
-        assert STALL_SECONDS < 10 and server.get("/live")[0] == 200
-        sock.close()
-        server.process.kill()  # it would wait for its engine
-
-
 def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
     with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(server.json, "/v1/completions", job) for job in jobs(8, max_tokens=1000)]
@@ -150,7 +136,7 @@ def test_wedged_processes_are_replaced_and_a_request_that_wedges_the_engine_twic
     with ServeProcess(*flags) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         wait_until(lambda: len(server.pids("tokenizer")) == 2)
         stopped = server.kill("http", index=1, number=signal.SIGSTOP)  # the other one takes the connections
-        long = jobs(3, max_tokens=1000)
+        long = jobs(3, max_tokens=300)
         answers = pool.map(lambda job: server.json("/v1/completions", job), long)
         expected = [answer["choices"][0]["text"] for answer in answers]
         streams = [server.stream("/v1/completions", job) for job in long]
