@@ -8,6 +8,7 @@ listening socket is bound before anything else happens and is inherited by the H
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -438,7 +439,10 @@ class Supervisor:
 def _make_board(path: Path, spent: Path | None) -> Board:
     """A board; that of a dead process, if there is one, serves again."""
     try:
-        return Board.create(path) if spent is None else Board.take_over(spent, path)
+        if spent is not None:
+            with contextlib.suppress(OSError):  # not every file system has hard links
+                return Board.take_over(spent, path)
+        return Board.create(path)
     except OSError as error:
         text = f"cannot make {path}: {error.strerror or error}; make room there, or set TMPDIR to another folder"
         raise ServerError(text) from error
