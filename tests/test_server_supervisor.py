@@ -698,7 +698,13 @@ def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:
 def test_restarts_come_later_and_later_and_are_forgiven_after_an_hour() -> None:
     now = 0.0
     budget = RestartBudget(6, clock=lambda: now)
-    assert [budget.spend() for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
+    assert [budget.spend("engine") for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
     now = 3600.0
-    assert budget.spend() == 0.0
-    assert RestartBudget(0).spend() is None
+    assert budget.spend("engine") == 0.0
+    assert RestartBudget(0).spend("engine") is None
+
+
+def test_one_kind_of_process_does_not_wait_for_the_deaths_of_another() -> None:
+    budget = RestartBudget(5)
+    assert [budget.spend("http") for _ in range(3)] == [0.0, 1.0, 2.0]
+    assert [budget.spend("engine") for _ in range(3)] == [0.0, 1.0, None]  # but they share the limit

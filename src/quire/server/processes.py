@@ -266,15 +266,18 @@ class RestartBudget:
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._clock = clock
-        self._times: deque[float] = deque()
+        self._spent: deque[tuple[float, str]] = deque()  # when, and on what
 
-    def spend(self) -> float | None:
-        """Seconds to wait before the next restart: 0, then 1, 2, 4, ...; None if there were too many."""
+    def spend(self, what: str) -> float | None:
+        """Seconds to wait before the next restart of this kind: 0, then 1, 2, 4, ...; None if all were too many.
+
+        Each kind waits for itself: that HTTP processes keep dying is no reason to do without an engine.
+        """
         now = self._clock()
-        while self._times and now - self._times[0] >= RESTART_WINDOW:
-            self._times.popleft()
-        if len(self._times) >= self.limit:
+        while self._spent and now - self._spent[0][0] >= RESTART_WINDOW:
+            self._spent.popleft()
+        if len(self._spent) >= self.limit:
             return None
-        self._times.append(now)
-        count = len(self._times)
+        self._spent.append((now, what))
+        count = sum(kind == what for _, kind in self._spent)
         return 0.0 if count == 1 else min(MAX_BACKOFF, 2.0 ** (count - 2))

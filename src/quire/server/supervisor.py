@@ -324,7 +324,7 @@ class Supervisor:
             raise ServerError(words or f"the engine ended while it was loading ({self._described(engine)})")
         suspects, culprit = self._board.suspects()
         cause = engine.fate() if words is None else "it could not be started again"
-        delay = self._budget.spend()
+        delay = self._budget.spend("engine")
         log.event(
             logger,
             "engine_died",
@@ -421,7 +421,7 @@ class Supervisor:
             return
         is_up = self._was_ready and self._was_greeted
         is_fatal = not self._leaving and not is_up and (not greeted or process.exit_code == 1)
-        delay = None if self._leaving or is_fatal else self._budget.spend()
+        delay = None if self._leaving or is_fatal else self._budget.spend("http")
         text = f"{process.name} died ({process.fate()})" + _again(delay)
         log.event(logger, "http_process_died", text, level=logging.ERROR, worker=worker, cause=process.fate())
         if self._leaving:
