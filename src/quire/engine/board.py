@@ -62,7 +62,8 @@ class Board:
         return cls(path)._begun()
 
     def _begun(self) -> Board:
-        self.fields[:] = memoryview(bytes(FIELD_BYTES)).cast("q")
+        for field in range(len(self.fields)):
+            self.fields[field] = 0
         self.fields[ON_PROBATION], self.fields[PATIENCE] = -1, START_SECONDS
         return self
 
