@@ -279,6 +279,11 @@ class FakeEngineClient:
             call.aborted = True
         return bool(found)
 
+    def end_all(self) -> None:
+        for call in self.open_calls:
+            call.aborted = True
+        self.cause, self.state = "the server is leaving", "failed"
+
     async def inspect(self, what: str, since: int = 0) -> bytes:
         self._check_ready()
         self.inspected.append((what, since))

@@ -21,7 +21,7 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine import child, wire
-from quire.engine.board import PULSE, Board
+from quire.engine.board import PATIENCE, PULSE, Board
 from quire.engine.process import EngineStart
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import listen
@@ -63,7 +63,8 @@ def control_socket(directory: str, identity: str) -> zmq.Socket[bytes]:
 
 def engine() -> int:
     """An engine. Its `fault` is one of: "fail:TEXT" cannot start, "exit:CODE" dies while it loads, "load" never comes
-    to an end of it, "again:TEXT" cannot start a second time, "still" shows no pulse, "deaf" does not hear Stop."""
+    to an end of it, "again:TEXT" cannot start a second time, "still" shows no pulse once it is ready, "deaf" does not
+    hear Stop."""
     start = child.begin(EngineStart)
     board = Board(wire.board_path(Path(start.directory), start.boot))
     control = control_socket(start.directory, f"engine-{start.boot}")
@@ -79,6 +80,8 @@ def engine() -> int:
     while manner == "load":
         time.sleep(0.05)
     board.begin([7, 8], 8 if start.boot > 1 else -1)
+    if manner == "still":
+        board.fields[PATIENCE] = 0
     control.send(wire.encode(wire.EngineReady(engine_info(start.boot))))
     while True:
         if manner != "still":
@@ -92,7 +95,8 @@ def engine() -> int:
 
 
 def http(log: str, manners: str) -> int:
-    """An HTTP process. MANNERS may be "exit" (before it says hello) or "stay" (at a drain)."""
+    """An HTTP process. MANNERS may be "exit" (before it says hello), "stay" (at a drain),
+    "last words" (stays until a drain's time is over), "still" (no pulse)."""
     start = child.begin(HttpStart)
     if manners == "exit":
         return 3
@@ -101,7 +105,11 @@ def http(log: str, manners: str) -> int:
     _write(log, start.worker, {"start": msgspec.to_builtins(start)})
     listener = socket.socket(fileno=start.fd)
     listener.settimeout(0.02)
+    board = Board(wire.http_board_path(Path(start.directory), start.worker))
+    if manners == "still" and start.worker == 0:
+        board.fields[PATIENCE] = 0
     while True:
+        board.fields[PULSE] += manners != "still"
         with contextlib.suppress(TimeoutError):
             connection, _ = listener.accept()
             with connection:
@@ -110,7 +118,11 @@ def http(log: str, manners: str) -> int:
         while control.poll(20):
             message = wire.decode_from_supervisor(control.recv())
             _write(log, start.worker, msgspec.to_builtins(message))
-            if isinstance(message, wire.Drain) and manners != "stay":
+            if (
+                isinstance(message, wire.Drain)
+                and manners != "stay"
+                and (message.seconds == 0 or manners != "last words")
+            ):
                 return 0
 
 

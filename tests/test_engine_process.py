@@ -10,10 +10,12 @@ import signal
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from quire import LLM, SamplingParams
 from quire.engine import client as client_module
 from quire.engine import wire
+from quire.engine.board import START_SECONDS
 from quire.errors import EngineClosedError, PromptTooLongError
 from tests.engine_server import EngineServer, until
 
@@ -138,6 +140,21 @@ async def test_requests_end_with_an_error_when_there_is_no_engine_any_more(serve
         await run(client, "x", LONG)
 
 
+async def test_requests_that_the_servers_end_cuts_off_have_all_that_they_got_and_none_begins(server, llm):
+    params = replace(LONG, stop=[" self.zzz", "\n\n\n\n", "(((("])  # of which some may be held back
+    client, (*tasks, _) = await amid(server, *((text, params) for text in PROMPTS))
+    client.end_all()  # the engine, which stands still, is not asked
+    for text, task in zip(PROMPTS, tasks, strict=True):
+        [choice] = (await task).outputs
+        count = len(choice.token_ids)
+        [same] = expected(llm, text, replace(params, max_tokens=count))
+        assert (choice.text, choice.token_ids, choice.logprobs, choice.finish_reason) == (*same[:3], "abort")
+        assert count > 5
+    assert client.num_open == 0
+    with pytest.raises(EngineClosedError, match="leaving"):
+        await run(client, "x", LONG)
+
+
 async def test_leaving_a_stream_early_frees_its_blocks(slow_server):
     client = await slow_server.ready_client()
     ids = client.tokenizer.encode("def f():")
@@ -223,6 +240,17 @@ async def test_an_engine_that_hangs_in_a_step_is_not_healthy_within_ten_seconds(
     with pytest.raises(EngineClosedError, match="no sign of life"):
         await client.inspect("live")
     task.cancel()
+
+
+async def test_an_engine_says_on_its_board_how_long_its_pulse_may_stand_still(server):
+    client, _ = await amid(server, (PROMPTS[0], LONG))
+    assert client.board.patience == 1  # of a step of 64 tokens; little, for so small a model
+    server.fault = None
+    server.kill()
+    await server.replace_engine()
+    loading = server.board.patience
+    await until(lambda: client.state == "ready" and client.num_open == 0)
+    assert loading >= START_SECONDS and client.board.patience == 0
 
 
 async def test_an_idle_engine_and_one_with_slow_steps_are_healthy(server):

@@ -15,7 +15,6 @@ import time
 
 import pytest
 
-from quire.engine.client import STALL_SECONDS
 from quire.models.hub import resolve
 from tests.http_tools import ServeProcess, request, wait_until
 
@@ -85,19 +84,6 @@ def test_killed_tokenizer_and_http_processes_are_replaced():
         wait_until(lambda: server.json("/view")["stats"]["held_blocks"] == 0)
 
 
-def test_a_wedged_engine_turns_health_to_503_within_ten_seconds():
-    with ServeProcess("--inject-fault", "block:1234") as server:
-        with server.stream("/v1/completions", {**LONG, "prompt": "x"}) as stream:
-            next(stream.events())
-        sock = socket.create_connection(("127.0.0.1", server.port))
-        body = json.dumps({"model": "demo", "prompt": [1234]}).encode()
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        wait_until(lambda: server.health() == 503)
-        assert STALL_SECONDS < 10 and server.get("/live")[0] == 200
-        sock.close()
-        server.process.kill()  # it would wait for its engine
-
-
 def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
     with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(server.json, "/v1/completions", job) for job in jobs(8, max_tokens=1000)]
@@ -111,30 +97,59 @@ def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
             request(server.port, "GET", "/live")
 
 
-def test_requests_that_outlast_the_drain_end_with_an_error():
-    with ServeProcess("--drain-timeout", "0.2") as server:
-        streams = [server.stream("/v1/completions", {**LONG, "max_tokens": 1900, "n": 8}) for _ in range(6)]
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_requests_that_the_end_of_the_drain_cuts_off_return_what_they_have(signals):
+    endless = {**LONG, "max_tokens": 1900, "n": 8}
+    flags = ["--drain-timeout", "0.2" if len(signals) == 1 else "600", "--api-workers", "2"]
+    with ServeProcess(*flags) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        whole = [pool.submit(server.post, "/v1/completions", {**endless, "seed": seed}) for seed in range(4)]
+        streams = [server.stream("/v1/completions", endless) for _ in range(4)]
         readers = [stream.events() for stream in streams]
         for reader in readers:
             next(reader)
-        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: all_run(server, 8 * 8))
+        server.pids("all")
+        for number in signals:
+            seen = server.stderr.count(signals[0].name)
+            server.process.send_signal(number)
+            wait_until(lambda seen=seen: server.stderr.count(signals[0].name) > seen)
         for reader in readers:
             events = list(reader)
             assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
-            assert json.loads(events[-2])["error"]["code"] == "shutting_down"
-        assert server.wait() == 0
-
-
-def test_sigint_twice_ends_it_at_once():
-    with ServeProcess("--drain-timeout", "600") as server:
-        stream = server.stream("/v1/completions", {**LONG, "max_tokens": 1900, "n": 64})
-        next(stream.events())
-        server.pids("all")
-        server.process.send_signal(signal.SIGINT)
-        wait_until(lambda: "no new requests" in server.stderr)
-        server.process.send_signal(signal.SIGINT)
-        assert server.wait() == 130
+            ends = [choice["finish_reason"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+            assert {reason for reason in ends if reason} == {"abort"} and len([end for end in ends if end]) == 8
+        for future in whole:
+            status, _, body = future.result()
+            answer = json.loads(body)
+            if status == 503:  # it had no token yet
+                assert answer["error"]["code"] == "shutting_down"
+                continue
+            assert {choice["finish_reason"] for choice in answer["choices"]} == {"abort"}
+            assert any(choice["text"] for choice in answer["choices"]) and answer["usage"]["completion_tokens"] > 0
+        assert server.wait() == (0 if len(signals) == 1 else 130)
         assert server.survivors() == []
+
+
+def test_wedged_processes_are_replaced_and_a_request_that_wedges_the_engine_twice_ends_alone():
+    flags = ["--inject-fault", "spin:1234", "--max-num-seqs", "16", "--max-num-batched-tokens", "64"]
+    flags += ["--stall-restart-s", "5", "--api-workers", "2"]
+    with ServeProcess(*flags) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        wait_until(lambda: len(server.pids("tokenizer")) == 2)
+        stopped = server.kill("http", index=1, number=signal.SIGSTOP)  # the other one takes the connections
+        long = jobs(3, max_tokens=300)
+        answers = pool.map(lambda job: server.json("/v1/completions", job), long)
+        expected = [answer["choices"][0]["text"] for answer in answers]
+        streams = [server.stream("/v1/completions", job) for job in long]
+        # A long prompt, so that its end is computed when the others have come.
+        status, _, body = server.post("/v1/completions", {**LONG, "prompt": [5] * 1500 + [1234]})
+        assert status == 500 and "twice" in json.loads(body)["error"]["message"]
+        assert [stream.texts()[0] for stream in streams] == expected
+        assert stopped not in wait_until(lambda: server.pids("http"))
+        wait_until(lambda: server.health() == 200)
+        assert server.json("/v1/completions", long[0])["choices"][0]["text"] == expected[0]
+        for number in (1, 2):
+            assert f"engine {number} died (it showed no sign of life" in server.stderr
+        assert "HTTP process 1 died (it showed no sign of life" in server.stderr
 
 
 def test_children_do_not_outlive_a_killed_supervisor():

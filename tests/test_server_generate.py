@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import log
-from quire.errors import ChatTemplateError, EngineClosedError, TokenizerTimeoutError
+from quire.errors import ChatTemplateError, EngineClosedError, TokenizerTimeoutError, TokenizerUnavailableError
 from quire.server import generation, streaming, transport
 from quire.server.app import create_app
 from quire.server.auth import Tenants
@@ -350,6 +350,15 @@ async def test_what_the_tokenizer_refuses_is_a_400(error, code):
         assert served.waiting() == (0, 0)
 
 
+async def test_a_request_whose_tokenizers_were_stopped_is_told_to_try_again():
+    error = TokenizerUnavailableError("two tokenizer workers were stopped or killed; try again")
+    async with serving(pool=FakeTokenizerPool(raises=error)) as served:
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+            answer = await served.post(path, body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "tokenizer_unavailable")
+            assert int(answer.headers["retry-after"]) > 0
+
+
 async def test_an_unexpected_error_is_a_500_that_tells_nothing_and_harms_nobody(lines):
     async with serving() as served:
         served.client.script = lambda ids: Script(raises=ValueError("/secret/path") if ids == [98] else None)
@@ -473,15 +482,52 @@ async def test_the_time_limit_holds_while_tokenizing():
         assert served.metric("quire:requests_rejected_total", reason="timeout") == 1
 
 
-async def test_when_the_server_leaves_its_last_requests_end_with_an_error():
+async def test_when_the_server_leaves_its_last_requests_return_what_they_have(lines):
     async with serving() as served:
-        served.client.script = Script(gate=asyncio.Event(), gate_at=1)
-        whole, stream = (asyncio.create_task(served.complete(max_tokens=9, stream=stream)) for stream in (False, True))
-        await until(lambda: len(served.client.calls) == 2)
-        served.context.stopping.set()
-        assert ((await whole).status_code, (await whole).json()["error"]["code"]) == (503, "shutting_down")
-        assert events_of((await stream).content)[-1]["error"]["code"] == "shutting_down"
-        assert not served.client.open_calls
+        served.client.script = Script(gate=asyncio.Event(), gate_at=4)
+        ways = {"stream": False}, {"stream": True, "stream_options": {"include_usage": True}}
+        whole, stream = (asyncio.create_task(served.complete(max_tokens=9, **way)) for way in ways)
+        await until(lambda: [len(call.output.outputs[0].token_ids) for call in served.client.calls] == [4, 4])
+        served.context.stop()
+        partial = expected_text("abc", 4, seed=1)
+        answer = (await whole).json()
+        assert ((await whole).status_code, answer["usage"]["completion_tokens"]) == (200, 4)
+        assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [(partial, "abort")]
+        *events, usage = events_of((await stream).content)
+        assert (text_of(events), events[-1]["choices"][0]["finish_reason"]) == (partial, "abort")
+        assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 4)
+        assert (await stream).content.endswith(b"data: [DONE]\n\n")
+        assert served.waiting() == (0, 0)
+    assert [fields["reason"] for fields in requests_in(lines)] == ["abort", "abort"]
+
+
+async def test_a_chat_that_the_servers_end_cuts_off_returns_what_it_has_too():
+    async with serving() as served, served.openai() as client:
+        served.client.script = Script(gate=asyncio.Event(), gate_at=4)
+        messages = [{"role": "user", "content": "hi"}]
+        ask = client.chat.completions.create(model="demo", messages=messages, max_tokens=9, seed=1, n=2)
+        asking = asyncio.create_task(ask)
+        await until(lambda: served.client.calls and len(served.client.calls[0].output.outputs[1].token_ids) == 4)
+        served.context.stop()
+        choices = (await asking).choices
+        assert [choice.finish_reason for choice in choices] == ["abort", "abort"]
+        assert all(len(choice.message.content) == 4 for choice in choices)
+
+
+async def test_what_has_nothing_yet_when_the_server_leaves_is_told_to_try_elsewhere():
+    pool = FakeTokenizerPool(gate=asyncio.Event())
+    async with serving(pool=pool) as served:
+        served.client.script = Script(gate=asyncio.Event(), gate_at=0)
+        tokenizing = [asyncio.create_task(served.complete(max_tokens=9, stream=stream)) for stream in (False, True)]
+        ids = [asyncio.create_task(served.complete(prompt=[1, 2], max_tokens=9, stream=way)) for way in (False, True)]
+        await until(lambda: len(served.client.calls) == 2 and len(pool.calls) == 2)
+        served.context.stop()
+        for answer in [await tokenizing[0], await tokenizing[1], await ids[0]]:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+            assert "retry-after" in answer.headers
+        [event] = events_of((await ids[1]).content)  # it has begun to answer
+        assert (event["choices"][0]["text"], event["choices"][0]["finish_reason"]) == ("", "abort")
+        assert served.waiting() == (0, 0)
 
 
 async def test_aborting_by_the_responses_id():

@@ -39,6 +39,7 @@ class Parent:
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.control = self.router(wire.control_address(self.directory))
         self.board = Board.create(wire.board_path(self.directory, 1))
+        self.own_board = Board.create(wire.http_board_path(self.directory, 3))
         self.ended = threading.Event()
         start = HttpStart(
             directory=str(self.directory),
@@ -158,7 +159,18 @@ def test_with_folder_and_engine_it_is_ready_and_tokenizes(parent: Parent) -> Non
     assert parent.http.get("/server_info").json()["engine"]["path"] == str(DEMO)
 
 
-def test_a_drain_lets_requests_go_on_and_ends_what_is_left_with_an_error(parent: Parent) -> None:
+def test_its_pulse_goes_on_as_long_as_its_loop_turns(parent: Parent) -> None:
+    def beats() -> bool:
+        before = parent.own_board.pulse
+        return wait_until(lambda: parent.own_board.pulse > before + 1)
+
+    assert beats()  # before anybody has told it anything
+    assert parent.own_board.patience == 0
+    parent.get_ready()
+    assert beats()
+
+
+def test_a_drain_lets_requests_go_on_and_ends_what_is_left_with_what_it_has(parent: Parent) -> None:
     """The engine here never answers, so the stream is still open when the time is over."""
     engine = parent.get_ready()
     workers = children(parent.process.pid)
@@ -176,7 +188,8 @@ def test_a_drain_lets_requests_go_on_and_ends_what_is_left_with_an_error(parent:
         assert refused.headers["connection"] == "close"
         parent.tell(wire.Drain(0.1))  # the time is over sooner
         events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
-    assert json.loads(events[-2])["error"]["code"] == "shutting_down"
+    [choice] = json.loads(events[-2])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "abort")
     assert events[-1] == "[DONE]"
     assert parent.process.wait(60) == 0
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]

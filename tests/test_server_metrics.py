@@ -236,6 +236,17 @@ def test_files_of_other_kinds_and_half_made_ones_are_passed_over(tmp_path: Path)
     assert value(text_of(metrics), "quire:disconnects_total") == 1
 
 
+def test_where_there_is_no_room_for_the_file_a_process_counts_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Metrics(tmp_path, worker=0, model_name="demo")
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: len(data) // 2)  # the disk is full then
+    metrics = Metrics(tmp_path, worker=1, model_name="demo")
+    metrics.request_received()
+    assert b"vllm" in metrics.render()[0] and b"vllm" in other.render()[0]
+    assert "are not added to the others': No space left" in caplog.text
+
+
 def test_files_are_private(tmp_path: Path) -> None:
     Metrics(tmp_path / "metrics", worker=0)
     assert stat.S_IMODE((tmp_path / "metrics").stat().st_mode) == 0o700

@@ -27,6 +27,7 @@ from quire.errors import (
     PromptTooLongError,
     SamplingParamsError,
     TokenizerTimeoutError,
+    TokenizerUnavailableError,
     UnknownTemplateVariableError,
 )
 from quire.server import fields as tables
@@ -605,6 +606,8 @@ def test_errors_have_openais_shape() -> None:
         (EmptyPromptError("x"), 400, "empty_prompt"),
         (SamplingParamsError("x"), 400, "invalid_value"),
         (TokenizerTimeoutError("x"), 400, "tokenizer_timeout"),
+        (TokenizerUnavailableError("x"), 503, "tokenizer_unavailable"),
+        (quire_errors.TokenizerFailedError("/secret/path"), 500, "internal_error"),
         (UnknownTemplateVariableError("x"), 400, "unknown_template_variable"),
         (quire_errors.RequestError("x"), 400, None),
         (EngineClosedError("/secret/path is gone"), 503, "engine_unavailable"),

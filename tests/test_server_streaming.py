@@ -11,7 +11,7 @@ import pytest
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server import streaming
 from quire.server.errors import ApiError
-from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised
+from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 
 
 class Connection:
@@ -41,7 +41,6 @@ class Connection:
 
 
 def run(work, writer, connection, **options):
-    options.setdefault("stopping", asyncio.Event())
     return supervised(work, writer, connection.receive, **options)
 
 
@@ -118,17 +117,36 @@ async def test_a_client_that_leaves_ends_the_work_at_once():
     assert cut.value.cause == "disconnect" and ended == [True] and time.monotonic() - begun < 50
 
 
-async def test_the_deadline_and_the_servers_end_cut_off_too():
+async def test_the_deadline_cuts_off_too():
     connection = Connection()
     with pytest.raises(CutOffError) as cut:
         deadline = time.monotonic() + 0.02
         await run(asyncio.sleep(60), AnswerWriter(connection.send), connection, deadline=deadline)
     assert cut.value.cause == "timeout"
-    stopping = asyncio.Event()
+
+
+async def test_what_must_not_outlast_the_server_is_cut_off_when_it_leaves():
+    stopping, ended = asyncio.Event(), []
+
+    async def work(seconds):
+        try:
+            await asyncio.sleep(seconds)
+            return 7
+        finally:
+            ended.append(seconds)
+
+    assert await unless(stopping, work(0)) == 7
     asyncio.get_running_loop().call_later(0.02, stopping.set)
     with pytest.raises(CutOffError) as cut:
-        await run(asyncio.sleep(60), AnswerWriter(connection.send), connection, stopping=stopping)
-    assert cut.value.cause == "shutdown"
+        await unless(stopping, work(60))
+    assert cut.value.cause == "shutdown" and ended == [0, 60]
+    waiting = asyncio.create_task(unless(asyncio.Event(), work(61)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended == [0, 60, 61]
 
 
 async def test_a_stream_that_is_cut_off_ends_with_an_error_event_and_done():

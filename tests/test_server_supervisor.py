@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,11 +16,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from quire.engine.board import PATIENCE, PULSE, Board
 from quire.errors import ServerError
 from quire.server import supervisor as supervisor_module
 from quire.server.config import HttpStart, ServerConfig
@@ -64,6 +66,9 @@ class Running:
 
     def states(self, worker: int | None = None) -> list[dict[str, Any]]:
         return [what for what in self.heard(worker) if what.get("type") == "state"]
+
+    def drains(self) -> list[float]:
+        return [what["seconds"] for what in self.heard() if what.get("type") == "drain"]
 
     def pids(self) -> list[int]:
         return [child.pid for child in [*self.supervisor._workers.values(), self.supervisor._engine] if child]
@@ -271,6 +276,30 @@ async def test_a_killed_http_process_gets_a_successor_with_a_new_number(folder: 
         await server.until((private / "gone-0").exists, "the engine is told that the first one is gone")
 
 
+async def test_a_disk_that_is_full_by_now_stops_no_restart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(folder) as server:
+        await server.until_ready(worker=0)
+        monkeypatch.setattr(Board, "create", full)
+        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        await server.until_ready(boot=2)
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
+        await server.until_ready(boot=2, worker=1)
+
+
+async def test_a_disk_that_is_full_at_the_start_is_an_error_that_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Board, "create", full)
+    async with running(folder) as server:
+        with pytest.raises(ServerError, match=r"cannot make .*engine-1\.board: No space left on device; .*TMPDIR"):
+            await server.code()
+    assert not private_folders(folder)
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 async def test_http_processes_that_keep_dying_end_the_server(folder: Path) -> None:
     async with running(folder, restart_limit=0) as server:
         await server.until_ready()
@@ -289,36 +318,60 @@ class Looks:
         return getattr(asyncio, name)
 
 
-async def test_an_engine_without_a_pulse_is_replaced_if_that_was_asked_for(
+async def test_only_a_pulse_that_stands_still_for_longer_than_it_may_is_the_end_of_a_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def soon(seconds: float) -> None:
-        await asyncio.sleep(0.01)
+    """Each look of the watch is one of these: the pulse, and the patience that the process asks for."""
+    board, process = Board.create(folder / "board"), Victim()
+    looks = [(1, 3), *[(1, 3)] * 12, (2, 0), *[(2, 0)] * 9, (3, 0), *[(3, 0)] * 100]
+    killed_at = 0
 
-    async with running(folder, fault="still", stall_restart_s=10.0) as server:
-        await server.until_ready()
-        monkeypatch.setattr(supervisor_module, "asyncio", Looks(soon))
-        server.supervisor._run(server.supervisor._watch_for_stalls(2.0))
+    async def look(seconds: float) -> None:
+        nonlocal killed_at
+        killed_at += 1
+        board.fields[PULSE], board.fields[PATIENCE] = looks[killed_at - 1]
+
+    monkeypatch.setattr(supervisor_module, "asyncio", Looks(look))
+    options = stand_in_options(folder / "log", stall_restart_s=10.0)
+    with listen("127.0.0.1", 0) as listener:
+        await Supervisor(options, listener, QuietScreen(), 0.0)._watch(cast(Any, process), board)
+    assert process.blame == "it showed no sign of life for 10 s and was killed"
+    assert killed_at == 13 + 10 + 11  # looks with each pulse
+
+
+class Victim:
+    """In the place of a child."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.blame: str | None = None
+
+    def kill(self, blame: str) -> None:
+        self.blame = blame
+        self.ended.set()
+
+
+async def test_nobody_is_watched_where_that_was_asked_for(folder: Path) -> None:
+    options = stand_in_options(folder / "log", stall_restart_s=0.0)
+    with listen("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(options, listener, QuietScreen(), 0.0)
+        await supervisor._watch(cast(Any, Victim()), Board.create(folder / "board"))  # returns at once
+
+
+async def test_an_engine_without_a_pulse_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_SECONDS", 0.01)
+    async with running(folder, fault="still") as server:
         await server.until_ready(boot=2)
         causes = [state["cause"] for state in server.states() if state["state"] == "restarting"]
-        assert causes[0] == "it showed no sign of life for 2 s and was killed"
+        assert causes[0] == "it showed no sign of life for 60 s and was killed"
 
 
-async def test_an_engine_with_a_pulse_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = 0
-
-    async def pulse(seconds: float) -> None:
-        nonlocal looks
-        before, looks = server.supervisor._board.pulse, looks + 1
-        while server.supervisor._board.pulse == before:
-            await asyncio.sleep(0.01)
-
-    async with running(folder, stall_restart_s=10.0) as server:
-        await server.until_ready()
-        monkeypatch.setattr(supervisor_module, "asyncio", Looks(pulse))
-        server.supervisor._run(server.supervisor._watch_for_stalls(1.0))
-        await server.until(lambda: looks > 5, "the watch has looked")
-        assert server.supervisor._state.boot == 1
+async def test_an_http_process_without_a_pulse_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_SECONDS", 0.01)
+    async with running(folder, manners="still") as server:
+        await server.until_ready(worker=1)
+        [private] = private_folders(folder)
+        await server.until((private / "gone-0").exists, "the engine is told that the first one is gone")
 
 
 async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> None:
@@ -400,26 +453,42 @@ async def test_an_engine_that_does_not_leave_in_time_is_killed(folder: Path, mon
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-async def test_ctrl_c_during_a_drain_ends_it_at_once(folder: Path, first: signal.Signals) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_drain(folder: Path, first: signal.Signals, second: signal.Signals) -> None:
+    async with running(folder, api_workers=2, manners="last words", drain_timeout=10 * DEADLINE) as server:
+        await server.until_ready(worker=0)
+        await server.until_ready(worker=1)
+        pids = server.pids()
+        os.kill(os.getpid(), first)
+        await server.until(lambda: len(server.drains()) == 2, "the drain")
+        os.kill(os.getpid(), second)
+        assert await server.code() == 128 + second
+        assert server.drains() == [10 * DEADLINE] * 2 + [0.0] * 2
+    assert not any(is_alive(pid) for pid in pids)
+    assert not private_folders(folder)
+
+
+async def test_a_third_signal_ends_the_server_at_once(folder: Path) -> None:
     async with running(folder, manners="stay", drain_timeout=10 * DEADLINE) as server:
         await server.until_ready()
         pids = server.pids()
-        os.kill(os.getpid(), first)
-        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
+        for count in (1, 2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await server.until(lambda count=count: len(server.drains()) == count, "the drain")
         os.kill(os.getpid(), signal.SIGINT)
         assert await server.code() == 130
     assert not any(is_alive(pid) for pid in pids)
     assert not private_folders(folder)
 
 
-async def test_a_second_sigterm_does_not_shorten_the_drain(folder: Path) -> None:
+async def test_a_hangup_behind_a_sigterm_does_not_shorten_the_drain(folder: Path) -> None:
     async with running(folder, manners="stay") as server:
         await server.until_ready()
         os.kill(os.getpid(), signal.SIGTERM)
-        await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.3)  # nothing is to happen
-        assert not server.task.done()
+        await server.until(server.drains, "the drain")
+        server.supervisor._on_signal(signal.SIGHUP)
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)  # the stand-in would stay
+        assert await server.code() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -590,6 +659,23 @@ def test_a_base_that_cannot_be_written_to_is_an_error_that_says_so(folder: Path)
         pass
 
 
+def test_a_base_on_a_full_disk_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = folder / "other"
+    other.mkdir()
+    write, calls = os.write, []
+
+    def write_once_full(descriptor: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) == 1:
+            full()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write_once_full)
+    with RuntimeFolder([folder, other]) as path:
+        assert path.parent == other and len(calls) == 2
+    assert not private_folders(folder)
+
+
 def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:
     for name in ("quire-stale", "quire-foreign", "other-stale"):
         (folder / name).mkdir()
@@ -612,7 +698,13 @@ def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:
 def test_restarts_come_later_and_later_and_are_forgiven_after_an_hour() -> None:
     now = 0.0
     budget = RestartBudget(6, clock=lambda: now)
-    assert [budget.spend() for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
+    assert [budget.spend("engine") for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
     now = 3600.0
-    assert budget.spend() == 0.0
-    assert RestartBudget(0).spend() is None
+    assert budget.spend("engine") == 0.0
+    assert RestartBudget(0).spend("engine") is None
+
+
+def test_one_kind_of_process_does_not_wait_for_the_deaths_of_another() -> None:
+    budget = RestartBudget(5)
+    assert [budget.spend("http") for _ in range(3)] == [0.0, 1.0, 2.0]
+    assert [budget.spend("engine") for _ in range(3)] == [0.0, 1.0, None]  # but they share the limit

@@ -27,6 +27,7 @@ from quire.errors import (
     TokenizerError,
     TokenizerFailedError,
     TokenizerTimeoutError,
+    TokenizerUnavailableError,
     TokenOutOfRangeError,
     UnknownTemplateVariableError,
 )
@@ -290,7 +291,16 @@ async def test_a_job_whose_worker_is_killed_is_done_again_once(start: Any, folde
     assert pool.pids != [victim] and "SIGKILL" in told[0]
 
 
-async def test_a_job_that_two_workers_died_of_fails_alone(start: Any) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (signal.SIGABRT, TokenizerFailedError, "two tokenizer workers died of this request"),
+        (signal.SIGKILL, TokenizerUnavailableError, "two tokenizer workers were stopped or killed .* try again"),
+    ],
+)
+async def test_a_job_that_two_workers_died_of_fails_alone_and_is_blamed_only_if_nobody_killed_them(
+    start: Any, number: int, kind: type[Exception], words: str
+) -> None:
     pool = await start(log=lambda _: None)
     endless = asyncio.create_task(pool.render(user("endless")))
     others = asyncio.create_task(pool.encode(["waits"]))
@@ -298,11 +308,81 @@ async def test_a_job_that_two_workers_died_of_fails_alone(start: Any) -> None:
         await until(lambda: bool(pool.pids))
         [victim] = pool.pids
         await until(lambda: pool.num_busy == 1)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, number)
         await until(lambda victim=victim: victim not in pool.pids)
-    with pytest.raises(TokenizerFailedError, match="two tokenizer workers died"):
+    with pytest.raises(TokenizerFailedError, match=words) as failed:
         await endless
+    assert failed.type is kind
     assert await others
+
+
+async def test_a_job_given_to_a_stopped_worker_is_done_by_another_one(
+    start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    pool = await start(log=told.append)
+    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 0.5)
+    [victim] = pool.pids
+    os.kill(victim, signal.SIGSTOP)
+    job = asyncio.create_task(pool.encode(["hello"]))
+    await until(lambda: bool(told))
+    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 60.0)
+    assert await job == [Tokenizer.load(folder).encode("hello")]
+    assert "no sign of life" in told[0] and is_gone(victim)
+
+
+async def test_a_job_whose_worker_is_stopped_in_its_midst_is_done_again(
+    start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_pool, "WORKED_SHARE", 100.0)  # however late the stop comes
+    told: list[str] = []
+    pool = await start(deadline=0.5, log=told.append)
+    slow = asyncio.create_task(pool.render(user("slow")))
+    stopped = await stop_at_work(pool, slow)
+    await until(lambda: bool(told) or slow.done())
+    pool.deadline = 60.0
+    assert await slow == Tokenizer.load(folder).apply_chat_template(user("slow"))
+    if stopped:
+        assert "no sign of life" in told[0]
+
+
+async def test_a_job_whose_workers_are_stopped_twice_is_not_blamed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_pool, "WORKED_SHARE", 100.0)  # however late the stop comes
+    pool = await start(deadline=0.5, log=lambda _: None)
+    endless = asyncio.create_task(pool.render(user("endless")))
+    for _ in range(2):
+        await stop_at_work(pool, endless)
+        [victim] = pool.pids
+        await until(lambda victim=victim: victim not in pool.pids)
+    with pytest.raises(TokenizerUnavailableError, match="stopped or killed"):
+        await endless
+    assert (await pool.render(user("x"))).token_ids
+
+
+async def stop_at_work(pool: TokenizerPool, job: asyncio.Task[Any]) -> bool:
+    """Stop the worker that has begun this job; False if the job was done first."""
+    await until(lambda: job.done() or any(worker._begun is not None for worker in pool._workers))
+    if not job.done():
+        os.kill(pool.pids[0], signal.SIGSTOP)
+    return not job.done()
+
+
+async def test_an_idle_worker_that_is_stopped_is_replaced_before_anybody_needs_it(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_pool, "PING_SECONDS", 0.05)
+    told: list[str] = []
+    pool = await start(log=told.append)
+    [victim] = pool.pids
+    await asyncio.sleep(0.5)
+    assert pool.pids == [victim]  # it is asked, and answers
+    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 0.5)
+    os.kill(victim, signal.SIGSTOP)
+    await until(lambda: bool(told))
+    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 60.0)
+    await until(lambda: bool(pool.pids) and pool.pids != [victim])
+    assert "no sign of life" in told[0]
+    assert await pool.encode(["x"])
 
 
 async def test_a_worker_that_dies_idle_is_replaced_at_once(start: Any) -> None:
@@ -323,7 +403,7 @@ async def test_workers_that_cannot_be_replaced_fail_the_jobs_that_wait(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
     os.kill(pool.pids[0], signal.SIGKILL)
     await until(lambda: len(told) >= 2)
-    with pytest.raises(TokenizerFailedError, match="no tokenizer worker can be started"):
+    with pytest.raises(TokenizerUnavailableError, match="no tokenizer worker can be started"):
         await pool.encode(["x"])
     monkeypatch.setattr(sys, "executable", python)
     await until(lambda: bool(pool.pids))

@@ -135,6 +135,10 @@ class TokenizerFailedError(QuireError, RuntimeError):
     """A tokenizer worker died of a request, failed on it in a way that it should not, or cannot start."""
 
 
+class TokenizerUnavailableError(TokenizerFailedError):
+    """No tokenizer worker did the job, for no fault of the request: they were stopped or killed, or cannot start."""
+
+
 class EngineClosedError(QuireError, RuntimeError):
     """The engine was closed and takes no more requests."""
 

@@ -1,7 +1,7 @@
 """Serve a model over HTTP, with OpenAI's interface.
 
 The first argument is the model unless --model names it. The port is open at once; requests are answered as soon as
-the model is loaded. Ctrl-C or SIGTERM lets running requests end; Ctrl-C again ends them at once."""
+the model is loaded. Ctrl-C or SIGTERM lets running requests end; once more, and they end with what they have."""
 
 from __future__ import annotations
 

@@ -2,8 +2,11 @@
 
 It answers two questions that the engine itself cannot when it matters. Does it make progress? The pulse grows with
 every message, every idle second and every layer of a step, so a pulse that stands still means a wedged engine,
-however long its steps are. And what was it doing when it died? The numbers of the requests in the step at hand are
+however long its steps are; where it may stand still for long, as while loading, or in a layer of a large step, the
+patience says so before. And what was it doing when it died? The numbers of the requests in the step at hand are
 there until the step has ended.
+
+An HTTP process has one too, for its pulse.
 
 Fields are 64-bit integers, each written whole, so a reader needs no lock.
 """
@@ -14,19 +17,23 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-PULSE, NUM_IN_STEP, ON_PROBATION, PERCENT, PHASE_LENGTH = range(5)
-FIELD_BYTES = 8 * 5
+PULSE, NUM_IN_STEP, ON_PROBATION, PERCENT, PHASE_LENGTH, PATIENCE = range(6)
+FIELD_BYTES = 8 * 6
 PHASE_BYTES = 120
 HEADER_BYTES = FIELD_BYTES + PHASE_BYTES
 MAX_IN_STEP = 65536
 SIZE = HEADER_BYTES + 8 * MAX_IN_STEP
 
+START_SECONDS = 600
+"""The first patience: for a sign of life of a process that starts and loads, maybe from a slow disk."""
+
 
 class Board:
-    """One engine's board. Made by the supervisor, written by the engine, read by all.
+    """One process's board. Made by the supervisor, written by the process, read by all.
 
     Attributes:
-        fields: the header's integers, by the names above. `fields[PULSE] += 1` is the engine's sign of life.
+        fields: the header's integers, by the names above. `fields[PULSE] += 1` is a sign of life; `fields[PATIENCE]`
+            are the seconds that may pass before the next one, beside those that every process is given.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,13 +47,25 @@ class Board:
 
     @classmethod
     def create(cls, path: Path) -> Board:
-        """Make an empty board, readable by this user alone."""
+        """Make an empty board, readable by this user alone. Raises OSError where there is no room for it."""
         path.touch(mode=0o600)
-        with path.open("r+b") as file:
-            file.truncate(SIZE)
-        board = cls(path)
-        board.fields[ON_PROBATION] = -1
-        return board
+        path.write_bytes(bytes(SIZE))  # on a full disk this fails; a hole would kill whoever writes there first
+        return cls(path)._begun()
+
+    @classmethod
+    def take_over(cls, spent: Path, path: Path) -> Board:
+        """The board of a process that is dead, for the next one: it takes no room on a disk that may be full by now.
+
+        It is found under its old name, too, by those who have not heard of the death yet.
+        """
+        path.hardlink_to(spent)
+        return cls(path)._begun()
+
+    def _begun(self) -> Board:
+        for field in range(len(self.fields)):
+            self.fields[field] = 0
+        self.fields[ON_PROBATION], self.fields[PATIENCE] = -1, START_SECONDS
+        return self
 
     # -- the engine's side ---------------------------------------------------------------------------------
 
@@ -76,6 +95,10 @@ class Board:
     @property
     def pulse(self) -> int:
         return self.fields[PULSE]
+
+    @property
+    def patience(self) -> int:
+        return self.fields[PATIENCE]
 
     @property
     def phase(self) -> tuple[str, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -93,6 +95,15 @@ def spawn_quietly(
 def _told(start: msgspec.Struct) -> bytes:
     """What a child reads in `begin`."""
     return b"%d\n%b" % (os.getpid(), msgspec.json.encode(start))
+
+
+def cpu_seconds(pid: int) -> float:
+    """How long a process has had a processor, in all; not a number if it is gone, or where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- the child's side ----------------------------------------------------------------------------------------

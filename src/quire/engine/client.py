@@ -92,6 +92,7 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse = (-1, time.monotonic())
         self._boot = 0
+        self._ended = False
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -181,6 +182,15 @@ class EngineClient:
                 del self._origins[number]
                 self._post(wire.Told(number, output.metrics.detokenize_seconds))
 
+    def end_all(self) -> None:
+        """The server leaves: open requests end with what they have (finish reason "abort"), and none begins any more.
+
+        The engine is not asked, since it may be wedged or on its way up; it leaves too.
+        """
+        self._ended = True
+        if self._frontend is not None:
+            self._streams.wake(self._frontend.end_all("abort"))
+
     def _abort_output(self, output_id: str) -> None:
         if self._frontend is not None:
             self._streams.wake(self._frontend.abort(output_id))
@@ -200,6 +210,8 @@ class EngineClient:
                 self._post(_message(request, self._origins[request.id]))
 
     def _ready(self) -> Frontend:
+        if self._ended:
+            raise EngineClosedError("the server is leaving")
         if self._frontend is None or self.state == "failed":
             raise EngineClosedError(self.cause or "the model is still loading")
         return self._frontend
@@ -317,7 +329,7 @@ class EngineClient:
         if self._frontend is None:
             return
         if message.state == "failed":
-            self._streams.wake(self._frontend.end_all(f"the engine is gone: {self.cause}"))
+            self._streams.wake(self._frontend.end_all("error", f"the engine is gone: {self.cause}"))
             return
         if message.culprit in self._origins:
             text = f"this request brought the engine down twice ({message.cause}); it is ended"

@@ -13,13 +13,13 @@ from quire.core.step import StepPlan
 from quire.engine.executor import Executor, PendingResult
 from quire.errors import ConfigError
 
-KINDS = ("crash", "block", "raise")
+KINDS = ("crash", "block", "spin", "raise")
 
 
 class FaultyExecutor:
     """Runs steps elsewhere, but fails where a span holds the token.
 
-    "crash" kills this process, "block" never comes back, and "raise" is a bug in the engine.
+    "crash" kills this process, "block" waits for ever, "spin" computes for ever, and "raise" is a bug in the engine.
     """
 
     def __init__(self, inner: Executor, fault: str) -> None:
@@ -35,6 +35,8 @@ class FaultyExecutor:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._kind == "raise":
                 raise RuntimeError("an injected fault")
+            while self._kind == "spin":
+                pass
             threading.Event().wait()
         return self._inner.submit(plan)
 

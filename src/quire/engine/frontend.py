@@ -287,9 +287,9 @@ class Frontend:
                 requests.append(self._request(live, choice, time.monotonic()))
         return requests, self.absorb(ended)
 
-    def end_all(self, error: str) -> list[RequestOutput]:
-        """End every open request with an error: there is no engine any more."""
-        updates = [RequestUpdate(number, finish_reason="error", error=error) for number in self._by_request]
+    def end_all(self, finish_reason: str, error: str | None = None) -> list[RequestOutput]:
+        """End every open request with what it has, whatever the engine does."""
+        updates = [RequestUpdate(number, finish_reason=finish_reason, error=error) for number in self._by_request]
         return self.absorb(updates)
 
     # -- out -----------------------------------------------------------------------------------------------

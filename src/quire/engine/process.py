@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import time
 from collections import defaultdict, deque
@@ -25,7 +26,7 @@ from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.step import StepPlan, StepResult
 from quire.engine import child, wire
-from quire.engine.board import NUM_IN_STEP, PULSE, Board
+from quire.engine.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
 from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import QuireError, RequestError
 from quire.models.hub import resolve
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000
 """An idle engine looks up this often, so that its pulse goes on."""
+
+DOWNLOAD_SECONDS = 7 * 24 * 3600
+"""A checkpoint may have to be downloaded, of which nothing is told meanwhile."""
 
 STATISTICS_INTERVAL = 10.0
 """Seconds between two lines of statistics while there is work."""
@@ -75,6 +79,7 @@ class EngineProcess:
         self._start, self._board, self._control = start, board, control
         self._began = time.monotonic()
         self._board.set_phase("importing torch", 0.0)
+        from quire.engine.patience import Patience
         from quire.engine.recorder import Recorder
 
         self._recorder = Recorder()
@@ -83,11 +88,12 @@ class EngineProcess:
         self._adds: dict[int, wire.Add] = {}  # the same
         self._outside: dict[int, wire.Add] = {}  # by the wire's number: suspects, and who waits for them
         self._on_probation: int | None = None  # the wire's number
-        self._in_flight: deque[list[int]] = deque()  # the wire's numbers of each step's requests
+        self._in_flight: deque[tuple[list[int], float]] = deque()  # of each step: the wire's numbers, its patience
         self._gone: set[int] = set()  # HTTP processes that died: what they said may arrive after that
         self._next_id = 0
         self._stopping = False
         self.engine = self._load()
+        self._patience = Patience(self.engine.model, self.engine.device.asynchronous)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: what is queued is bounded by the requests' own outputs
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -102,14 +108,18 @@ class EngineProcess:
     def _load(self) -> Engine:
         config = EngineConfig(**self._start.config)
         self._board.set_phase("finding the checkpoint", 0.0)
+        self._board.fields[PATIENCE] = DOWNLOAD_SECONDS
         path = resolve(config.model, config.revision)
+        self._board.fields[PATIENCE] = START_SECONDS
         with TokenizerTrial(path) as trial:
             trial.check()  # others will load it as soon as they know where it is
         self._control.send(wire.encode(wire.Located(str(path))))
         from quire.engine.engine import Engine
 
         engine = Engine(replace(config, model=str(path), revision=None), self._board.set_phase, self)
-        engine.kv_cache.pulse = self._board.fields  # PULSE is field 0
+        for cache in (engine.kv_cache, engine.kv_cache.behind):
+            if cache is not None:
+                cache.pulse = self._board.fields  # PULSE is field 0
         if self._start.fault is not None:
             from quire.engine.faults import FaultyExecutor
 
@@ -164,6 +174,7 @@ class EngineProcess:
         """
         self._control.send(wire.encode(wire.EngineReady(self.info())))
         self._board.set_phase("ready", 1.0)
+        self._board.fields[PATIENCE] = 0
         try:
             while not self._stopping:
                 self._receive()
@@ -286,9 +297,10 @@ class EngineProcess:
         self._tell_board()
 
     def _tell_board(self) -> None:
-        """The board says whose steps are in flight."""
+        """The board says whose steps are in flight, and how long they may take."""
+        self._board.fields[PATIENCE] = math.ceil(sum(seconds for _, seconds in self._in_flight))
         if self._in_flight:
-            self._begin(list(dict.fromkeys(chain.from_iterable(self._in_flight))))
+            self._begin(list(dict.fromkeys(chain.from_iterable(numbers for numbers, _ in self._in_flight))))
         else:
             self._board.end()
 
@@ -344,7 +356,8 @@ class EngineProcess:
 
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
         """See `StepObserver`: the board says what is about to run."""
-        self._in_flight.append([self._adds[span.request].number for span in plan.spans])
+        numbers = [self._adds[span.request].number for span in plan.spans]
+        self._in_flight.append((numbers, self._patience.seconds(plan)))
         self._tell_board()
         self._recorder.planned(plan, begin, seconds)
 

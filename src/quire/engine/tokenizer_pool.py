@@ -5,9 +5,10 @@ time. Large jobs and small ones take turns, and with two workers or more one is 
 that a prompt of 100,000 tokens does not delay the short ones. With one worker they wait for it, though not for all
 of a long list of prompts. How many jobs may wait is the callers' to bound.
 
-A job fails alone. One that takes longer than the deadline loses its worker, which is killed and replaced. A worker
-that dies otherwise costs its job nothing the first time: it is done again, once. A caller that gives up frees its
-worker within a second.
+A job fails alone. One that takes longer than the deadline loses its worker, which is killed and replaced; it is to
+blame for that if the worker has spent the time on it. A worker that was stopped, is stuck or dies costs its job nothing
+the first time: it is done again, once. Idle workers are asked for a sign of life now and then, so that jobs seldom meet
+one that has none. A caller that gives up frees its worker within a second.
 """
 
 from __future__ import annotations
@@ -38,11 +39,19 @@ from quire.engine.tokenizer_worker import (
     Encode,
     Failed,
     Job,
+    Ping,
     Render,
     TokenTexts,
     WorkerStart,
 )
-from quire.errors import EngineClosedError, QuireError, RequestError, TokenizerFailedError, TokenizerTimeoutError
+from quire.errors import (
+    EngineClosedError,
+    QuireError,
+    RequestError,
+    TokenizerFailedError,
+    TokenizerTimeoutError,
+    TokenizerUnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,6 +67,16 @@ MEMORY_BYTES = 2 << 30
 
 START_SECONDS = 60.0
 """A worker that has not loaded the tokenizer by then never will."""
+
+PING_SECONDS = 5.0
+"""An idle worker is asked for a sign of life this often."""
+
+BEGIN_SECONDS = 10.0
+"""A worker that has not taken a job by then is stopped, or stuck."""
+
+WORKED_SHARE = 0.1
+"""A job over its deadline is to blame if its worker had a processor for at least this share of the time: less than all
+of it, since the machine may be busy. One that was stopped has had none."""
 
 ABANDONED_SECONDS = 1.0
 """How long a worker may go on with a job that nobody waits for: about what replacing it takes."""
@@ -90,8 +109,9 @@ class TokenizerPool:
         log: is told, in one line, when a worker dies or cannot start.
 
     All methods that tokenize raise what `Tokenizer`'s raise, and:
-        TokenizerTimeoutError: the deadline has passed.
-        TokenizerFailedError: two workers died of this job, or none can be started.
+        TokenizerTimeoutError: the deadline has passed, and a worker was at this job all the time.
+        TokenizerUnavailableError: two workers were stopped or killed with this job, or none can be started.
+        TokenizerFailedError: two workers died of this job.
         EngineClosedError: the pool was closed.
     """
 
@@ -233,7 +253,7 @@ class TokenizerPool:
             return
         self._log(f"a tokenizer worker cannot be started: {error}")
         if not self._workers:  # whoever waits would wait for ever
-            self._fail_all(TokenizerFailedError("no tokenizer worker can be started; the server's log tells more"))
+            self._fail_all(TokenizerUnavailableError("no tokenizer worker can be started; try again"))
 
     def _fail_all(self, error: QuireError) -> None:
         for jobs in self._waiting:
@@ -248,8 +268,21 @@ class TokenizerPool:
             if job := self._pop():
                 return job
             self._bell.clear()
-            await self._bell.wait()
+            try:
+                await asyncio.wait_for(self._bell.wait(), PING_SECONDS)
+            except TimeoutError:
+                await self._ping(worker)
         return None
+
+    async def _ping(self, worker: _Worker) -> None:
+        """Ask an idle worker for a sign of life; one that gives none is dead."""
+        try:
+            await worker.begin(_PING)
+            await asyncio.wait_for(worker.receive(), BEGIN_SECONDS)
+        except TimeoutError:
+            worker.dead, worker.end = True, NO_LIFE
+        except (OSError, EOFError):
+            worker.dead = True
 
     def _pop(self) -> _Queued | None:
         """The job that a free worker takes: the oldest of its kind, and large and small ones by turns."""
@@ -268,17 +301,7 @@ class TokenizerPool:
         self._num_busy += 1
         self._num_large += job.large
         try:
-            answer = await self._answer(job, worker)
-            if not job.result.done():
-                job.result.set_result(answer)
-        except TimeoutError:
-            worker.end = "was killed: its job took too long" if not job.result.done() else "was killed: nobody waited"
-            worker.dead = True
-            if not job.result.done():
-                job.result.set_exception(self._too_late())
-        except (OSError, EOFError):
-            worker.dead = True
-            self._retry(job)
+            await self._try(job, worker)
         except asyncio.CancelledError:
             if not job.result.done():
                 job.result.set_exception(_closed())
@@ -288,9 +311,30 @@ class TokenizerPool:
             self._num_large -= job.large
             self._bell.set()
 
+    async def _try(self, job: _Queued, worker: _Worker) -> None:
+        try:
+            answer = await self._answer(job, worker)
+            if not job.result.done():
+                job.result.set_result(answer)
+        except TimeoutError:
+            worker.dead = True
+            if job.result.done():
+                worker.end = "was killed: nobody waited"
+            elif worker.worked_for(WORKED_SHARE * self.deadline):
+                worker.end = "was killed: its job took too long"
+                job.result.set_exception(self._too_late())
+            else:
+                worker.end = NO_LIFE
+                self._retry(job, worker)
+        except (OSError, EOFError):
+            worker.dead = True
+            await worker.kill()  # then it is known how it ended
+            self._retry(job, worker)
+
     async def _answer(self, job: _Queued, worker: _Worker) -> bytes:
         """Raises TimeoutError when the time is over: the deadline, or less when the caller has given up."""
-        asking = asyncio.create_task(worker.ask(job.body))
+        await worker.begin(job.body)
+        asking = asyncio.create_task(worker.receive())
         try:
             await asyncio.wait({asking, job.result}, timeout=self.deadline, return_when=asyncio.FIRST_COMPLETED)
             if job.result.done() and not asking.done():
@@ -301,17 +345,19 @@ class TokenizerPool:
         finally:
             asking.cancel()
 
-    def _retry(self, job: _Queued) -> None:
-        """The worker died: the job goes to the head of the queue, unless it was there before."""
+    def _retry(self, job: _Queued, worker: _Worker) -> None:
+        """The worker is gone: the job goes to the head of the queue, unless it was there before."""
         if job.result.done():
             return
-        if job.retried:
-            job.result.set_exception(
-                TokenizerFailedError("two tokenizer workers died of this request; it may need too much memory")
-            )
-            return
-        job.retried = True
-        self._waiting[job.large].appendleft(job)
+        if not job.retried:
+            job.retried = True
+            self._waiting[job.large].appendleft(job)
+        elif worker.was_killed:
+            text = "two tokenizer workers were stopped or killed while they were at this request; try again"
+            job.result.set_exception(TokenizerUnavailableError(text))
+        else:
+            text = "two tokenizer workers died of this request; it may need too much memory"
+            job.result.set_exception(TokenizerFailedError(text))
 
     def _too_late(self) -> TokenizerTimeoutError:
         return TokenizerTimeoutError(
@@ -338,6 +384,7 @@ class _Worker:
         self.dead = False
         self.end = ""
         self._process = process
+        self._begun: float | None = None  # its processor time when the job at hand began
         self._reader, self._writer = streams
         self._watch = asyncio.create_task(self._notice_death(bell))
 
@@ -381,12 +428,24 @@ class _Worker:
             raise _error(loaded)
         return worker
 
-    async def ask(self, body: bytes) -> bytes:
-        """Do a job. Raises OSError or EOFError when the worker is gone."""
-        self._writer.write(LENGTH.pack(len(body)))
-        self._writer.write(body)
-        await self._writer.drain()
-        return await self.receive()
+    async def begin(self, body: bytes) -> None:
+        """Hand it a job. Raises TimeoutError when it does not take it, OSError or EOFError when it is gone."""
+        self._begun = None
+        async with asyncio.timeout(BEGIN_SECONDS):
+            self._writer.write(LENGTH.pack(len(body)))
+            self._writer.write(body)
+            await self._writer.drain()
+            await self.receive()  # `Begun`
+        self._begun = child.cpu_seconds(self.pid)
+
+    def worked_for(self, seconds: float) -> bool:
+        """It has begun the job at hand, and has had a processor for so long since; where nobody can tell, it has."""
+        return self._begun is not None and not child.cpu_seconds(self.pid) - self._begun < seconds
+
+    @property
+    def was_killed(self) -> bool:
+        """From here, or from outside; else it ended by itself, as it does where there is not enough memory."""
+        return self.end == NO_LIFE or self._process.returncode == -signal.SIGKILL
 
     async def receive(self) -> bytes:
         """The next message from the worker."""
@@ -407,6 +466,10 @@ class _Worker:
             self.end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
         self.dead = True
         bell.set()
+
+
+NO_LIFE = "was killed: it showed no sign of life"
+_PING = msgspec.msgpack.encode(Ping())
 
 
 def _parts(texts: Sequence[str], sizes: Iterable[int]) -> list[list[str]]:

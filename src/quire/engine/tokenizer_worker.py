@@ -5,7 +5,7 @@ where it can be killed and where memory is bounded. A worker does one job at a t
 the other end is closed.
 
 Every message is a length in four bytes and msgpack. The first one tells that the tokenizer is loaded (`Done`), or
-why it is not (`Failed`); after that there is one for each `Job`.
+why it is not (`Failed`); after that there are two for each `Job`: it has begun (`Begun`), and its answer.
 """
 
 from __future__ import annotations
@@ -84,7 +84,15 @@ class TokenTexts(msgspec.Struct, tag="token_texts"):
     ids: list[int]
 
 
-Job = Encode | Render | BadWords | Decode | TokenTexts
+class Ping(msgspec.Struct, tag="ping"):
+    """Answered by nothing in particular: a sign of life."""
+
+
+Job = Encode | Render | BadWords | Decode | TokenTexts | Ping
+
+
+class Begun(msgspec.Struct, tag="begun"):
+    """The job has come; what time passes from now on passes for it."""
 
 
 class Done(msgspec.Struct, tag="done"):
@@ -119,6 +127,7 @@ def main() -> None:
         _limit_memory(start.memory_bytes)
         _send(connection, _done(None))
         while (body := _receive(connection)) is not None:
+            _send(connection, Begun())
             _send(connection, _answer(tokenizer, body))
 
 
@@ -165,6 +174,8 @@ def _answer(tokenizer: Tokenizer | None, body: bytes) -> Answer:
     """The answer to one job, whatever happens."""
     try:
         job: Job = _decode_job(body)
+        if isinstance(job, Ping):
+            return _done(None)
         if tokenizer is None:
             raise _no_tokenizer(job)
         return _done(_work(tokenizer, job))
@@ -220,8 +231,8 @@ def _refusal(error: Exception) -> Failed:
     return Failed(type(error).__name__, str(error))
 
 
-def _send(connection: socket.socket, answer: Answer) -> None:
-    body = _encode(answer)
+def _send(connection: socket.socket, message: Begun | Answer) -> None:
+    body = _encode(message)
     connection.sendall(LENGTH.pack(len(body)))
     connection.sendall(body)
 

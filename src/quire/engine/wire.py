@@ -6,7 +6,7 @@ Everything lies in one private folder, made anew for each server:
   name ("http-0", "engine-1"). Lifecycle only: who is up, who died, who must go.
 - `engine-{boot}.sock`: an engine's ROUTER. HTTP processes connect a DEALER. Requests in, tokens out.
 - `engine-{boot}.board`: the engine's status board (see `board.py`), for whoever wants to know how it does even when
-  it cannot answer.
+  it cannot answer. `http-{worker}.board`: an HTTP process's, of which the pulse alone is used.
 
 A request is known by a number that its HTTP process made (worker index in the high bits), unique in the life of the
 server, so that it survives a restart of the engine. Names that clients see are labels, never keys.
@@ -246,3 +246,8 @@ def engine_address(directory: Path, boot: int) -> str:
 def board_path(directory: Path, boot: int) -> Path:
     """An engine's status board."""
     return directory / f"engine-{boot}.board"
+
+
+def http_board_path(directory: Path, worker: int) -> Path:
+    """An HTTP process's status board."""
+    return directory / f"http-{worker}.board"

@@ -108,6 +108,11 @@ class Account:
         )
 
     @property
+    def has_nothing(self) -> bool:
+        """It was aborted before any choice had a token."""
+        return not any(map(any, self._counts)) and "abort" in self.finish_reason
+
+    @property
     def finish_reason(self) -> str:
         """Why the choices ended; each reason once."""
         reasons = [choice.finish_reason or "abort" for output in self._outputs if output for choice in output.outputs]

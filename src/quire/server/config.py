@@ -18,6 +18,7 @@ from quire.config import check_field, option, unknown_option
 from quire.errors import ConfigError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 
+MIN_STALL_SECONDS = 5.0
 MAX_KEYS = 1024
 MAX_KEY_LENGTH = 512
 MAX_KEY_FILE_BYTES = 1 << 20
@@ -61,8 +62,12 @@ class ServerConfig:
         30.0, "seconds that running requests may go on after SIGTERM or Ctrl-C", low=0.0, high=10**6
     )
     restart_limit: int = option(5, "how often processes that died are started again, within an hour", low=0, high=10**6)
-    stall_restart_s: float | None = option(
-        None, "start the engine again when it shows no sign of life for so many seconds; default: never", low=10.0
+    stall_restart_s: float = option(
+        60.0,
+        "end and start again a process that shows no sign of life for so many seconds, an engine in a large step so "
+        "many more as it may take; 0: never",
+        low=0.0,
+        high=10**6,
     )
     admin: bool = option(False, "offer /reset_prefix_cache, /debug/requests and /debug/steps")
     cors_origin: tuple[str, ...] = option((), "web origin whose pages may use this server, or * for all")
@@ -79,6 +84,11 @@ class ServerConfig:
                 check_field(field, hints[field.name], getattr(self, field.name))
         if not self.host or any(char.isspace() or char in "[]/@" for char in self.host):
             raise ConfigError(f"host={self.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+        if 0 < self.stall_restart_s < MIN_STALL_SECONDS:
+            raise ConfigError(
+                f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
+                "any process silent for so long: give more, or 0 for never"
+            )
         _check_keys(self.api_key)
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
         _check_each("cors_origin", self.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")

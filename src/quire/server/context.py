@@ -41,7 +41,7 @@ class AppContext:
         origins: where each engine and server option came from: "flag", "file", "preset"; absent means "default".
         pool: the tokenizer workers; None until the checkpoint's folder is known.
         started: when this process began, in seconds of Unix time (`created` of the models).
-        stopping: set when a drain's time is over: requests that still run end now, with code "shutting_down".
+        stopping: set when a drain's time is over; see `stop`.
     """
 
     server: ServerConfig
@@ -70,6 +70,11 @@ class AppContext:
     def is_starting(self) -> bool:
         """This process has not been ready yet."""
         return not self.client.draining and (self.client.state == "loading" or self.pool is None)
+
+    def stop(self) -> None:
+        """A drain's time is over: what runs ends with what it has, what does not is told to try elsewhere."""
+        self.stopping.set()
+        self.client.end_all()
 
     def not_ready(self) -> ApiError | None:
         """Why no request can be taken right now, as a 503 with `Retry-After`; None if one can."""

@@ -18,6 +18,7 @@ from quire.errors import (
     RequestTooLargeError,
     SamplingParamsError,
     TokenizerTimeoutError,
+    TokenizerUnavailableError,
     TokenOutOfRangeError,
     UnknownTemplateVariableError,
 )
@@ -107,8 +108,8 @@ def invalid(message: str, param: str | None = None, code: str | None = "invalid_
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to whatever went wrong: 400 for what the client can change, 503 where the engine is gone, and for
-    everything else a 500 with a fixed text. The caller logs the error itself.
+    """The answer to whatever went wrong: 400 for what the client can change, 503 where the engine or the tokenizers are
+    gone, and for everything else a 500 with a fixed text. The caller logs the error itself.
     """
     if isinstance(error, ApiError):
         return error
@@ -120,6 +121,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineClosedError):
         message = "the engine is not running; try again"
         return ApiError(503, message, code="engine_unavailable", headers={"retry-after": "1"})
+    if isinstance(error, TokenizerUnavailableError):
+        return ApiError(503, str(error), code="tokenizer_unavailable", headers={"retry-after": "2"})
     return ApiError(500, INTERNAL_ERROR, code="internal_error")
 
 

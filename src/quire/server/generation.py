@@ -34,7 +34,7 @@ from quire.server.errors import ApiError, api_error
 from quire.server.limits import Limits
 from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, TokenizeCall
 from quire.server.responses import ChatResponder, CompletionResponder
-from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised
+from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,6 @@ class Generation:
                 writer,
                 receive,
                 deadline=None if limit is None else self._arrived + limit,
-                stopping=self._context.stopping,
             )
         except CutOffError as cut:
             if cut.cause == "timeout":
@@ -192,7 +191,7 @@ class Generation:
         ticket = self._shared.admission.enter(call.num_choices, call.price())
         try:
             began = time.monotonic()
-            prepared = await self._prepare(call)
+            prepared = await unless(self._context.stopping, self._prepare(call))
             self._tokenize_seconds = time.monotonic() - began
             prompts = [prompt.token_ids for prompt in prepared]
             ticket.correct([len(prompt) for prompt in prompts], call.params.n)
@@ -267,6 +266,8 @@ class Generation:
                     raise ApiError(500, account.failure, code="generation_failed")
         ordered = [outputs[index] for index in range(len(prepared))]
         if not call.stream:
+            if self._context.stopping.is_set() and account.has_nothing:
+                raise stop_error()  # clients try again; what they are given they would keep
             many = call.params.logprobs is not None or call.params.prompt_logprobs is not None
             body = await asyncio.to_thread(responder.full, ordered) if many else responder.full(ordered)
             await writer.whole(body, headers)

@@ -10,12 +10,14 @@ import asyncio
 import logging
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from quire import log
-from quire.engine import child
+from quire.engine import child, wire
+from quire.engine.board import PATIENCE, PULSE, Board
 from quire.server.config import HttpStart
 from quire.server.replies import send_json
 from quire.server.transport import make_server, raise_file_limit
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from quire.server.worker import HttpWorker
 
 logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.5
 
 
 class EarlyApp:
@@ -53,17 +57,29 @@ def _import_worker() -> type[HttpWorker]:
     return HttpWorker
 
 
+async def beat(board: Board) -> None:
+    """Show that the loop turns. A process whose loop does not is killed, and another one takes its place."""
+    board.fields[PATIENCE] = 0
+    while True:
+        board.fields[PULSE] += 1
+        await asyncio.sleep(BEAT_SECONDS)
+
+
 async def run(start: HttpStart) -> int:
     """Serve until told to leave; returns the exit code."""
     listener = socket.socket(fileno=start.fd)
     listener.set_inheritable(False)  # children of this process would keep the port open
+    beating = asyncio.create_task(beat(Board(wire.http_board_path(Path(start.directory), start.worker))))
     early = EarlyApp()
     server = make_server(early)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     worker_class = await asyncio.to_thread(_import_worker)
     worker = worker_class(start, server)
     early.hand_over(worker.app)
-    return await worker.run(serving)
+    try:
+        return await worker.run(serving)
+    finally:
+        beating.cancel()
 
 
 def main() -> int:

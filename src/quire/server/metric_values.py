@@ -9,7 +9,9 @@ variable at import and costs several times as much a count.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import logging
 import math
 import mmap
 import os
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "http-"
 _PID = 0  # the first cell of a file
@@ -120,7 +124,12 @@ class Values:
     def __init__(self, layout: Layout, folder: Path | None, worker: int) -> None:
         self._layout = layout
         self.path = None if folder is None else folder / f"{PREFIX}{worker}.values"
-        self._memory = _map_file(self.path, 8 * layout.size) if self.path else bytearray(8 * layout.size)
+        self._memory: mmap.mmap | bytearray = bytearray(8 * layout.size)
+        if self.path is not None:
+            try:
+                self._memory = _map_file(self.path, 8 * layout.size)
+            except OSError as error:
+                logger.warning("metrics of this process are not added to the others': %s", error.strerror or error)
         self.cells = memoryview(self._memory).cast("d")
         self.cells[_PID] = os.getpid()
         for family in layout.families.values():
@@ -150,7 +159,10 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(descriptor, size)
+        present = os.fstat(descriptor).st_size
+        missing = bytes(max(0, size - present))
+        if os.pwrite(descriptor, missing, present) < len(missing):  # a hole would kill us later, on a full disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)

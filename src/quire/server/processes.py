@@ -123,12 +123,6 @@ class RuntimeFolder:
         for base in self._bases:
             remove_stale(base)
         self.path = self._make()
-        # The lock is taken before the file has the name that others look for.
-        unlocked = self.path / "new"
-        self._lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._lock, f"{os.getpid()}\n".encode())
-        unlocked.rename(self.path / LOCK_NAME)
         return self.path
 
     def _make(self) -> Path:
@@ -136,7 +130,13 @@ class RuntimeFolder:
         reason = f"no folder among {', '.join(map(str, self._bases))} has a short enough name for Unix sockets"
         for base in fitting:
             try:
-                return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
+                path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
+                try:
+                    self._lock = _locked(path)
+                except OSError:
+                    shutil.rmtree(path, ignore_errors=True)
+                    raise
+                return path
             except OSError as error:
                 reason = f"{base}: {error.strerror or error}"
         raise ServerError(f"cannot make the server's private folder ({reason}); set TMPDIR to a folder that will do")
@@ -144,6 +144,20 @@ class RuntimeFolder:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def _locked(folder: Path) -> int:
+    """The descriptor of the folder's lock, which is taken before its file has the name that others look for."""
+    unlocked = folder / "new"
+    lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        unlocked.rename(folder / LOCK_NAME)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _fits(base: Path) -> bool:
@@ -252,15 +266,18 @@ class RestartBudget:
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._clock = clock
-        self._times: deque[float] = deque()
+        self._spent: deque[tuple[float, str]] = deque()  # when, and on what
 
-    def spend(self) -> float | None:
-        """Seconds to wait before the next restart: 0, then 1, 2, 4, ...; None if there were too many."""
+    def spend(self, what: str) -> float | None:
+        """Seconds to wait before the next restart of this kind: 0, then 1, 2, 4, ...; None if all were too many.
+
+        Each kind waits for itself: that HTTP processes keep dying is no reason to do without an engine.
+        """
         now = self._clock()
-        while self._times and now - self._times[0] >= RESTART_WINDOW:
-            self._times.popleft()
-        if len(self._times) >= self.limit:
+        while self._spent and now - self._spent[0][0] >= RESTART_WINDOW:
+            self._spent.popleft()
+        if len(self._spent) >= self.limit:
             return None
-        self._times.append(now)
-        count = len(self._times)
+        self._spent.append((now, what))
+        count = sum(kind == what for _, kind in self._spent)
         return 0.0 if count == 1 else min(MAX_BACKOFF, 2.0 ** (count - 2))

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.types import Receive, Send
@@ -31,6 +31,7 @@ EVENT_HEADERS = {
     "x-accel-buffering": "no",  # nginx would collect events otherwise
 }
 
+T = TypeVar("T")
 Cause = Literal["disconnect", "timeout", "shutdown"]
 
 
@@ -131,7 +132,6 @@ async def supervised(
     receive: Receive,
     *,
     deadline: float | None = None,
-    stopping: asyncio.Event,
 ) -> None:
     """Make an answer, unless something cuts it off; whatever happens, `work` has ended when this returns.
 
@@ -139,14 +139,12 @@ async def supervised(
         work: writes to `writer`. It is cancelled where the answer is cut off; what it raises is raised here.
         receive: of ASGI, when the body has been read: it tells when the client leaves.
         deadline: on the monotonic clock.
-        stopping: set when the server leaves.
 
     Raises:
-        CutOffError: the client left, the time is over, or the server leaves.
+        CutOffError: the client left, or the time is over.
     """
     making = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
-    leaving = asyncio.create_task(stopping.wait())
     comments: set[asyncio.Task[None]] = set()
     cause: Cause | None = None
     try:
@@ -154,16 +152,16 @@ async def supervised(
             patience = writer.next_look()
             if deadline is not None:
                 patience = min(patience, max(0.0, deadline - time.monotonic()))
-            await asyncio.wait((making, gone, leaving), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((making, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if making.done():
                 break
-            cause = _cause(gone, leaving, deadline)
+            cause = _cause(gone, deadline)
             if cause is None and writer.is_silent():
                 comment = asyncio.create_task(writer.comment())  # it may have to wait; who watches must not
                 comments.add(comment)
                 comment.add_done_callback(comments.discard)
     finally:
-        await _ended(making, gone, leaving, *comments)
+        await _ended(making, gone, *comments)
     if not making.cancelled():
         making.result()  # it may have ended just before it was to be cut off
     elif cause is not None:
@@ -172,12 +170,26 @@ async def supervised(
         raise RuntimeError("the work was cancelled from within")
 
 
-def _cause(gone: asyncio.Task[None], leaving: asyncio.Task[Literal[True]], deadline: float | None) -> Cause | None:
+async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` yields, unless the event is set before it has; then `work` is cancelled.
+
+    Raises:
+        CutOffError: the server leaves.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise CutOffError("shutdown")
+        return working.result()
+    finally:
+        await _ended(working, leaving)
+
+
+def _cause(gone: asyncio.Task[None], deadline: float | None) -> Cause | None:
     """Why the answer must end now, if it must."""
     if gone.done():
         return "disconnect"
-    if leaving.done():
-        return "shutdown"
     if deadline is not None and time.monotonic() >= deadline:
         return "timeout"
     return None

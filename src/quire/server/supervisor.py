@@ -8,12 +8,14 @@ listening socket is bound before anything else happens and is inherited by the H
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import signal
 import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -37,8 +39,8 @@ FRAME_SECONDS = 0.1
 LAST_WORDS_SECONDS = 0.5
 """How long a dead engine's last message may be under way."""
 
-DRAIN_GRACE = 5.0
-"""Seconds beyond a drain's own time that HTTP processes have to leave."""
+DRAIN_GRACE = 10.0
+"""Seconds beyond a drain's own time that HTTP processes have to send last words, and leave."""
 
 FAILED_SECONDS = 2.0
 """How long HTTP processes have to tell clients that there is no engine any more."""
@@ -46,7 +48,8 @@ FAILED_SECONDS = 2.0
 STOP_SECONDS = 5.0
 """How long an engine may take to leave: a step may be in the way."""
 
-INTERRUPTED = 130
+LOOK_SECONDS = 1.0
+"""Between two looks at a child's pulse."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,8 @@ class Supervisor:
         self._leaving = False  # no new requests; nothing that serves them is started again
         self._closing = False  # nothing at all is started again
         self._drain_end = 0.0
+        self._hurried = False  # the drain's time was cut short
+        self._exit: int | BaseException = 0  # how `run` ends when everybody has left
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -142,8 +147,6 @@ class Supervisor:
         for _ in range(self._options.server.api_workers):
             self._run(self._start_worker())
         self._run(self._show_loading())
-        if self._options.server.stall_restart_s is not None:
-            self._run(self._watch_for_stalls(self._options.server.stall_restart_s))
 
     async def _clean_up(self) -> None:
         """End whatever is left of it."""
@@ -182,34 +185,43 @@ class Supervisor:
     # -- leaving -------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._leaving:
-            if number == signal.SIGINT:
-                log.event(logger, "interrupted", "leaving at once")
-                self._finish(INTERRUPTED)
-        elif not self._was_ready:  # nobody is served yet
+        """The first one drains; the second ends the drain, and requests end with what they have; the third kills."""
+        if not self._leaving and not self._was_ready:  # nobody is served yet
             self._finish(0)
-        else:
+        elif not self._leaving:
             seconds = self._options.server.drain_timeout
-            text = f"{number.name}: no new requests; running ones have {seconds:g} s to end (Ctrl-C leaves at once)"
+            text = f"{number.name}: no new requests; running ones have {seconds:g} s to end (Ctrl-C ends them now)"
             log.event(logger, "draining", text, seconds=seconds, signal=number.name)
             self._leave(seconds, 0)
+        elif number == signal.SIGHUP:  # some send it right behind SIGTERM: it is no second wish
+            return
+        elif not self._hurried:
+            self._hurried = True
+            text = f"{number.name} again: running requests end now with what they have (Ctrl-C leaves at once)"
+            log.event(logger, "interrupted", text, signal=number.name)
+            self._leave(0.0, 128 + number)
+        else:
+            self._finish(128 + number)
 
     def _leave(self, seconds: float, outcome: int | BaseException) -> None:
-        """Take no new requests, let those that run end, and then let `run` end."""
+        """Take no new requests, let those that run end, and then let `run` end. Once more: with less time."""
         self._leaving = True
+        self._exit = outcome
         self._drain_end = time.monotonic() + seconds
         self._listener.close()  # who connects now is refused, and does not wait in vain
         self._tell_workers(wire.Drain(seconds))
-        self._run(self._drain(seconds, outcome))
+        self._run(self._drain(seconds))
 
-    async def _drain(self, seconds: float, outcome: int | BaseException) -> None:
+    async def _drain(self, seconds: float) -> None:
         await asyncio.gather(*[worker.leave(seconds + DRAIN_GRACE) for worker in list(self._workers.values())])
+        if self._closing:
+            return  # an earlier drain, or a later one, has come here
         self._closing = True
         if self._engine is not None and self._state.state == "ready":
             self._post(f"engine-{self._state.boot}", wire.Stop())
             await self._engine.leave(STOP_SECONDS)
         log.event(logger, "stopped", "stopped")
-        self._finish(outcome)
+        self._finish(self._exit)
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -264,9 +276,10 @@ class Supervisor:
     # -- the engine ----------------------------------------------------------------------------------------
 
     def _begin_boot(self, **changes: Any) -> None:
-        """There will be another engine. Boards stay in the folder to the end: somebody may be about to look at one."""
+        """There will be another engine."""
         boot = self._state.boot + 1
-        self._board = Board.create(wire.board_path(self._directory, boot))
+        spent = wire.board_path(self._directory, boot - 1) if boot > 1 else None
+        self._board = _make_board(wire.board_path(self._directory, boot), spent)
         self._set_state(boot=boot, **changes)
 
     async def _start_engine(self) -> None:
@@ -286,6 +299,7 @@ class Supervisor:
         self._last_words = asyncio.get_running_loop().create_future()
         self._engine = await Child.start(f"engine {boot}", self._options.engine_command, start)
         self._run(self._replace_engine(self._engine))
+        self._run(self._watch(self._engine, self._board))
 
     def _engine_ready(self, info: wire.EngineInfo) -> None:
         again = self._was_ready
@@ -310,7 +324,7 @@ class Supervisor:
             raise ServerError(words or f"the engine ended while it was loading ({self._described(engine)})")
         suspects, culprit = self._board.suspects()
         cause = engine.fate() if words is None else "it could not be started again"
-        delay = self._budget.spend()
+        delay = self._budget.spend("engine")
         log.event(
             logger,
             "engine_died",
@@ -358,20 +372,23 @@ class Supervisor:
             self._screen.loading(*self._board.phase)
             await asyncio.sleep(FRAME_SECONDS)
 
-    async def _watch_for_stalls(self, limit: float) -> None:
-        """Kill an engine whose pulse stands still. Looks are counted, not seconds: this process may be stopped too."""
-        seen, quiet = (0, 0), 0
-        while True:
-            await asyncio.sleep(1.0)
-            now = (self._state.boot, self._board.pulse)
-            quiet = quiet + 1 if now == seen and self._state.state == "ready" else 0
-            seen = now
-            if quiet >= limit and self._engine is not None:
-                self._engine.kill(f"it showed no sign of life for {limit:g} s and was killed")
+    async def _watch(self, process: Child, board: Board) -> None:
+        """Kill a process whose pulse stands still for longer than the option allows, and than it says that it may.
+
+        Looks are counted, not seconds: this process, or the whole machine, may have been stopped too.
+        """
+        limit, seen, quiet = self._options.server.stall_restart_s, -1, 0
+        while limit and not process.ended.is_set():
+            await asyncio.sleep(LOOK_SECONDS)
+            pulse = board.pulse
+            quiet = quiet + 1 if pulse == seen else 0
+            seen = pulse
+            if quiet >= limit + board.patience:
+                process.kill(f"it showed no sign of life for {quiet} s and was killed")
 
     # -- HTTP processes ------------------------------------------------------------------------------------
 
-    async def _start_worker(self) -> None:
+    async def _start_worker(self, instead_of: int | None = None) -> None:
         worker = self._next_worker
         self._next_worker += 1
         start = HttpStart(
@@ -383,10 +400,13 @@ class Supervisor:
             engine_options=dataclasses.asdict(self._options.engine),
             origins=dict(self._options.origins),
         )
+        spent = None if instead_of is None else wire.http_board_path(self._directory, instead_of)
+        board = _make_board(wire.http_board_path(self._directory, worker), spent)
         process = self._workers[worker] = await Child.start(
             f"HTTP process {worker}", self._options.http_command, start, fds=[self._listener.fileno()]
         )
         self._run(self._replace_worker(worker, process))
+        self._run(self._watch(process, board))
 
     async def _replace_worker(self, worker: int, process: Child) -> None:
         """When an HTTP process has died, start another one, unless the server is leaving anyway."""
@@ -401,7 +421,7 @@ class Supervisor:
             return
         is_up = self._was_ready and self._was_greeted
         is_fatal = not self._leaving and not is_up and (not greeted or process.exit_code == 1)
-        delay = None if self._leaving or is_fatal else self._budget.spend()
+        delay = None if self._leaving or is_fatal else self._budget.spend("http")
         text = f"{process.name} died ({process.fate()})" + _again(delay)
         log.event(logger, "http_process_died", text, level=logging.ERROR, worker=worker, cause=process.fate())
         if self._leaving:
@@ -413,7 +433,19 @@ class Supervisor:
             return
         await asyncio.sleep(delay)
         if not self._leaving:
-            await self._start_worker()
+            await self._start_worker(instead_of=worker)
+
+
+def _make_board(path: Path, spent: Path | None) -> Board:
+    """A board; that of a dead process, if there is one, serves again."""
+    try:
+        if spent is not None:
+            with contextlib.suppress(OSError):  # not every file system has hard links
+                return Board.take_over(spent, path)
+        return Board.create(path)
+    except OSError as error:
+        text = f"cannot make {path}: {error.strerror or error}; make room there, or set TMPDIR to another folder"
+        raise ServerError(text) from error
 
 
 def _again(delay: float | None) -> str:

@@ -25,8 +25,8 @@ from quire.server.transport import HttpServer
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = 2.0
-"""How long requests have for their error event when a drain's time is over."""
+LAST_WORDS_SECONDS = 4.0
+"""How long requests have to send their last events when a drain's time is over."""
 POLL_SECONDS = 0.05
 
 
@@ -113,7 +113,7 @@ class HttpWorker:
         tasks = self._http.server_state.tasks
         while tasks and time.monotonic() < self._deadline:
             await asyncio.sleep(POLL_SECONDS)
-        self.context.stopping.set()  # requests that still run say so to their clients, and end
+        self.context.stop()
         last_words = time.monotonic() + LAST_WORDS_SECONDS
         while tasks and time.monotonic() < last_words:
             await asyncio.sleep(POLL_SECONDS)
