@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.core.invariants import check
 from quire.errors import RequestTooLargeError
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
+from tests.core.policies import Policies
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -46,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.updates = []
         self.flying = []
         self.now = 0.0
+        self.policies = Policies(self.scheduler, self.depth)
 
     @rule(
         head=st.integers(0, 40),
@@ -65,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add(request)
         except RequestTooLargeError:
             return
+        self.policies.added(request)
         self.prompts[id], self.max_tokens[id] = prompt, max_tokens
         if prompt_logprobs is not None and len(prompt) > 1:
             self.scoring.add(id)
@@ -93,8 +96,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self) -> bool:
         self.now += 1
+        self.policies.before()
         plan = self.scheduler.schedule(self.now)
         check(self.scheduler)
+        self.policies.after(plan)
         if plan:
             self._check_plan(plan)
             self.flying.append((plan, self.runner.run(plan)))
@@ -148,7 +153,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=400, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=4 * settings().max_examples,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
@@ -179,6 +187,7 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         drafts=rnd.choice([0, 2, 8]),
         looks_ahead=rnd.choice([False, True]),
     )
+    policies = Policies(scheduler, depth)
     prompts: list[list[int]] = []
     for id in range(25):
         if prompts and rnd.random() < 0.5:
@@ -186,10 +195,14 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         else:
             prompt = [rnd.randrange(3) for _ in range(rnd.randrange(1, 30))]
         prompts.append(prompt)
-        scheduler.add(make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3)))
+        request = make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3))
+        scheduler.add(request)
+        policies.added(request)
     flying, updates = [], []
     for step in range(5000):
+        policies.before()
         plan = scheduler.schedule(float(step))
+        policies.after(plan)
         if plan:
             flying.append((plan, runner.run(plan)))
         if not plan and not flying:

@@ -1,0 +1,321 @@
+"""Mutation testing of `core`: changes its code in small ways, one at a time, and sees whether its tests notice.
+
+    python scripts/mutants.py                  # every eighth of the library's mutants, and all written by hand
+    python scripts/mutants.py --every 1        # all of them
+    python scripts/mutants.py --only scheduler.Scheduler._victim --every 1
+
+Mutants are made by mutmut's operators, and by two of our own: a call or `del` that stands alone is left out, and the
+condition of an `if` is always, or never, true. Those of tests/core/mutants.toml are written by hand. Each runs in a
+process of its own, which stops at the first test that fails; the sample, and what kills a mutant, depend on no clock
+(one that no longer ends is stopped after so many seconds of its own work). Survivors are printed as diffs, unless
+tests/core/mutants.toml explains them. Needs requirements/mutants.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import re
+import resource
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from itertools import zip_longest
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
+from mutmut.mutation.mutators import mutation_operators
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "src" / "quire" / "core"
+LIST = ROOT / "tests" / "core" / "mutants.toml"
+
+TESTS = [
+    f"tests/core/test_{name}.py"
+    for name in ("prefix_cache", "scheduler", "draft_length", "policies", "core_properties")
+]
+"""Quick ones first."""
+
+OWN_TESTS = {"sampling_params": ["tests/test_sampling_params.py"], "draft_length": ["tests/core/test_draft_length.py"]}
+"""Where a module's tests are, if not in all of `TESTS`: those that come first decide of nearly all mutants."""
+
+LEFT_OUT = ("invariants", "step", "__init__")
+"""Modules: what only checks, and what only holds data."""
+
+LEAST = 92.0
+"""Percent that must be killed or explained."""
+
+SECONDS, MEMORY = 120, 6 * 2**30
+"""A mutant that takes more than so much of a processor's time, or bytes, is killed: it ran away."""
+
+UNTOUCHED = (cst.Annotation, cst.Raise, cst.Decorator, cst.FunctionDef)
+"""What is not changed: types, the words of errors, and what stands inside is visited by its own name."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A module with one change; `function` is "scheduler.Scheduler._victim"."""
+
+    function: str
+    source: str
+    mutated: str
+
+    @property
+    def module(self) -> str:
+        return re.split("[.:]", self.function)[0]
+
+    @property
+    def change(self) -> tuple[str, str]:
+        """The lines that differ, old and new, without their places: what stays the same when code around it moves."""
+        _, old, new = self._lines()
+        return " ".join(line.strip() for line in old), " ".join(line.strip() for line in new)
+
+    @property
+    def diff(self) -> str:
+        """The same to be read, with the file and the line."""
+        line, old, new = self._lines()
+        shown = [
+            f"  src/quire/core/{self.module}.py:{line}",
+            *(f"  -{text}" for text in old),
+            *(f"  +{text}" for text in new),
+        ]
+        return "\n".join(shown)
+
+    def _lines(self) -> tuple[int, list[str], list[str]]:
+        """(number of the first line, the lines before, and after): all that is equal at both ends is left out."""
+        old, new = self.source.splitlines(), self.mutated.splitlines()
+        first = next(i for i, (a, b) in enumerate(zip_longest(old, new)) if a != b)
+        shorter = min(len(old), len(new)) - first
+        equal = next((i for i in range(shorter) if old[-1 - i] != new[-1 - i]), shorter)
+        return first + 1, old[first : len(old) - equal], new[first : len(new) - equal]
+
+    def sampled(self, every: int) -> bool:
+        """Whether it is in the sample of one in so many, which does not change when other code does."""
+        digest = hashlib.sha256("\n".join((self.function, *self.change)).encode()).digest()
+        return int.from_bytes(digest[:8], "little") % every == 0
+
+
+# -- making mutants ------------------------------------------------------------------------------------------
+
+
+def make_mutants(module: str) -> Iterator[Mutant]:
+    """All mutants of a module, in the order of its text."""
+    source = (CORE / f"{module}.py").read_text()
+    wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+    spans = wrapper.resolve(ByteSpanPositionProvider)
+    data, seen = source.encode(), set()
+    for name, body in functions(wrapper.module, module):
+        for node in nodes(body):
+            for changed in changes(node):
+                span = spans[node]
+                text = wrapper.module.code_for_node(changed).strip().encode()
+                mutated = (data[: span.start] + text + data[span.start + span.length :]).decode()
+                if mutated not in seen and mutated != source:
+                    seen.add(mutated)
+                    yield Mutant(name, source, mutated)
+
+
+def functions(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The bodies of all functions, methods and properties with their dotted names."""
+    for child in node.children:
+        inner = f"{name}.{child.name.value}" if isinstance(child, cst.FunctionDef | cst.ClassDef) else name
+        if isinstance(child, cst.FunctionDef):
+            yield inner, child.body
+        yield from functions(child, inner)
+
+
+def nodes(node: Any) -> Iterator[Any]:
+    """A piece of code and all that it is made of."""
+    yield node
+    for child in node.children:
+        if not isinstance(child, UNTOUCHED):
+            yield from nodes(child)
+
+
+def changes(node: Any) -> Iterator[Any]:
+    """What may stand in place of a piece of code."""
+    for kind, operator in mutation_operators:
+        if isinstance(node, kind):
+            yield from operator(node)
+    if isinstance(node, cst.Del) or (isinstance(node, cst.Expr) and isinstance(node.value, cst.Call)):
+        yield cst.Pass()
+    if isinstance(node, cst.If) and not isinstance(node.test, cst.NamedExpr):
+        for constant in ("True", "False"):
+            yield node.with_changes(test=cst.Name(constant))
+
+
+def compiles(source: str) -> bool:
+    try:
+        compile(source, "mutant", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def by_hand(entries: Iterable[dict[str, str]]) -> Iterator[Mutant]:
+    """The mutants of the list.
+
+    Raises:
+        SystemExit: the code that one of them changes is not there, or there twice.
+    """
+    for entry in entries:
+        source = (CORE / f"{entry['module']}.py").read_text()
+        places = source.count(entry["old"])
+        if places != 1:
+            sys.exit(
+                f"{LIST.relative_to(ROOT)}: the code that the mutant {entry['what']!r} changes stands {places} times in "
+                f"{entry['module']}.py, and must stand there once; adapt its `old`:\n{entry['old']}"
+            )
+        yield Mutant(f"{entry['module']}: {entry['what']}", source, source.replace(entry["old"], entry["new"]))
+
+
+# -- running them --------------------------------------------------------------------------------------------
+
+
+class MutatedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module from another text than its file's."""
+
+    source = ""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.source, self.path, "exec", dont_inherit=True)
+
+
+class MutatedFinder:
+    """Finds one module mutated."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._name = f"quire.core.{mutant.module}"
+        self._mutant = mutant
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        file = str(CORE / f"{name.rpartition('.')[2]}.py")
+        loader = MutatedLoader(name, file)
+        loader.source = self._mutant.mutated
+        return importlib.util.spec_from_file_location(name, file, loader=loader)
+
+
+def run_tests(mutant: Mutant | None) -> int:
+    """Pytest's exit status with this mutant in place; for a process that does nothing else."""
+    import pytest
+
+    module = mutant.module if mutant else ""
+    if mutant:
+        sys.meta_path.insert(0, MutatedFinder(mutant))
+    own = OWN_TESTS.get(module, [])
+    tests = own if module == "sampling_params" else own + [test for test in TESTS if test not in own]
+    options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+    return int(pytest.main([*options, *tests]))
+
+
+def start(mutant: Mutant | None) -> int:
+    """A process that runs the tests with a mutant; what it prints is lost unless it runs without one."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        if mutant:
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+        status = run_tests(mutant)
+    finally:
+        os._exit(status)
+
+
+def run_all(mutants: list[Mutant], workers: int, report: Callable[[int, Mutant, bool], None]) -> None:
+    """Run the tests for each mutant, so many at once; `report` gets (how many are done, which, whether it survived)."""
+    waiting, running, done = list(reversed(mutants)), {}, 0
+    while waiting or running:
+        while waiting and len(running) < workers:
+            mutant = waiting.pop()
+            running[start(mutant)] = mutant
+        child, status = os.wait()
+        done += 1
+        report(done, running.pop(child), status == 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Mutation testing of quire.core.")
+    parser.add_argument("--every", type=int, default=8, help="run one in so many of the library's mutants (8)")
+    parser.add_argument("--only", default="", help="run those of functions whose dotted name begins so")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (one a core)")
+    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    known = tomllib.loads(LIST.read_text())
+    made = [
+        mutant for file in sorted(CORE.glob("*.py")) if file.stem not in LEFT_OUT for mutant in make_mutants(file.stem)
+    ]
+    mutants = [
+        mutant
+        for mutant in [*by_hand(known.get("by_hand", ())), *(each for each in made if each.sampled(arguments.every))]
+        if mutant.function.startswith(arguments.only) and compiles(mutant.mutated)
+    ]
+    print(f"{len(mutants)} mutants, of {len(made)} that mutmut's operators make and {len(known['by_hand'])} by hand")
+    if arguments.list:
+        for mutant in mutants:
+            print(f"{mutant.function}\n{mutant.diff}")
+        return
+    sys.exit(test(mutants, known.get("explained", []), arguments.workers))
+
+
+def test(mutants: list[Mutant], explanations: list[dict[str, str]], workers: int) -> int:
+    """Run them all and print what came of it; the exit status."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+    for name in ("torch", "hypothesis.stateful", "pytest"):  # once, and not in each process
+        importlib.import_module(name)
+    if os.waitpid(start(None), 0)[1]:
+        print("the tests fail without a mutant: mend them first", file=sys.stderr)
+        return 1
+    explained = {(entry["function"], entry["old"], entry["new"]): entry["why"] for entry in explanations}
+    begin, table, survivors = time.monotonic(), Counter[tuple[str, str]](), []
+
+    def report(done: int, mutant: Mutant, survived: bool) -> None:
+        outcome = "killed"
+        if survived:
+            outcome = "explained" if (mutant.function, *mutant.change) in explained else "survived"
+            if outcome == "survived":
+                survivors.append(mutant)
+        table[mutant.module, outcome] += 1
+        if done % 25 == 0 or done == len(mutants):
+            spent = time.monotonic() - begin
+            left = spent / done * (len(mutants) - done)
+            print(f"  {done}/{len(mutants)}, {len(survivors)} survived, {left / 60:.0f} min left", flush=True)
+
+    run_all(mutants, workers, report)
+    for mutant in survivors:
+        print(f"\n{mutant.function}\n{mutant.diff}")
+    return 0 if print_table(table) >= LEAST else 1
+
+
+def print_table(table: Counter[tuple[str, str]]) -> float:
+    """The outcomes by module; returns how many percent were killed or are explained."""
+    print(f"\n{'module':<18}{'mutants':>9}{'killed':>9}{'explained':>11}{'survived':>10}{'killed':>10}")
+    for module in [*sorted({module for module, _ in table}), "all"]:
+        counts = [
+            sum(n for (of, outcome), n in table.items() if module in (of, "all") and outcome == each)
+            for each in ("killed", "explained", "survived")
+        ]
+        total = sum(counts)
+        print(f"{module:<18}{total:>9}{counts[0]:>9}{counts[1]:>11}{counts[2]:>10}{100 * counts[0] / total:>9.1f}%")
+    return 100 * (counts[0] + counts[1]) / total
+
+
+if __name__ == "__main__":
+    main()
