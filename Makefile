@@ -23,6 +23,8 @@ BEGUN := $(VENV)/begun.stamp
 KERNELS := src/quire/ops/cpu
 # Where kernels are compiled to be tested in another form than the installed one.
 SANITIZED := build/sanitize
+# What makes mutants: not in .venv, since nothing else needs it.
+OPERATORS := build/mutants
 # Tests that neither talk to other processes nor look at a clock: they may run beside one another.
 COMPUTE := tests/core $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
     cpu_* triton_* models_* ops* quantization* sampling_* determinism experts latent* layers device* engine_properties \
@@ -30,7 +32,7 @@ COMPUTE := tests/core $(filter-out tests/test_cpu_library.py,$(wildcard $(patsub
     gpu_check)))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo test test-slow test-arm sanitize bench bench-peers gpu-check gpu-bundle format clean
+.PHONY: help demo test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +56,9 @@ endif
 
 test-slow: $(DEV)  ## the slow tests
 	@$(STEP) "Slow tests (pytest)" $(BIN)/python -m pytest -m slow $(TESTS)
+
+mutants: $(DEV) $(OPERATORS)/made.stamp  ## small changes of core, which its tests must notice (EVERY=1: all of them)
+	@PYTHONPATH=$(OPERATORS) $(BIN)/python scripts/mutants.py --every $(or $(EVERY),8)
 
 sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests setup.py pyproject.toml $(SANITIZED)
@@ -111,3 +116,8 @@ $(DEV): $(RUNTIME) requirements/dev.txt | $(QUIRE)
 	@$(STEP) "Installing what the tests need" $(PIP) --no-deps -r requirements/dev.txt
 	@$(STEP) "Checking versions" $(BIN)/python -m pip --disable-pip-version-check check
 	@rm $(BEGUN) && touch $@
+
+$(OPERATORS)/made.stamp: requirements/mutants.txt | $(RUNTIME)
+	@rm -rf $(OPERATORS)
+	@$(STEP) "Installing what makes mutants" $(PIP) --no-deps --target $(OPERATORS) -r requirements/mutants.txt
+	@touch $@

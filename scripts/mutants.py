@@ -46,6 +46,13 @@ TESTS = [
 ]
 """Quick ones first."""
 
+OPTIONS = ["-x", "-q", "--no-header", "--tb=line", "--assert=plain", "--hypothesis-profile=mutants"]
+OPTIONS += [f"-pno:{plugin}" for plugin in ("cacheprovider", "unraisableexception", "xdist", "asyncio", "anyio")]
+"""Nothing that takes time, or a place on the disk."""
+
+LOADED_ONCE = ("torch", "hypothesis.stateful", "_hypothesis_pytestplugin", "pytest_timeout", "msgspec", "blake3", "pdb")
+"""By the process that all others are forked from: whatever takes time and knows nothing of Quire."""
+
 OWN_TESTS = {"sampling_params": ["tests/test_sampling_params.py"], "draft_length": ["tests/core/test_draft_length.py"]}
 """Where a module's tests are, if not in all of `TESTS`: those that come first decide of nearly all mutants."""
 
@@ -173,8 +180,8 @@ def by_hand(entries: Iterable[dict[str, str]]) -> Iterator[Mutant]:
         places = source.count(entry["old"])
         if places != 1:
             sys.exit(
-                f"{LIST.relative_to(ROOT)}: the code that the mutant {entry['what']!r} changes stands {places} times in "
-                f"{entry['module']}.py, and must stand there once; adapt its `old`:\n{entry['old']}"
+                f"{LIST.relative_to(ROOT)}: the code that the mutant {entry['what']!r} changes is there {places} times "
+                f"in {entry['module']}.py, and must be there once; adapt its `old`:\n{entry['old']}"
             )
         yield Mutant(f"{entry['module']}: {entry['what']}", source, source.replace(entry["old"], entry["new"]))
 
@@ -216,8 +223,7 @@ def run_tests(mutant: Mutant | None) -> int:
         sys.meta_path.insert(0, MutatedFinder(mutant))
     own = OWN_TESTS.get(module, [])
     tests = own if module == "sampling_params" else own + [test for test in TESTS if test not in own]
-    options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
-    return int(pytest.main([*options, *tests]))
+    return int(pytest.main([*OPTIONS, *tests]))
 
 
 def start(mutant: Mutant | None) -> int:
@@ -278,7 +284,7 @@ def main() -> None:
 def test(mutants: list[Mutant], explanations: list[dict[str, str]], workers: int) -> int:
     """Run them all and print what came of it; the exit status."""
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-    for name in ("torch", "hypothesis.stateful", "pytest"):  # once, and not in each process
+    for name in LOADED_ONCE:
         importlib.import_module(name)
     if os.waitpid(start(None), 0)[1]:
         print("the tests fail without a mutant: mend them first", file=sys.stderr)

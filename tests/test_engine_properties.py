@@ -8,7 +8,7 @@ import pytest
 
 from tests.fuzz_engine import NUMBERS, SWITCHES, Fuzz
 
-QUICK, LONG = 14, 300
+QUICK, LONG = 10, 300
 """Seeds, of some 25 requests each."""
 
 
