@@ -62,8 +62,9 @@ LEFT_OUT = ("invariants", "step", "__init__")
 LEAST = 92.0
 """Percent that must be killed or explained."""
 
-SECONDS, MEMORY = 120, 6 * 2**30
-"""A mutant that takes more than so much of a processor's time, or bytes, is killed: it ran away."""
+LONGER, MEMORY = 4, 6 * 2**30
+"""A mutant that takes so many times the processor's time that the tests take without one, or so many bytes, is killed:
+it ran away."""
 
 UNTOUCHED = (cst.Annotation, cst.Raise, cst.Decorator, cst.FunctionDef)
 """What is not changed: types, the words of errors, and what stands inside is visited by its own name."""
@@ -226,15 +227,15 @@ def run_tests(mutant: Mutant | None) -> int:
     return int(pytest.main([*OPTIONS, *tests]))
 
 
-def start(mutant: Mutant | None) -> int:
-    """A process that runs the tests with a mutant; what it prints is lost unless it runs without one."""
+def start(mutant: Mutant | None, seconds: int = 0) -> int:
+    """A process that runs the tests with a mutant for so long; what it prints is lost unless it runs without one."""
     child = os.fork()
     if child:
         return child
     status = 1
     try:
         if mutant:
-            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
@@ -244,13 +245,13 @@ def start(mutant: Mutant | None) -> int:
         os._exit(status)
 
 
-def run_all(mutants: list[Mutant], workers: int, report: Callable[[int, Mutant, bool], None]) -> None:
+def run_all(mutants: list[Mutant], workers: int, seconds: int, report: Callable[[int, Mutant, bool], None]) -> None:
     """Run the tests for each mutant, so many at once; `report` gets (how many are done, which, whether it survived)."""
     waiting, running, done = list(reversed(mutants)), {}, 0
     while waiting or running:
         while waiting and len(running) < workers:
             mutant = waiting.pop()
-            running[start(mutant)] = mutant
+            running[start(mutant, seconds)] = mutant
         child, status = os.wait()
         done += 1
         report(done, running.pop(child), status == 0)
@@ -286,27 +287,28 @@ def test(mutants: list[Mutant], explanations: list[dict[str, str]], workers: int
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]
     for name in LOADED_ONCE:
         importlib.import_module(name)
-    if os.waitpid(start(None), 0)[1]:
+    _, status, used = os.wait4(start(None), 0)
+    if status:
         print("the tests fail without a mutant: mend them first", file=sys.stderr)
         return 1
+    seconds = 5 + int(LONGER * (used.ru_utime + used.ru_stime))
     explained = {(entry["function"], entry["old"], entry["new"]): entry["why"] for entry in explanations}
-    begin, table, survivors = time.monotonic(), Counter[tuple[str, str]](), []
+    begin, table = time.monotonic(), Counter[tuple[str, str]]()
 
-    def report(done: int, mutant: Mutant, survived: bool) -> None:
+    def report(done: int, mutant: Mutant, passed: bool) -> None:
         outcome = "killed"
-        if survived:
+        if passed:
             outcome = "explained" if (mutant.function, *mutant.change) in explained else "survived"
             if outcome == "survived":
-                survivors.append(mutant)
+                print(f"\n{mutant.function}\n{mutant.diff}\n", flush=True)
         table[mutant.module, outcome] += 1
         if done % 25 == 0 or done == len(mutants):
             spent = time.monotonic() - begin
             left = spent / done * (len(mutants) - done)
-            print(f"  {done}/{len(mutants)}, {len(survivors)} survived, {left / 60:.0f} min left", flush=True)
+            survived = sum(count for (_, outcome), count in table.items() if outcome == "survived")
+            print(f"  {done}/{len(mutants)}, {survived} survived, {left / 60:.0f} min left", flush=True)
 
-    run_all(mutants, workers, report)
-    for mutant in survivors:
-        print(f"\n{mutant.function}\n{mutant.diff}")
+    run_all(mutants, workers, seconds, report)
     return 0 if print_table(table) >= LEAST else 1
 
 

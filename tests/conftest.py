@@ -14,5 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 hypothesis.settings.register_profile(
     "quire", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("quire"), max_examples=20)
+hypothesis.settings.register_profile(
+    "mutants", hypothesis.settings.get_profile("quire"), max_examples=20, phases=[hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile("quire")
