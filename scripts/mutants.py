@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -40,11 +40,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "src" / "quire" / "core"
 LIST = ROOT / "tests" / "core" / "mutants.toml"
 
-TESTS = [
-    f"tests/core/test_{name}.py"
-    for name in ("prefix_cache", "scheduler", "draft_length", "policies", "core_properties")
-]
-"""Quick ones first."""
+TESTS = sorted(
+    (str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "core").glob("test_*.py")),
+    key=lambda name: ("properties" in name, name),
+)
+"""Those that take longest come last."""
 
 OPTIONS = ["-x", "-q", "--no-header", "--tb=line", "--assert=plain", "--hypothesis-profile=mutants"]
 OPTIONS += [f"-pno:{plugin}" for plugin in ("cacheprovider", "unraisableexception", "xdist", "asyncio", "anyio")]
@@ -53,8 +53,8 @@ OPTIONS += [f"-pno:{plugin}" for plugin in ("cacheprovider", "unraisableexceptio
 LOADED_ONCE = ("torch", "hypothesis.stateful", "_hypothesis_pytestplugin", "pytest_timeout", "msgspec", "blake3", "pdb")
 """By the process that all others are forked from: whatever takes time and knows nothing of Quire."""
 
-OWN_TESTS = {"sampling_params": ["tests/test_sampling_params.py"], "draft_length": ["tests/core/test_draft_length.py"]}
-"""Where a module's tests are, if not in all of `TESTS`: those that come first decide of nearly all mutants."""
+ELSEWHERE = {"sampling_params": ["tests/test_sampling_params.py"]}
+"""Modules whose tests are not in tests/core."""
 
 LEFT_OUT = ("invariants", "step", "__init__")
 """Modules: what only checks, and what only holds data."""
@@ -102,9 +102,9 @@ class Mutant:
     def _lines(self) -> tuple[int, list[str], list[str]]:
         """(number of the first line, the lines before, and after): all that is equal at both ends is left out."""
         old, new = self.source.splitlines(), self.mutated.splitlines()
-        first = next(i for i, (a, b) in enumerate(zip_longest(old, new)) if a != b)
+        first = next(i for i, (a, b) in enumerate(zip_longest(old, new, fillvalue="")) if a.strip() != b.strip())
         shorter = min(len(old), len(new)) - first
-        equal = next((i for i in range(shorter) if old[-1 - i] != new[-1 - i]), shorter)
+        equal = next((i for i in range(shorter) if old[-1 - i].strip() != new[-1 - i].strip()), shorter)
         return first + 1, old[first : len(old) - equal], new[first : len(new) - equal]
 
     def sampled(self, every: int) -> bool:
@@ -154,7 +154,8 @@ def changes(node: Any) -> Iterator[Any]:
     """What may stand in place of a piece of code."""
     for kind, operator in mutation_operators:
         if isinstance(node, kind):
-            yield from operator(node)
+            most = 1 if kind is cst.BaseString else None  # not in other cases, too: "UTF-8" is "utf-8"
+            yield from islice(operator(node), most)
     if isinstance(node, cst.Del) or (isinstance(node, cst.Expr) and isinstance(node.value, cst.Call)):
         yield cst.Pass()
     if isinstance(node, cst.If) and not isinstance(node.test, cst.NamedExpr):
@@ -222,8 +223,8 @@ def run_tests(mutant: Mutant | None) -> int:
     module = mutant.module if mutant else ""
     if mutant:
         sys.meta_path.insert(0, MutatedFinder(mutant))
-    own = OWN_TESTS.get(module, [])
-    tests = own if module == "sampling_params" else own + [test for test in TESTS if test not in own]
+    own = f"tests/core/test_{module}.py"
+    tests = ELSEWHERE.get(module) or sorted(TESTS, key=lambda name: name != own)
     return int(pytest.main([*OPTIONS, *tests]))
 
 

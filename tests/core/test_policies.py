@@ -357,3 +357,8 @@ def test_a_block_is_another_one_behind_another_head():
     chain = hasher.chain(hasher.root(""), [block, block, other, block])
     assert len({hasher.root(""), *chain}) == 5
     assert hasher.chain(chain[1], [other, block]) == chain[2:]
+
+
+def test_names_that_are_no_text_have_roots_too():
+    """A path may hold any bytes, which Python shows as lone surrogates."""
+    assert BlockHasher(bytes(32), "\udcff").root("\udc80") != BlockHasher(bytes(32), "\udcfe").root("\udc80")
