@@ -124,8 +124,8 @@ def make_mutants(module: str) -> Iterator[Mutant]:
     data, seen = source.encode(), set()
     for name, body in functions(wrapper.module, module):
         for node in nodes(body):
-            for changed in changes(node):
-                span = spans[node]
+            for old, changed in changes(node):
+                span = spans[old]
                 text = wrapper.module.code_for_node(changed).strip().encode()
                 mutated = (data[: span.start] + text + data[span.start + span.length :]).decode()
                 if mutated not in seen and mutated != source:
@@ -150,17 +150,16 @@ def nodes(node: Any) -> Iterator[Any]:
             yield from nodes(child)
 
 
-def changes(node: Any) -> Iterator[Any]:
-    """What may stand in place of a piece of code."""
+def changes(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What may stand in place of a piece of code, or of a part of it: (old, new)."""
     for kind, operator in mutation_operators:
         if isinstance(node, kind):
             most = 1 if kind is cst.BaseString else None  # not in other cases, too: "UTF-8" is "utf-8"
-            yield from islice(operator(node), most)
+            yield from ((node, changed) for changed in islice(operator(node), most))
     if isinstance(node, cst.Del) or (isinstance(node, cst.Expr) and isinstance(node.value, cst.Call)):
-        yield cst.Pass()
-    if isinstance(node, cst.If) and not isinstance(node.test, cst.NamedExpr):
-        for constant in ("True", "False"):
-            yield node.with_changes(test=cst.Name(constant))
+        yield node, cst.Pass()
+    if isinstance(node, cst.If):
+        yield from ((node.test, cst.Name(constant)) for constant in ("True", "False"))
 
 
 def compiles(source: str) -> bool:
