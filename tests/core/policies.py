@@ -1,7 +1,7 @@
 """What the scheduler promises beside right tokens: who is served when, who gives way, and how much anybody holds.
 
-`Policies` watches a scheduler's doors for one owner's requests. It knows only what comes out: the plans' spans, which
-requests run, how often each was preempted, and their block tables.
+`Policies` watches a scheduler's doors. It knows only what comes out: the plans' spans, which requests run, how often
+each was preempted, and their block tables.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from quire.core.step import DRAFT, StepPlan
 
 
 class Policies:
-    """Call `added` for each request, `before` and `after` around every `schedule`; broken promises are assertions.
+    """Call `before` and `after` around every `schedule`; broken promises are assertions.
 
     Args:
-        scheduler: one whose requests all have the same owner.
+        scheduler: whose requests' ids count up.
         depth: steps in flight while the next one is made.
     """
 
@@ -31,14 +31,15 @@ class Policies:
         self._decoding: list[Request] = []
         self._preemptions: dict[int, int] = {}
 
-    def added(self, request: Request) -> None:
-        self.requests[request.id] = request
-
-    def order(self, request: Request) -> tuple[int, int]:
-        """Priority, then arrival: ids count up."""
-        return (request.params.priority if self.by_priority else 0, request.id)
+    def goes_first(self, one: Request, other: Request) -> bool:
+        """Whether the order of service is certain: by priority, then, of one owner's, by arrival."""
+        priorities = [each.params.priority if self.by_priority else 0 for each in (one, other)]
+        if priorities[0] != priorities[1]:
+            return priorities[0] < priorities[1]
+        return getattr(one, "owner", "") == getattr(other, "owner", "") and one.id < other.id
 
     def before(self) -> None:
+        self.requests.update(self.scheduler.requests)
         self._running = list(self.scheduler.running)
         self._preemptions = {request.id: request.stats.preemptions for request in self._running}
         alone = [] if self.scheduler.in_flight else self._running
@@ -65,33 +66,29 @@ class Policies:
         return request.stats.preemptions > 0 and self.position.get(request.id, 0) < self.reached.get(request.id, 0)
 
     def _only_later_ones_give_way(self, victims: list[Request]) -> None:
-        """Whoever is preempted was behind all others that went on, but for those that were still recomputing."""
+        """Whoever is preempted was behind all others that went on, but for those that had given way before."""
         for victim in victims:
             for other in self.scheduler.running:
-                assert (
-                    self.order(other) < self.order(victim) or other.stats.preemptions > 0 or other not in self._running
-                ), f"request {victim.id} gave way, and {other.id} behind it went on"
+                spared = other.stats.preemptions > 0 or other not in self._running
+                assert spared or not self.goes_first(victim, other), (
+                    f"request {victim.id} gave way, and {other.id} behind it went on"
+                )
 
     def _nobody_overtakes(self, plan: StepPlan | None) -> None:
         """Requests begin in order, but for those that wait for another's prefix, or for a token that is in flight."""
-        first = [
-            self.requests[span.request] for span in (plan.spans if plan else ()) if span.request not in self.started
-        ]
-        if not first:
-            return
-        latest = max(map(self.order, first))
+        spans = plan.spans if plan else ()
+        first = [self.requests[span.request] for span in spans if span.request not in self.started]
         for request in self.scheduler.requests.values():
-            waits = request.status is Status.WAITING and not request.num_pending
-            assert not waits or self.order(request) > latest, (
-                f"request {request.id} waits, and one behind it has begun: {latest}"
-            )
+            if request.status is Status.WAITING and not request.num_pending:
+                before = [each.id for each in first if self.goes_first(request, each)]
+                assert not before, f"request {request.id} waits, and {before} behind it have begun"
 
     def _every_decode_goes_on(self, plan: StepPlan | None, victims: list[Request]) -> None:
         """With nothing in flight, whoever lacks its next token alone gets it; for want of blocks the last ones wait."""
         planned = {span.request for span in plan.spans} if plan else set()
         for request in self._decoding:
             if request.id not in planned and request not in victims:
-                behind = [each for each in planned if self.order(self.requests[each]) > self.order(request)]
+                behind = [each for each in planned if self.goes_first(request, self.requests[each])]
                 assert not behind, f"request {request.id} decodes and was left out, and {behind} behind it were not"
                 assert self.scheduler.kv.num_available == 0, f"request {request.id} was left out, and blocks are free"
 

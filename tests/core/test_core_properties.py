@@ -67,7 +67,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add(request)
         except RequestTooLargeError:
             return
-        self.policies.added(request)
         self.prompts[id], self.max_tokens[id] = prompt, max_tokens
         if prompt_logprobs is not None and len(prompt) > 1:
             self.scoring.add(id)
@@ -195,9 +194,7 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         else:
             prompt = [rnd.randrange(3) for _ in range(rnd.randrange(1, 30))]
         prompts.append(prompt)
-        request = make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3))
-        scheduler.add(request)
-        policies.added(request)
+        scheduler.add(make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3)))
     flying, updates = [], []
     for step in range(5000):
         policies.before()
