@@ -28,6 +28,8 @@ KERNELS := src/quire/ops/cpu
 COMPILE := $(PYTHON) scripts/compile_kernels.py $(KERNELS) --compiler $(CXX) --optional
 # Where kernels are compiled to be tested in another form than the installed one.
 SANITIZED := build/sanitize
+# What makes mutants: not in .venv, since nothing else needs it.
+OPERATORS := build/mutants
 # Tests that neither talk to other processes nor look at a clock: they may run beside one another.
 COMPUTE := tests/core $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
     cpu_* triton_* models_* ops* quantization* sampling_* determinism experts latent* layers device* engine_properties \
@@ -35,7 +37,8 @@ COMPUTE := tests/core $(filter-out tests/test_cpu_library.py,$(wildcard $(patsub
     gpu_check)))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo python native kernels test test-slow test-arm sanitize bench bench-peers gpu-check gpu-bundle format clean
+.PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \
+    format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +79,9 @@ endif
 
 test-slow: $(DEV) kernels  ## the slow tests
 	@$(STEP) "Slow tests (pytest)" $(BIN)/python -m pytest -m slow $(TESTS)
+
+mutants: $(DEV) $(OPERATORS)/made.stamp  ## small changes of core, which its tests must notice (EVERY=1: all of them)
+	@PYTHONPATH=$(OPERATORS) $(BIN)/python scripts/mutants.py --every $(or $(EVERY),8)
 
 sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests scripts setup.py pyproject.toml $(SANITIZED)
@@ -129,3 +135,8 @@ $(DEV): $(RUNTIME) requirements/dev.txt | $(QUIRE)
 	@$(STEP) "Installing what the tests need" $(INSTALL) --no-deps -r requirements/dev.txt
 	@$(STEP) "Checking versions" .ci/venv $(PYTHON) $(VENV) check
 	@rm $(BEGUN) && touch $@
+
+$(OPERATORS)/made.stamp: requirements/mutants.txt | $(RUNTIME)
+	@rm -rf $(OPERATORS)
+	@$(STEP) "Installing what makes mutants" $(INSTALL) --no-deps --target $(OPERATORS) -r requirements/mutants.txt
+	@touch $@

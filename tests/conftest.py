@@ -1,6 +1,6 @@
 """Shared by all tests: one thread, since the tests' matrices are tiny and a second thread only waits; Triton's kernels
 in its interpreter, which must be chosen before they are imported; and of hypothesis the same examples in every run, on
-a machine that may be slow."""
+a machine that may be slow (fewer of them where they are run for each of many mutants)."""
 
 from __future__ import annotations
 
@@ -13,5 +13,8 @@ torch.set_num_threads(1)
 os.environ["TRITON_INTERPRET"] = "1"
 hypothesis.settings.register_profile(
     "quire", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile(
+    "mutants", hypothesis.settings.get_profile("quire"), max_examples=20, phases=[hypothesis.Phase.generate]
 )
 hypothesis.settings.load_profile("quire")

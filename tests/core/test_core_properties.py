@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.core.invariants import check
 from quire.errors import RequestTooLargeError
 from tests.core.fake_runner import StepFailed, expected_output, interrupted, make_request, make_scheduler, outputs
+from tests.core.policies import Policies
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -48,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.updates = []
         self.flying = []
         self.now = 0.0
+        self.policies = Policies(self.scheduler, self.depth)
 
     @rule(
         head=st.integers(0, 40),
@@ -119,8 +121,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self) -> bool:
         self.now += 1
+        self.policies.before()
         plan = self.scheduler.schedule(self.now)
         check(self.scheduler)
+        self.policies.after(plan)
         if plan:
             self._check_plan(plan)
             try:
@@ -193,7 +197,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=400, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=4 * settings().max_examples,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
@@ -224,6 +231,7 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         drafts=rnd.choice([0, 2, 8]),
         looks_ahead=rnd.choice([False, True]),
     )
+    policies = Policies(scheduler, depth)
     prompts: list[list[int]] = []
     for id in range(25):
         if prompts and rnd.random() < 0.5:
@@ -235,7 +243,9 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         scheduler.add(make_request(id, prompt, rnd.randrange(1, 15), priority=rnd.randrange(3), owner=owner))
     flying, updates = [], []
     for step in range(5000):
+        policies.before()
         plan = scheduler.schedule(float(step))
+        policies.after(plan)
         if plan:
             flying.append((plan, runner.run(plan)))
         if not plan and not flying:

@@ -1,0 +1,80 @@
+"""What a request knows of itself, and tells the runner."""
+
+from __future__ import annotations
+
+from array import array
+
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import RequestInfo
+from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
+
+
+def test_the_runner_is_told_all_that_sampling_needs():
+    params = SamplingParams(seed=5, speculate=False)
+    request = Request(
+        7,
+        [1, 2, 3],
+        params,
+        max_tokens=9,
+        choice=2,
+        stop_token_ids=frozenset([4]),
+        bad_words=[[5, 6]],
+        output_token_ids=[8, 9],
+    )
+    assert request.info() == RequestInfo(
+        request=7,
+        params=params,
+        choice=2,
+        prompt_token_ids=[1, 2, 3],
+        output_token_ids=[8, 9],
+        stop_token_ids=frozenset([4]),
+        bad_words=[[5, 6]],
+        followed=False,
+    )
+    assert make_request(0, [1]).info().followed and make_request(0, [1]).info().bad_words == []
+
+
+def test_a_request_that_is_resumed_goes_on_behind_its_tokens():
+    whole = expected_output([1, 2, 3], 6)
+    scheduler, runner = make_scheduler()
+    scheduler.add(Request(0, [1, 2, 3], SamplingParams(), max_tokens=6, output_token_ids=whole[:4]))
+    updates = []
+    while not scheduler.idle:
+        plan = scheduler.schedule(0.0)
+        updates += scheduler.commit(plan, runner.run(plan), 0.0)
+    assert outputs(updates)[0] == whole[4:]
+
+
+def test_key_ids_are_the_tokens_as_64_bit_integers_a_block_at_a_time():
+    request = make_request(0, [1, 2, 3, 4, 5, 6, 7, 2**40])
+    assert request.key_bytes(2, 4) == array("q", [3, 4]).tobytes()
+    assert request.block_keys(1, 4, 2) == [array("q", pair).tobytes() for pair in ([3, 4], [5, 6], [7, 2**40])]
+    request.append([9, 10])
+    assert request.tokens[8:] == [9, 10] and request.block_keys(4, 5, 2) == [array("q", [9, 10]).tobytes()]
+
+
+def test_a_request_with_bad_words_waits_for_the_token_that_its_mask_depends_on():
+    """Others are planned a step ahead beside it."""
+    scheduler, runner = make_scheduler()
+    request = Request(0, [1, 2, 3], SamplingParams(), max_tokens=4, bad_words=[[99]])
+    scheduler.add(request)
+    scheduler.add(make_request(1, [4, 5], max_tokens=4))
+    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    assert [span.request for span in first.spans] == [0, 1] and [span.request for span in second.spans] == [1]
+    updates = scheduler.commit(first, runner.run(first), 0.0)
+    third = scheduler.schedule(0.0)
+    assert [span.request for span in third.spans] == [0, 1]
+    for plan in (second, third):
+        updates += scheduler.commit(plan, runner.run(plan), 0.0)
+    assert outputs(updates)[0] == expected_output([1, 2, 3], 2)
+
+
+def test_only_a_request_that_is_followed_is_drafted_for():
+    request = make_request(0, [1, 2], max_tokens=5)
+    assert request.num_draftable == 4, "the last token is never a draft"
+    request.append([3])
+    assert request.num_draftable == 3
+    request.draft_state.followed = False
+    assert request.num_draftable == 0
+    assert make_request(1, [1, 2], max_tokens=5, speculate=False).num_draftable == 0

@@ -1,0 +1,355 @@
+"""Random engines under random load: every request gets, bit for bit, what it gets alone in a plain one.
+
+A seed draws an engine from a table of dimensions, and requests that share prefixes, arrive over time, and are aborted
+at times. Whatever they get is compared with the same request alone in an engine that never batches, caches, chunks,
+drafts or preempts. A new dimension is one more line of `NUMBERS`, where bits may depend on it, or of `SWITCHES`, where
+they must not; each draws for itself, so that a seed keeps its other choices when one is added.
+
+    python -m tests.fuzz_engine 17         # run one seed, and show what it drew
+    python -m tests.fuzz_engine 0 1000     # run so many; whatever fails is printed with the command that repeats it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.core.request import Status
+from quire.ops.cpu import library
+from tests.oracle import VOCAB, save_checkpoint
+from tests.test_models_deepseek import save_with_mtp
+from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
+
+CONTEXT = 112
+"""Tokens of the longest request. The smallest pools hold hardly more, so that requests preempt one another."""
+
+REQUESTS = 16
+"""Prompts of one seed; each has one to three choices."""
+
+MODELS: dict[str, Callable[[Path], object]] = {
+    "qwen3": lambda folder: save_checkpoint(folder, "qwen3", dtype=torch.bfloat16, num_hidden_layers=2),
+    "llama": lambda folder: save_checkpoint(folder, "llama", num_hidden_layers=7),
+    "window": lambda folder: save_checkpoint(
+        folder, "mistral", dtype=torch.bfloat16, num_hidden_layers=2, sliding_window=40
+    ),
+    "experts": lambda folder: save_checkpoint(folder, "qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=2),
+    "latent": lambda folder: save_with_mtp(folder, q_lora_rank=32, v_head_dim=16),  # sizes that int4 divides
+}
+DRAFT_MODELS: dict[str, Callable[[Path], object]] = {
+    "draft_model": lambda folder: save_checkpoint(folder, "llama", num_hidden_layers=1),
+    "eagle": lambda folder: write(folder, eagle_tensors()),
+    "eagle3": lambda folder: write(folder, eagle3_tensors(), draft_vocab_size=len(eagle3_tensors()["lm_head.weight"])),
+}
+
+NUMBERS: dict[str, list[dict[str, Any]]] = {
+    "weights": [{}, {}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 32}],
+    "cache": [{}, {}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}],
+    "kernels": [{}, {}, {}, {}, *({"cpu_kernels": name} for name in (*library.usable(), "torch"))],
+}
+"""What bits may depend on: the plain engine has the same."""
+
+SWITCHES: dict[str, list[dict[str, Any]]] = {
+    "blocks": [{"block_size": 16}, {"block_size": 16}, {"block_size": 32}],
+    "prefixes": [{"prefix_cache": "radix"}, {"prefix_cache": "hash"}, {"prefix_cache": "off"}],
+    "chunks": [{"max_num_batched_tokens": tokens} for tokens in (24, 40, 100, 2048)],
+    "parts": [{}, {"max_num_partial_prefills": 2}, {"long_prefill_token_threshold": 20}],
+    "seats": [{"max_num_seqs": seats} for seats in (3, 8, 8)],
+    "order": [{}, {"scheduling_policy": "priority"}],
+    "overlap": [{"async_scheduling": False}, {"async_scheduling": True}],
+    "pace": [{}, {}, {"target_itl_ms": 1.0}],
+}
+"""What must change no bit."""
+
+POOLS = (0, 0, 0, 2, 30)
+"""Blocks beyond those that the longest request needs."""
+
+DRAFTS: list[tuple[dict[str, Any], str]] = [
+    *[({}, "")] * 4,
+    ({"method": "ngram", "prompt_lookup_min": 1}, ""),
+    ({"method": "ngram", "prompt_lookup_min": 1, "adaptive": True}, ""),
+    ({"method": "draft_model", "model": "itself"}, ""),
+    ({"method": "draft_model", "model": "itself", "tree_width": 2, "num_speculative_tokens": 6}, ""),
+    ({"method": "draft_model", "model": "draft_model"}, ""),
+    ({"method": "eagle", "model": "eagle"}, "llama"),
+    ({"method": "eagle3", "model": "eagle3", "tree_width": 2, "num_speculative_tokens": 6}, "llama"),
+    ({"method": "mtp", "num_speculative_tokens": 2}, "latent"),
+]
+"""How tokens are drafted, and the one model that it is for, if it is."""
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.0, "top_k": 20, "presence_penalty": 0.5},
+    {"temperature": 1.2, "allowed_token_ids": list(range(40, 60))},
+    {"temperature": 0.8, "logit_bias": {5: 2.0, 9: -3.0}, "bad_words": ["w41", "w42 w43"]},
+]
+
+
+@dataclass
+class Ask:
+    """One request: its prompt, how it is sampled, the step at which it comes, and the one at which it is aborted."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrives: int
+    aborted: int | None = None
+
+
+@dataclass
+class Case:
+    """What a seed draws."""
+
+    seed: int
+    model: str
+    numbers: dict[str, Any]
+    switches: dict[str, Any]
+    asks: list[Ask]
+    clears: set[int] = field(default_factory=set)  # steps before which the prefix cache is emptied
+
+
+class Fuzz:
+    """Checkpoints, plain engines and counts of many seeds.
+
+    Args:
+        folder: where checkpoints are made as they are needed.
+
+    Attributes:
+        seen: how often things happened that a run is to meet: preemptions, hits, holds, drafts, ...
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: Counter[str] = Counter()
+        self._plain: dict[str, LLM] = {}
+
+    def close(self) -> None:
+        for llm in self._plain.values():
+            llm.close()
+
+    # -- drawing -------------------------------------------------------------------------------------------
+
+    def draw(self, seed: int) -> Case:
+        """The case of a seed: always the same one."""
+
+        def luck(what: str) -> random.Random:
+            return random.Random(f"{seed}/{what}")
+
+        model = luck("model").choice(list(MODELS))
+        numbers = merged({name: luck(name).choice(each) for name, each in NUMBERS.items()})
+        switches = merged({name: luck(name).choice(each) for name, each in SWITCHES.items()})
+        spec, _ = luck("drafts").choice([each for each in DRAFTS if each[1] in ("", model)])
+        if spec:
+            switches["speculative_config"] = {"adaptive": False, **spec, **self._draft_model(spec, model)}
+        switches["num_kv_blocks"] = 1 + CONTEXT // switches["block_size"] + 1 + luck("pool").choice(POOLS)
+        asks = draw_asks(luck("requests"), switches.get("scheduling_policy") == "priority")
+        steps = luck("clears")
+        return Case(seed, model, numbers, switches, asks, {steps.randrange(60) for _ in range(steps.choice([0, 0, 3]))})
+
+    def _draft_model(self, spec: dict[str, Any], model: str) -> dict[str, Any]:
+        name = spec.get("model")
+        return {} if name is None else {"model": self.checkpoint(model if name == "itself" else name)}
+
+    def checkpoint(self, name: str) -> str:
+        """A folder with the model of this name, and with a tokenizer."""
+        folder = self.folder / name
+        if not folder.exists():
+            folder.mkdir()
+            (MODELS | DRAFT_MODELS)[name](folder)
+            (folder / "tokenizer.json").write_text(words().to_str())
+            (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+        return str(folder)
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def check(self, seed: int) -> None:
+        """Run a seed, and compare.
+
+        Raises:
+            AssertionError: some request got something else; the message has the command that repeats it.
+        """
+        case = self.draw(seed)
+        try:
+            for ask, output, aborted in self.run(case):
+                compare(output, self.alone(case, ask), aborted)
+        except Exception as error:
+            raise AssertionError(
+                f"{error}\nrepeat it with: python -m tests.fuzz_engine {seed}\n"
+                f"  model {case.model}, {case.numbers | case.switches}, {len(case.asks)} requests"
+            ) from error
+
+    def run(self, case: Case) -> list[tuple[Ask, RequestOutput, bool]]:
+        """All requests of a case together: (request, what it got, whether it was aborted in time)."""
+        llm = self._engine(case, **case.switches)
+        outputs: dict[str, RequestOutput] = {}
+        asks: dict[str, Ask] = {}
+        aborted: set[str] = set()
+        todo, step = sorted(case.asks, key=lambda ask: ask.arrives), 0
+
+        def take(changed: list[RequestOutput]) -> None:
+            for output in changed:
+                assert output.request_id not in outputs, "an output came after its end"
+                if output.finished:
+                    outputs[output.request_id] = output
+
+        while todo or not llm.idle:
+            while todo and todo[0].arrives <= step:
+                ask = todo.pop(0)
+                asks[llm.add_request(ask.prompt, ask.params)] = ask
+            for name, ask in asks.items():
+                if ask.aborted is not None and ask.arrives + ask.aborted == step and name not in outputs:
+                    aborted.add(name)
+                    take(llm.abort(name))
+            if step in case.clears:
+                llm._engine.scheduler.kv.cache.clear()
+            take(llm.step())
+            self._look(llm)
+            step += 1
+            assert step < 5000, "it does not end"
+        self._count(llm, case, len(aborted))
+        llm.close()
+        assert outputs.keys() == asks.keys(), "some request has not ended"
+        return [(ask, outputs[name], name in aborted) for name, ask in asks.items()]
+
+    def alone(self, case: Case, ask: Ask) -> RequestOutput:
+        """What this request gets when nothing else is there, in a plain engine of the same numbers."""
+        key = f"{case.model} {sorted(case.numbers.items())}"
+        if key not in self._plain:
+            self._plain[key] = self._engine(case, prefix_cache="off", max_num_seqs=1, num_kv_blocks=CONTEXT // 16 + 2)
+        [output] = self._plain[key].generate([ask.prompt], ask.params)
+        return output
+
+    def _engine(self, case: Case, **options: Any) -> LLM:
+        return LLM(
+            self.checkpoint(case.model),
+            threads=1,
+            max_model_len=CONTEXT,
+            check_invariants=True,
+            **case.numbers,
+            **options,
+        )
+
+    def _look(self, llm: LLM) -> None:
+        """Count what only shows while it runs."""
+        scheduler = llm._engine.scheduler
+        self.seen["held"] += any(each.status is Status.HELD for each in scheduler.requests.values())
+        self.seen["part-way"] += any(each.num_remaining > 1 for each in scheduler.running)
+
+    def _count(self, llm: LLM, case: Case, aborted: int) -> None:
+        """Count what a run has met, and see that it gave back all it held."""
+        stats, kv = llm.stats, llm._engine.scheduler.kv
+        assert kv.num_available == kv.num_usable and not kv.num_deferred, "blocks are left over"
+        self.seen["requests"] += sum(ask.params.n for ask in case.asks)
+        self.seen["aborted"] += aborted
+        self.seen["preempted"] += stats.preemptions
+        self.seen["cached tokens"] += stats.cached_tokens
+        self.seen["drafted"] += stats.drafted
+        self.seen["accepted"] += stats.accepted
+
+
+def merged(drawn: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The options of all dimensions."""
+    return {name: value for options in drawn.values() for name, value in options.items()}
+
+
+def words() -> tokenizers.Tokenizer:
+    """Token 7 is the word "w7"."""
+    model = tokenizers.models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def draw_asks(luck: random.Random, priorities: bool) -> list[Ask]:
+    """Requests of which most begin like another one, in some bursts."""
+    texts = [luck.choices(range(3, VOCAB), k=CONTEXT) for _ in range(3)]
+    asks, step = [], 0
+    for index in range(REQUESTS):
+        length = luck.choice([1, 5, 14, 16, 30, 31, 46, 62, 78])
+        prompt = luck.choice(texts)[:length]
+        if luck.random() < 0.7:
+            prompt = [*prompt[:-1], luck.randrange(3, VOCAB)]
+        step += luck.choice([0, 0, 0, 1, 5])
+        aborted = luck.randrange(20) if luck.random() < 0.15 else None
+        asks.append(Ask(prompt, draw_params(luck, index, CONTEXT - length, priorities), step, aborted))
+    return asks
+
+
+def draw_params(luck: random.Random, index: int, room: int, priorities: bool) -> SamplingParams:
+    return SamplingParams(
+        **luck.choice(SAMPLING),
+        n=luck.choice([1, 1, 1, 2, 3]),
+        seed=luck.randrange(4) * 100 + index % 3,
+        max_tokens=min(room, luck.choice([1, 4, 12, 20, 34])),
+        logprobs=luck.choice([0, 0, 2]),
+        prompt_logprobs=luck.choice([None, None, None, None, 0, 2]),
+        stop=luck.choice([None, None, ["5 w1", "w77"]]),
+        stop_token_ids=luck.choice([None, None, list(range(20, 28))]),
+        ignore_eos=luck.random() < 0.5,
+        priority=luck.randrange(-1, 2) if priorities else 0,
+        cache_salt=luck.choice([None, None, None, "salt"]),
+        speculate=luck.random() < 0.9,
+    )
+
+
+def compare(output: RequestOutput, alone: RequestOutput, aborted: bool) -> None:
+    """Everything that a request got is what it gets alone; of one that was aborted, as far as it came.
+
+    Raises:
+        AssertionError: saying what differs.
+    """
+    if not aborted:
+        assert output.prompt_logprobs == alone.prompt_logprobs, "log-probabilities of the prompt differ"
+    for choice, wanted in zip(output.outputs, alone.outputs, strict=True):
+        made = len(choice.token_ids)
+        where = f"prompt of {len(output.prompt_token_ids)} tokens, choice {choice.index}"
+        assert choice.error is None, f"{where}: {choice.error}"
+        assert choice.token_ids == wanted.token_ids[:made], f"{where}: {choice.token_ids}, not {wanted.token_ids}"
+        assert choice.logprobs == (wanted.logprobs or [])[:made], f"{where}: log-probabilities differ"
+        if choice.finish_reason == "abort":
+            assert aborted and wanted.text.startswith(choice.text), f"{where}: {choice.text!r}, not {wanted.text!r}"
+            continue
+        for name in ("text", "token_ids", "finish_reason", "stop_reason"):
+            own, other = getattr(choice, name), getattr(wanted, name)
+            assert own == other, f"{where}: {name} is {own!r}, not {other!r}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Random engines against one request at a time.")
+    parser.add_argument("first", type=int, help="the seed")
+    parser.add_argument("end", type=int, nargs="?", help="run all seeds below this one, too")
+    given = parser.parse_args(arguments)
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        fuzz = Fuzz(Path(folder))
+        if given.end is None:
+            case = fuzz.draw(given.first)
+            print(f"model {case.model}, {case.numbers | case.switches}, caches cleared before steps {case.clears}")
+            for ask in case.asks:
+                print(f"step {ask.arrives}: {len(ask.prompt)} tokens, aborted after {ask.aborted}, {ask.params}")
+        for seed in range(given.first, given.end or given.first + 1):
+            try:
+                fuzz.check(seed)
+            except AssertionError as error:
+                failures += 1
+                print(f"seed {seed}: {error}", flush=True)
+        fuzz.close()
+    print(f"{failures} seeds failed; seen: {dict(fuzz.seen)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
