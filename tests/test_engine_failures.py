@@ -22,6 +22,7 @@ from quire.engine.engine import Engine
 from quire.engine.executor import InlineExecutor
 from quire.ops import Kernels
 from quire.runner import model_runner
+from quire.runner.device import Device
 from quire.runner.model_runner import OUT_OF_MEMORY, STEP_FAILED, ModelRunner
 from quire.runner.sampler import Sampler
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -176,8 +177,7 @@ def test_memory_that_a_cpu_lacks_halves_a_step(folder, outcomes, error, caplog):
                 raise type(error)(*error.args)
             return super().silu_mul(x)
 
-    with on_device(start_device := DelayedDevice(), Small()):
-        start_device.asynchronous = False
+    with on_device(Device(), Small()):
         engine = Engine(config(folder, {"async_scheduling": False}, 0))
     fitting = [index for index in INDICES if index != 9]
     engine.add(request(9, 0))  # 128 tokens
