@@ -215,6 +215,16 @@ def test_a_queue_of_aborted_requests_keeps_books_in_proportion_to_the_living():
     assert sizes(scheduler) < 200
 
 
+@pytest.mark.parametrize(("kind", "whole", "one"), [("radix", 12, 1), ("hash", 12, 0)])
+def test_where_the_next_token_matters_the_last_one_of_a_cached_prefix_is_computed_again(kind, whole, one):
+    """And no other: of 12 tokens 11 remain, of one none, and of nothing nothing."""
+    for looks_ahead in (False, True):
+        scheduler, runner = make_scheduler(block_size=4, prefix_cache=kind, looks_ahead=looks_ahead)
+        run_one(scheduler, runner, 0, range(13))
+        found = [matched(scheduler, prompt) for prompt in (range(13), [0, 50, 51], [60, 61])]
+        assert found == ([whole - 1, 0, 0] if looks_ahead else [whole, one, 0])
+
+
 def test_heads_that_windows_have_passed_are_evicted_where_blocks_are_needed():
     """They are idle and cached, with held blocks behind them in the tree: no leaves, and yet available."""
     scheduler, runner = make_scheduler(num_blocks=23, block_size=4, window=9, max_num_batched_tokens=16)
@@ -269,7 +279,7 @@ def test_a_window_bounds_the_blocks_a_request_holds(block_size, cache):
         if decodes(plan):
             most_decoding = max(most_decoding, sum(block != 0 for block in request.table))
         scheduler.commit(plan, runner.run(plan), 0.0)
-    assert 0 < most_decoding <= -(-9 // block_size) + 2
+    assert most_decoding == (9 if block_size == 1 else 3), "eight tokens before the one that is computed, and that one"
 
 
 def test_a_request_that_fits_its_window_into_a_small_pool_is_accepted_and_runs():
