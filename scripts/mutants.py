@@ -53,6 +53,9 @@ OPTIONS += [f"-pno:{plugin}" for plugin in ("cacheprovider", "unraisableexceptio
 LOADED_ONCE = ("torch", "hypothesis.stateful", "_hypothesis_pytestplugin", "pytest_timeout", "msgspec", "blake3", "pdb")
 """By the process that all others are forked from: whatever takes time and knows nothing of Quire."""
 
+LONG = {"tests/core/test_self_tuning.py": "draft_length"}
+"""Those that are run for no module but one."""
+
 ELSEWHERE = {"sampling_params": ["tests/test_sampling_params.py"]}
 """Modules whose tests are not in tests/core."""
 
@@ -170,7 +173,7 @@ def compiles(source: str) -> bool:
     return True
 
 
-def by_hand(entries: Iterable[dict[str, str]]) -> list[Mutant]:
+def make_by_hand(entries: Iterable[dict[str, str]]) -> list[Mutant]:
     """The mutants of the list; one whose code is not there, or there twice, is reported, and not made."""
     made = []
     for entry in entries:
@@ -220,7 +223,8 @@ def run_tests(mutant: Mutant | None) -> int:
     if mutant:
         sys.meta_path.insert(0, MutatedFinder(mutant))
     own = f"tests/core/test_{module}.py"
-    tests = ELSEWHERE.get(module) or sorted(TESTS, key=lambda name: name != own)
+    chosen = [name for name in TESTS if LONG.get(name, module) == module or not mutant]
+    tests = ELSEWHERE.get(module) or sorted(chosen, key=lambda name: name != own)
     return int(pytest.main([*OPTIONS, *tests]))
 
 
@@ -263,7 +267,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.chdir(ROOT)
     known = tomllib.loads(LIST.read_text())
-    listed = by_hand(known.get("by_hand", []))
+    listed = make_by_hand(known.get("by_hand", []))
     made = [
         mutant for file in sorted(CORE.glob("*.py")) if file.stem not in LEFT_OUT for mutant in make_mutants(file.stem)
     ]
