@@ -225,6 +225,17 @@ def test_where_the_next_token_matters_the_last_one_of_a_cached_prefix_is_compute
         assert found == ([whole - 1, 0, 0] if looks_ahead else [whole, one, 0])
 
 
+@pytest.mark.parametrize(("reason", "found"), [("stop", 6), ("abort", 4)])
+def test_of_a_request_that_ended_well_the_last_partly_filled_block_is_kept_and_of_an_aborted_one_full_ones(
+    reason, found
+):
+    scheduler, runner = make_scheduler(block_size=4)
+    scheduler.add(make_request(0, [1, 2, 3, 4, 5, 6], max_tokens=9))
+    run_step(scheduler, runner)
+    scheduler.abort(0, reason)
+    assert matched(scheduler, [1, 2, 3, 4, 5, 6, 7]) == found
+
+
 def test_heads_that_windows_have_passed_are_evicted_where_blocks_are_needed():
     """They are idle and cached, with held blocks behind them in the tree: no leaves, and yet available."""
     scheduler, runner = make_scheduler(num_blocks=23, block_size=4, window=9, max_num_batched_tokens=16)
@@ -313,6 +324,23 @@ def test_drafts_share_what_the_budget_leaves():
     run_step(scheduler, runner)
     plan, _ = run_step(scheduler, runner)
     assert plan.num_tokens == 12 and sum(drafts(plan).values()) == 9
+
+
+def test_self_tuning_drafts_where_drafts_are_right_and_hardly_where_they_are_wrong():
+    """Each step of the fake runner takes the same time, so that right drafts are pure gain."""
+
+    def steps_and_drafts(drafter):
+        scheduler, runner = make_scheduler(num_blocks=400, drafts=4, adaptive=True, drafter=drafter)
+        for id in range(3):
+            scheduler.add(make_request(id, [id, 1, 2], max_tokens=200))
+        made = outputs(run_all(scheduler, runner))
+        assert made == {id: expected_output([id, 1, 2], 200) for id in range(3)}
+        return runner.next_number, runner.num_drafted
+
+    steps, _ = steps_and_drafts(expected_output)
+    assert steps < 120, "of 200 tokens, five a step at best"
+    _, drafted = steps_and_drafts(lambda text, count, window: [99] * count)
+    assert drafted < 300, "of some 2400 that always four would be"
 
 
 def test_without_free_blocks_drafts_fill_the_last_block():
