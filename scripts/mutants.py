@@ -249,7 +249,8 @@ def start(mutant: Mutant | None, seconds: int = 0) -> int:
 
 def run_all(mutants: list[Mutant], workers: int, seconds: int, report: Callable[[int, Mutant, bool], None]) -> None:
     """Run the tests for each mutant, so many at once; `report` gets (how many are done, which, whether it survived)."""
-    waiting, running, done = list(reversed(mutants)), {}, 0
+    waiting, done = list(reversed(mutants)), 0
+    running: dict[int, Mutant] = {}
     while waiting or running:
         while waiting and len(running) < workers:
             mutant = waiting.pop()

@@ -131,6 +131,28 @@ def last_victims(scheduler, runner):
     return wrong
 
 
+def test_a_request_that_is_held_for_anothers_prefix_may_be_aborted():
+    scheduler, runner = make_scheduler(num_blocks=100, block_size=4, max_num_batched_tokens=20)
+    for id in range(3):
+        scheduler.add(make_request(id, [*range(40), id], max_tokens=2))
+    plan, _ = run_step(scheduler, runner)
+    assert [span.request for span in plan.spans] == [0], "the others wait for what it computes"
+    scheduler.abort(1)
+    updates = run_all(scheduler, runner)
+    assert sorted(ends(updates)) == [0, 1, 2]
+    made = outputs(updates)
+    assert made[1] == [] and made[2] == expected_output([*range(40), 2], 2)
+    assert updates[-1].cached_tokens == 40
+
+
+def test_without_drafts_no_span_depends_on_what_a_step_in_flight_accepts():
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request(0, [1, 2, 3], max_tokens=5))
+    plans = [scheduler.schedule(0.0) for _ in range(3)]
+    assert [plan.spans[0].start_follows for plan in plans] == [False] * 3
+    assert [plan.spans[0].start for plan in plans] == [0, 3, 4]
+
+
 # -- what a cache keeps --------------------------------------------------------------------------------------
 
 
