@@ -46,8 +46,9 @@ TESTS = sorted(
 )
 """Those that take longest come last."""
 
-OPTIONS = ["-x", "-q", "--no-header", "--tb=line", "--assert=plain", "--hypothesis-profile=mutants"]
-OPTIONS += [f"-pno:{plugin}" for plugin in ("cacheprovider", "unraisableexception", "xdist", "asyncio", "anyio")]
+UNUSED = ("cacheprovider", "unraisableexception", "xdist", "asyncio", "anyio")
+OPTIONS = ["-x", "-q", "--no-header", "--tb=line", "--assert=plain", "--disable-warnings"]
+OPTIONS += ["--hypothesis-profile=mutants", *(f"-pno:{plugin}" for plugin in UNUSED)]
 """Nothing that takes time, or a place on the disk."""
 
 LOADED_ONCE = ("torch", "hypothesis.stateful", "_hypothesis_pytestplugin", "pytest_timeout", "msgspec", "blake3", "pdb")
