@@ -7,7 +7,7 @@ from array import array
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
-from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
+from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
 
 
 def test_the_runner_is_told_all_that_sampling_needs():
@@ -78,3 +78,50 @@ def test_only_a_request_that_is_followed_is_drafted_for():
     request.draft_state.followed = False
     assert request.num_draftable == 0
     assert make_request(1, [1, 2], max_tokens=5, speculate=False).num_draftable == 0
+
+
+def test_its_stats_say_when_everything_happened_and_how_long_it_took():
+    """A prompt of three chunks, then two decoded tokens; each step takes a millisecond, and the clock counts steps."""
+    scheduler, runner = make_scheduler(max_num_batched_tokens=12, max_num_seqs=1)
+    scheduler.add(make_request(0, list(range(30)), max_tokens=3, arrived=5.0))
+    updates, now = [], 10.0
+    while not scheduler.idle:
+        plan = scheduler.schedule(now)
+        updates += scheduler.commit(plan, runner.run(plan), now + 0.5)
+        now += 1.0
+    stats = updates[-1].stats
+    assert (stats.arrived, stats.admitted, stats.first_token, stats.finished) == (5.0, 10.0, 12.5, 14.5)
+    assert (stats.steps, stats.preemptions, stats.drafted, stats.accepted) == (5, 0, 0, 0)
+    assert abs(stats.prefill_seconds - 0.003) < 1e-9 and abs(stats.decode_seconds - 0.002) < 1e-9
+
+
+def test_its_stats_count_drafts_and_those_accepted():
+    prompt = [1, 2, 3]
+    whole = [*prompt, *expected_output(prompt, 20)]
+    half = {"drafter": lambda text, count, window: [*whole[len(text) : len(text) + 2], 77, 77][:count]}
+    scheduler, runner = make_scheduler(drafts=4, **half)
+    scheduler.add(make_request(0, prompt, max_tokens=8))
+    stats = run_all(scheduler, runner)[-1].stats
+    assert (stats.steps, stats.drafted, stats.accepted) == (4, 4 + 3 + 0, 2 + 2 + 0)
+    assert (runner.num_drafted, runner.num_accepted) == (7, 4)
+
+
+def test_the_reason_for_a_stop_is_a_token_that_the_user_named_and_no_other():
+    first = expected_output([5, 6, 7], 1)[0]
+    for named, reason in (([first], first), (None, None)):
+        scheduler, runner = make_scheduler()
+        stops = frozenset([first])
+        scheduler.add(make_request(0, [5, 6, 7], 9, stop_token_ids=stops))
+        request = scheduler.requests[0]
+        request.params = SamplingParams(stop_token_ids=named)
+        update = run_all(scheduler, runner)[-1]
+        assert (update.finish_reason, update.stop_reason, update.tokens) == ("stop", reason, [first])
+
+
+def test_the_last_token_may_be_a_stop_token_and_ends_for_its_length_otherwise():
+    second = expected_output([5, 6, 7], 2)[1]
+    for stops, reason in (([second], "stop"), ([], "length")):
+        scheduler, runner = make_scheduler()
+        scheduler.add(make_request(0, [5, 6, 7], 2, stop_token_ids=frozenset(stops)))
+        update = run_all(scheduler, runner)[-1]
+        assert (update.finish_reason, update.tokens) == (reason, [second])
