@@ -79,6 +79,7 @@ class Request:
 
     Attributes:
         id: the engine's own number; also the order of arrival.
+        owner: whom it belongs to, among those who share the engine; "" where nobody does.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
         table: block ids from position 0 on; 0 where a window has passed.
@@ -116,6 +117,7 @@ class Request:
         "num_sent",
         "num_uncertain",
         "order",
+        "owner",
         "params",
         "scope",
         "stats",
@@ -137,6 +139,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         bad_words: list[list[int]] | None = None,
         scope: str = "",
+        owner: str = "",
         arrived: float = 0.0,
         output_token_ids: Sequence[int] = (),
         num_scored: int = 0,
@@ -148,6 +151,7 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.bad_words = bad_words or []
         self.scope = scope
+        self.owner = owner
         self.order = (0, id)
         self.status = Status.WAITING
         self.stats = RequestStats(arrived)
