@@ -91,7 +91,8 @@ def test_a_wedged_engine_turns_health_to_503_within_ten_seconds():
             next(stream.events())
         sock = socket.create_connection(("127.0.0.1", server.port))
         body = json.dumps({"model": "demo", "prompt": [1234]}).encode()
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        sock.sendall(head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
         wait_until(lambda: server.health() == 503)
         assert STALL_SECONDS < 10 and server.get("/live")[0] == 200
         sock.close()
