@@ -89,8 +89,8 @@ class Server:
         body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0, "stream": True}
         data = json.dumps(body | {"return_token_ids": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-        writer.write(head.encode() + data)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data)
         if b" 200 " not in await reader.readline():
             writer.close()
             raise ConnectionError("the server does not take requests yet")

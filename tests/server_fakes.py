@@ -406,7 +406,7 @@ def app_context(
         client=cast(Any, client or FakeEngineClient()),
         metrics=Metrics(),
         model_names=model_names,
-        tenants=Tenants(server.api_key),
+        tenants=Tenants(server.api_key, server.metrics_key),
         engine_options={"model": "demo", "max_model_len": None, "max_num_seqs": 64},
         origins={"model": "flag", "api_key": "file"},
     )

@@ -36,6 +36,8 @@ SERVER_VALUES: dict[str, tuple[list[str], Any]] = {
     "host": (["::1"], "::1"),
     "port": (["0"], 0),
     "api_key": (["one", "two"], ("one", "two")),
+    "metrics_key": (["three"], ("three",)),
+    "allowed_host": (["quire", "*"], ("quire", "*")),
     "served_model_name": (["a", "b"], ("a", "b")),
     "api_workers": (["2"], 2),
     "tokenizer_workers": (["3"], 3),

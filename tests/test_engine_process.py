@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from quire import LLM, SamplingParams
 from quire.engine import client as client_module
-from quire.engine import wire
+from quire.engine import process, wire
 from quire.engine.board import START_SECONDS
+from quire.engine.frontend import Frontend
 from quire.errors import EngineClosedError, PromptTooLongError
 from tests.engine_server import EngineServer, until
 
@@ -207,6 +208,27 @@ async def test_tenants_do_not_share_cached_prefixes(server):
     assert first.cached_tokens == 0
     assert (await run(client, text, params, owner="bob")).cached_tokens == 0
     assert (await run(client, text, params, owner="alice")).cached_tokens > 0
+
+
+def test_each_choice_of_a_tenants_request_has_its_owner_in_the_engine():
+    requests = []
+    frontend = Frontend(
+        tokenizer=None,
+        vocab_size=300,
+        max_model_len=64,
+        eos_token_ids=[0],
+        defaults={},
+        add=requests.append,
+        abort=lambda number, reason: [],
+    )
+    for tenant in ("alice", "bob", ""):
+        frontend.submit(frontend.prepare([5, 6], SamplingParams(n=3, max_tokens=2)), tenant=tenant)
+    assert [request.owner for request in requests] == ["alice"] * 3 + ["bob"] * 3 + [""] * 3
+    origin = client_module._Origin("cmpl-1", "alice", 0.0, 0.0)
+    add = wire.decode_to_engine(wire.encode(client_module._message(requests[0], origin)))
+    assert process._request(7, add).owner == "alice"
+    resumed, _ = frontend.resume()
+    assert [request.owner for request in resumed] == [request.owner for request in requests]
 
 
 async def test_max_tokens_beyond_the_context_is_clamped_and_a_long_prompt_refused(server):

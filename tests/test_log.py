@@ -149,7 +149,7 @@ EVIL = "x\n12:00:00.000 info    forged\r\x1b[31mred\x00\u2028\u202e\ud800\x85"
 def test_a_clients_label_cannot_forge_lines_or_steer_the_terminal(format: str) -> None:
     stream = io.StringIO()
     log.configure(format, stream=stream)  # type: ignore[arg-type]
-    log.log_request(logger, summary(label=EVIL, error=EVIL, reason=EVIL))
+    log.log_request(logger, summary(request_id=EVIL, path=EVIL, model=EVIL, user=EVIL, error=EVIL, reason=EVIL))
     logger.info("said: %s", EVIL)
     raw = stream.getvalue() if lines(stream) else ""
     assert raw.count("\n") == 2 and raw.isascii() and raw.replace("\n", "").isprintable()
@@ -169,8 +169,10 @@ def test_sanitized_text_is_printable_and_bounded(text: str, limit: int) -> None:
 
 
 def test_request_line_tells_what_happened() -> None:
-    line = log.request_line(summary(label="mine"))
-    assert line == ("cmpl-1 [mine]  10 prompt (3 cached), 21 out, first token 250 ms, 10.0 tok/s, 2.2 s in all, stop")
+    line = log.request_line(summary())
+    assert line == "cmpl-1  10 prompt (3 cached), 21 out, first token 250 ms, 10.0 tok/s, 2.2 s in all, stop"
+    line = log.request_line(summary(path="/v1/completions", model="demo", key="key 2", user="alice"))
+    assert line.startswith("cmpl-1  /v1/completions, demo, key 2, user alice: 10 prompt (3 cached), 21 out, ")
 
 
 def test_request_line_of_a_request_without_tokens() -> None:
@@ -178,6 +180,20 @@ def test_request_line_of_a_request_without_tokens() -> None:
         summary(output_tokens=0, first_token_seconds=None, total_seconds=0.004, reason="refused 429", error="full")
     )
     assert line == "cmpl-1  10 prompt (3 cached), 0 out, no token, 4 ms in all, refused 429: full"
+
+
+def test_request_line_of_what_never_ran_tells_no_tokens() -> None:
+    refused = log.RequestSummary(
+        request_id="req-1", path="/v1/x", total_seconds=0.001, reason="refused 404", error="no"
+    )
+    assert log.request_line(refused) == "req-1  /v1/x: 1 ms in all, refused 404: no"
+
+
+def test_the_first_reason_for_a_requests_end_stays() -> None:
+    ended = log.RequestSummary(request_id="req-1")
+    ended.end("refused 400", "bad")
+    ended.end("disconnect")
+    assert (ended.reason, ended.error) == ("refused 400", "bad")
 
 
 def test_one_token_has_no_rate() -> None:
@@ -188,10 +204,12 @@ def test_one_token_has_no_rate() -> None:
 def test_request_event_holds_every_number() -> None:
     stream = io.StringIO()
     log.configure("json", stream=stream)
-    log.log_request(logger, summary())
+    log.log_request(logger, summary(path="/v1/completions", model="demo", key="key 2", user="alice"))
     found = json.loads(lines(stream)[0])
     assert (found["event"], found["request_id"], found["cached_tokens"]) == ("request", "cmpl-1", 3)
     assert (found["first_token_seconds"], found["tokens_per_second"], found["reason"]) == (0.25, 10.0, "stop")
+    asked = [found[name] for name in ("path", "model", "key", "user")]
+    assert asked == ["/v1/completions", "demo", "key 2", "alice"]
 
 
 BEFORE = {"steps": 5, "prompt_tokens": 100, "cached_tokens": 20, "output_tokens": 50, "prefill_tokens": 80}

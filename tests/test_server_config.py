@@ -64,6 +64,11 @@ def test_every_option_has_a_help_text() -> None:
         ("served_model_name", "bare"),
         ("cors_origin", ("example.org",)),
         ("cors_origin", ("https://example.org/path",)),
+        ("allowed_host", ("example.org:8000",)),
+        ("allowed_host", ("http://example.org",)),
+        ("allowed_host", ("",)),
+        ("allowed_host", ("a", "a")),
+        ("metrics_key", ("scrape",)),  # without an api_key
         ("api_key", "bare"),
         ("api_key", (5,)),
     ],
@@ -92,7 +97,21 @@ def test_a_key_that_is_given_twice_is_refused_without_being_shown() -> None:
 
 
 def test_keys_are_not_in_the_representation() -> None:
-    assert "secret" not in repr(ServerConfig(api_key=("secret",)))
+    assert "secret" not in repr(ServerConfig(api_key=("secret",), metrics_key=("secret-too",)))
+
+
+def test_a_metrics_key_is_not_an_api_key_too() -> None:
+    with pytest.raises(ConfigError, match="metrics_key is also an api_key") as caught:
+        ServerConfig(api_key=("secret", "other"), metrics_key=("other",))
+    assert "other;" not in str(caught.value)
+
+
+def test_metrics_keys_come_from_files_as_api_keys_do(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("scrape\n")
+    config = ServerConfig.from_options({"api_key": "a", "metrics_key": f"@{tmp_path / 'keys'}"})
+    assert config.metrics_key == ("scrape",)
+    with pytest.raises(ConfigError, match="--metrics-key @"):
+        ServerConfig.from_options({"api_key": "a", "metrics_key": f"@{tmp_path}"})
 
 
 def test_keys_come_from_flags_and_files_in_order(tmp_path: Path) -> None:
@@ -143,7 +162,7 @@ def test_a_start_message_survives_the_way_to_an_http_process() -> None:
         directory="/tmp/quire-x",
         worker=3,
         fd=7,
-        server=ServerConfig(api_key=("a", "b"), request_timeout=2, cors_origin=("*",)),
+        server=ServerConfig(api_key=("a", "b"), metrics_key=("c",), request_timeout=2, cors_origin=("*",)),
         model_names=("demo",),
         engine_options={"model": "demo", "threads": None},
         origins={"model": "flag"},

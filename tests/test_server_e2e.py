@@ -256,13 +256,12 @@ def test_metrics_add_up(server):
 
 
 def test_one_line_tells_of_each_request(server):
-    label = "my-label-17"
-    answer = server.post("/v1/completions", job(1), x_request_id=label)
-    name = json.loads(answer[2])["id"]
-    assert answer[1]["x-request-id"] == label
+    name = "my-id-17"
+    answer = server.post("/v1/completions", job(1) | {"user": "alice"}, x_request_id=name)
+    assert answer[1]["x-request-id"] == json.loads(answer[2])["id"] == name
     wait_until(lambda: name in server.stderr)
     [line] = [line for line in server.stderr.splitlines() if name in line]
-    assert label in line and re.search(r"prompt|cached|tok/s", line)
+    assert "/v1/completions, demo, user alice: " in line and re.search(r"prompt|cached|tok/s", line)
 
 
 def patient(server, body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import random
@@ -63,6 +64,7 @@ class Served:
 
     async def post(self, path: str, body: object, **headers: str) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **headers}
         return await self.http.post(self.url + path, content=content, headers=headers)
 
     async def complete(self, **options: object) -> httpx2.Response:
@@ -135,9 +137,10 @@ def lines():
 
     class Handler(logging.Handler):
         def emit(self, record):
-            found.append((record.getMessage(), {"event": record.event_name, **record.event_fields}))
+            name, fields = getattr(record, "event_name", "log"), getattr(record, "event_fields", {})
+            found.append((record.getMessage(), {"event": name, **fields}))
 
-    handler, logger = Handler(), logging.getLogger("quire.server.generation")
+    handler, logger = Handler(), logging.getLogger("quire.server")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -458,6 +461,30 @@ async def test_a_call_larger_than_the_bound_runs_when_nothing_waits():
         assert (await served.complete(prompt="x" * 200)).status_code == 200
 
 
+async def test_a_key_that_floods_the_queue_does_not_keep_another_ones_request_out():
+    """Nine calls of 128 choices are more than the whole queue holds."""
+    async with serving("operator", "flood", "other") as served:
+        gate = asyncio.Event()
+        served.client.script = Script(gate=gate, gate_at=0)
+
+        async def ask(key, n):
+            return await served.post("/v1/completions", {"prompt": "abc", "n": n}, authorization=f"Bearer {key}")
+
+        flood = [asyncio.create_task(ask("flood", 128)) for _ in range(8)]
+        await until(lambda: served.waiting()[0] == 1024)
+        refused = await ask("flood", 128)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        other = asyncio.create_task(ask("other", 1))
+        await until(lambda: len(served.client.calls) == 9)
+        owners = {served.context.tenants.find([f"Bearer {key}".encode()]).owner for key in ("flood", "other")}
+        assert {call.owner for call in served.client.calls} == owners and len(owners) == 2
+        assert (await ask("flood", 1)).status_code == 429
+        gate.set()
+        assert (await other).status_code == 200
+        assert {(await answer).status_code for answer in flood} == {200}
+        assert served.waiting() == (0, 0)
+
+
 # -- what ends a call early ----------------------------------------------------------------------------------
 
 
@@ -550,13 +577,16 @@ async def test_aborting_by_the_responses_id():
 async def test_the_time_limit_holds_for_the_body_too():
     async with serving(request_timeout=0.2) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: 9\r\n\r\n{")
         answer = await asyncio.wait_for(reader.read(), SECONDS)  # it closes the connection
         writer.close()
     assert answer.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.2 s" in answer
 
 
-async def raw_post(port: int, path: str, body: dict, receive_buffer: int | None = None) -> socket.socket:
+async def raw_post(
+    port: int, path: str, body: dict, receive_buffer: int | None = None, *, name: str = ""
+) -> socket.socket:
     """A connection that has sent a request and reads nothing yet."""
     connection = socket.socket()
     if receive_buffer is not None:
@@ -565,8 +595,8 @@ async def raw_post(port: int, path: str, body: dict, receive_buffer: int | None 
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, ("127.0.0.1", port))
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nx-request-id: me\r\n\r\n"
-    await loop.sock_sendall(connection, head.encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
+    await loop.sock_sendall(connection, head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data)
     return connection
 
 
@@ -574,7 +604,7 @@ async def raw_post(port: int, path: str, body: dict, receive_buffer: int | None 
 async def test_a_client_that_leaves_is_noticed_at_once(stream, lines):
     async with serving() as served:
         served.client.script = Script(gate=asyncio.Event(), gate_at=1)
-        connection = await raw_post(served.port, "/v1/completions", {"prompt": "abc", "stream": stream})
+        connection = await raw_post(served.port, "/v1/completions", {"prompt": "abc", "stream": stream}, name="me")
         await until(lambda: served.client.calls and served.client.calls[0].output.outputs[0].token_ids)
         connection.close()
         await until(lambda: not served.client.open_calls)
@@ -584,7 +614,7 @@ async def test_a_client_that_leaves_is_noticed_at_once(stream, lines):
         assert served.metric("quire:disconnects_total") == 1
         assert served.metric("vllm:request_success_total", finished_reason="abort") == 1
     [line] = requests_in(lines)
-    assert (line["reason"], line["label"]) == ("disconnect", "me")
+    assert (line["reason"], line["request_id"]) == ("disconnect", "me")
 
 
 async def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_noticed_too(lines):
@@ -653,17 +683,95 @@ async def test_one_line_tells_how_a_request_went(lines):
         await served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}, **{"x-request-id": "mine"})
         await served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
     first, second = requests_in(lines)
-    assert first["label"] == "mine" and re.fullmatch(r"cmpl-[0-9a-f]{24}", first["request_id"])
+    assert first["request_id"] == "mine"
     assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (3, 2, 4)
     assert first["reason"] == "length" and 0 < first["first_token_seconds"] <= first["total_seconds"]
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", second["request_id"])
-    assert lines[0][0] == log.request_line(log.RequestSummary(**{k: first[k] for k in _SUMMARY_FIELDS}))
+    facts = {one.name: first[one.name] for one in dataclasses.fields(log.RequestSummary)}
+    assert lines[0][0] == log.request_line(log.RequestSummary(**facts))
 
 
-_SUMMARY_FIELDS = log.RequestSummary.__match_args__ or [
-    *("request_id", "label", "prompt_tokens", "cached_tokens", "output_tokens"),
-    *("first_token_seconds", "total_seconds", "reason", "error"),
-]
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("given", ["", "my-trace_1:2/3", "nice try", "x" * 129, "<b>", "two, of them"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_header_body_and_log_carry_one_id(lines, path, given, stream):
+    body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "abc"}
+    async with serving("first", "second") as served:
+        headers = {"authorization": "Bearer second"} | ({"x-request-id": given} if given else {})
+        answer = await served.post(path, body | {"stream": stream, "user": "alice", "max_tokens": 2}, **headers)
+        ids = {event["id"] for event in events_of(answer.content)} if stream else {answer.json()["id"]}
+    [line] = requests_in(lines)
+    assert ids == {answer.headers["x-request-id"]} == {line["request_id"]}
+    made = re.fullmatch(r"(chat)?cmpl-[0-9a-f]{24}", line["request_id"])
+    assert line["request_id"] == given if given == "my-trace_1:2/3" else made
+    assert (line["path"], line["model"], line["key"], line["user"]) == (path, "demo", "key 2", "alice")
+
+
+async def test_every_refusal_is_logged_with_its_id_path_and_key(lines):
+    """Of all kinds, also where nothing but the header of a request was read."""
+    async with serving("first", "second", max_body_bytes=2048, max_queued_requests=1) as served:
+        key = {"authorization": "Bearer second"}
+        served.client.script = Script(gate=asyncio.Event(), gate_at=0)
+        waiting = asyncio.create_task(served.post("/v1/completions", {"prompt": "a"}, **key))
+        await until(lambda: served.client.calls)
+        ask = {"prompt": "abc", "user": "alice"}
+        answers = {
+            400: await served.post("/v1/completions", b"{", **key),
+            401: await served.post("/v1/completions", ask),
+            403: await served.http.get(served.url + "/metrics", headers=key),
+            404: await served.post("/v1/completions", ask | {"model": "nobody"}, **key),
+            405: await served.http.delete(served.url + "/v1/models", headers=key),
+            413: await served.post("/v1/completions", b"x" * 4000, **key),
+            415: await served.post("/v1/completions", b"x", **key | {"content-type": "text/plain"}),
+            429: await served.post("/tokenize", {"prompt": "abc"}, **key),
+        }
+        served.client.draining = True
+        answers[503] = await served.post("/v1/completions", ask, **key)
+        served.client.draining = False
+        served.client.script.gate.set()
+        assert (await waiting).status_code == 200
+    by_id = {line["request_id"]: (text, line) for text, line in lines if line["event"] == "request"}
+    assert len(by_id) == len(answers) + 1
+    for status, answer in answers.items():
+        assert answer.status_code == status
+        text, line = by_id[answer.headers["x-request-id"]]
+        assert line["reason"] == f"refused {status}" and line["error"] == answer.json()["error"]["message"]
+        assert line["path"] == answer.url.path and line["path"] in text and f"refused {status}" in text
+        assert line["key"] == ("" if status == 401 else "key 2")
+    _, line = by_id[answers[404].headers["x-request-id"]]
+    assert (line["model"], line["user"]) == ("nobody", "alice")
+
+
+async def test_what_is_asked_of_a_server_that_loads_is_no_line_a_probe(lines):
+    async with serving() as served:
+        served.client.state = "loading"
+        assert (await served.http.get(served.url + "/health")).status_code == 503
+        await served.post("/tokenize", {"prompt": "a"})
+    assert [line["reason"] for line in requests_in(lines)] == ["refused 503"]
+
+
+async def test_what_is_not_http_is_logged_with_the_id_that_the_client_gets(lines):
+    async with serving() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"NONSENSE\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), SECONDS)
+        writer.close()
+    [line] = requests_in(lines)
+    assert line["reason"] == "refused 400" and f"x-request-id: {line['request_id']}\r\n".encode() in answer
+
+
+async def test_a_request_whose_body_breaks_off_has_one_line_and_one_id(lines):
+    async with serving() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"x-request-id: mine\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        await until(lambda: served.metric("quire:http_requests_in_progress") == 1)
+        writer.write(b"nonsense\r\n")
+        answer = await asyncio.wait_for(reader.read(), SECONDS)
+        writer.close()
+        await until(lambda: requests_in(lines))
+    [line] = requests_in(lines)
+    assert (line["request_id"], line["reason"]) == ("mine", "refused 400") and b"x-request-id: mine\r\n" in answer
 
 
 async def test_no_line_where_none_is_wanted(lines):

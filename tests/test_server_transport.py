@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server import transport
 from quire.server.app import create_app
@@ -22,7 +22,7 @@ from quire.server.replies import json_reply
 from tests.server_fakes import AppThread, app_context, wait_until
 
 LIMIT = 4096
-PATIENCE = 60.0
+PATIENCE = 10.0
 """Seconds that anything may take on a busy machine. What the server is told to wait for is far less, or far more."""
 
 
@@ -139,11 +139,11 @@ def error_of(answer: bytes, status: int) -> dict[str, object]:
 
 
 def get(path: str = "/live", extra: str = "") -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: x\r\n{extra}\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{extra}\r\n".encode()
 
 
 def post(path: str, body: bytes, extra: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
     return head.encode() + body
 
 
@@ -156,17 +156,17 @@ def post(path: str, body: bytes, extra: str = "") -> bytes:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # a TLS hello
         b"NONSENSE\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nno colon here\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nno colon here\r\n\r\n",
         b"GET / HTTP/1.1\r\nA\x00B: x\r\n\r\n",
-        b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"POST /v1/echo HTTP/1.1\r\nContent-Length: nine\r\n\r\n",
         b"POST /v1/echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
         b"POST /v1/echo HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
         b"POST /v1/echo HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/echo HTTP/1.1\r\nContent-Length: 99999999999999999999999999\r\n\r\n",
-        b"POST /v1/echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
 def test_what_is_not_http_gets_a_400_in_openais_shape_and_no_traceback(
@@ -179,7 +179,7 @@ def test_what_is_not_http_gets_a_400_in_openais_shape_and_no_traceback(
 
 
 def test_a_broken_chunk_after_good_ones_ends_the_request(bench: Bench) -> None:
-    data = b"POST /v1/echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nXX\r\n"
+    data = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nXX\r\n"
     error_of(bench.ask(data), 400)
 
 
@@ -203,7 +203,7 @@ def test_headers_over_the_bound_are_refused(bench: Bench, whole: bool) -> None:
 
 def test_a_line_without_end_after_a_body_is_refused(bench: Bench) -> None:
     """A trailer, or the size of a chunk: the parser would keep all of it."""
-    head = b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"
+    head = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"
     for line in (b"0\r\nX-Long: ", b"1;"):
         with bench.connect() as connection:
             connection.sendall(head + line)
@@ -214,6 +214,15 @@ def test_a_line_without_end_after_a_body_is_refused(bench: Bench) -> None:
                     break
                 time.sleep(0.001)
             assert "larger than 32768 bytes" in str(error_of(read_all(connection), 400)["message"])
+
+
+def test_what_is_not_http_behind_an_answer_is_not_answered_again(bench: Bench) -> None:
+    head = b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"
+    with bench.connect() as connection:
+        connection.sendall(head)
+        assert answer_of(connection)[0] == 404
+        connection.sendall(b"nonsense\r\n")
+        assert read_all(connection) == b""
 
 
 def test_a_large_body_is_no_line_without_end(bench: Bench) -> None:
@@ -339,7 +348,7 @@ def test_a_body_of_just_the_limit_is_taken_and_one_byte_more_is_not(bench: Bench
 
 
 def test_a_chunked_body_is_counted(bench: Bench) -> None:
-    head = b"POST /v1/echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    head = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
     assert b'{"bytes":4096}' in bench.ask(head + 4 * chunk + b"0\r\n\r\n")
     error_of(bench.ask(head + 5 * chunk + b"0\r\n\r\n"), 413)
@@ -355,13 +364,17 @@ def test_who_asks_before_sending_too_much_is_told_at_once(bench: Bench, monkeypa
     for name in ("LINGER_SECONDS", "BODY_SECONDS"):  # it is not waited for the body
         monkeypatch.setattr(transport, name, 2 * PATIENCE)
     with bench.connect() as connection:
-        connection.sendall(b"POST /v1/echo HTTP/1.1\r\nContent-Length: 5000\r\nExpect: 100-continue\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\nExpect: 100-continue\r\n\r\n"
+        )
         error_of(read_all(connection), 413)
 
 
 def test_who_asks_before_sending_gets_a_go_ahead(bench: Bench) -> None:
     with bench.connect() as connection:
-        connection.sendall(b"POST /v1/echo HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"
+        )
         assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 100")
         connection.sendall(b"abc")
         read_until(connection, b'{"bytes":3}')
@@ -375,21 +388,21 @@ def test_large_bodies_share_their_room_and_small_ones_always_have_some(
     with bench.connect() as one, bench.connect() as other:
         for connection in (one, other):
             connection.sendall(large[:-1])
-        assert wait_until(lambda: bench.bodies._bytes == 2 * LIMIT - 2)
+        assert wait_until(lambda: bench.bodies.bytes.total == 2 * LIMIT - 2)
         error = error_of(bench.ask(large), 429)
         assert error["code"] == "rate_limit_exceeded" and "too many large bodies" in str(error["message"])
         small = post("/v1/echo", b"x" * 10, "Connection: close\r\n")
         assert bench.ask(small).endswith(b'{"bytes":10}')
         one.sendall(large[-1:])
         assert read_all(one).endswith(b'{"bytes":%d}' % LIMIT)
-    assert wait_until(lambda: bench.bodies._bytes == 0)  # also that of the client that has left
+    assert wait_until(lambda: bench.bodies.bytes.total == 0)  # also that of the client that has left
     assert bench.ask(large).endswith(b'{"bytes":%d}' % LIMIT)
 
 
 def test_an_endless_body_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_SECONDS", 0.3)
     with bench.connect() as connection:
-        connection.sendall(b"POST /v1/echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
         begun = time.monotonic()
         with pytest.raises(OSError):
@@ -424,6 +437,127 @@ def test_a_client_that_leaves_within_its_body_leaves_nothing(bench: Bench, caplo
                     assert read_all(connection) == b""
             assert wait_until(lambda: bench.thread.num_tasks == 0)
     assert not caplog.records
+
+
+# -- answers that come before the body ------------------------------------------------------------------------
+
+LARGE = 8_000_000
+"""More than the kernel keeps for a connection: who sends it must be read from, or does not come to its answer."""
+JSON = "Content-Type: application/json\r\n"
+KEY = "Authorization: Bearer secret\r\n"
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[AppThread]:
+    """The real routes, with a key; those under /draining of a server that is about to leave."""
+    contexts = [app_context(max_body_bytes=LIMIT, api_key=("secret",)) for _ in range(2)]
+    contexts[1].client.draining = True
+    open_to_all = app_context(max_body_bytes=LIMIT)
+
+    def app() -> ASGIApp:
+        apps = [create_app(context) for context in (*contexts, open_to_all)]
+
+        async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+            prefix, _, rest = scope["path"].partition("//")
+            chosen = {"/draining": apps[1], "/open": apps[2]}.get(prefix)
+            await (chosen or apps[0])(scope | {"path": "/" + rest} if chosen else scope, receive, send)
+
+        return choose
+
+    with AppThread(app) as thread:
+        yield thread
+
+
+def answer_of(connection: socket.socket) -> tuple[int, bytes, bytes]:
+    """Status, head and body of the next answer, which says its length."""
+    head, _, body = read_until(connection, b"\r\n\r\n").partition(b"\r\n\r\n")
+    [length] = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    while len(body) < length:
+        body += connection.recv(65536)
+    return int(head.split(b" ")[1]), head, body
+
+
+REFUSALS = {
+    "no key": (401, "/v1/completions", JSON),
+    "a host that is not known": (403, "/open//v1/completions", JSON + "Host: evil.example\r\n"),
+    "a page elsewhere": (403, "/open//v1/completions", JSON + "Origin: http://evil.example\r\n"),
+    "no such path": (404, "/v1/nothing", JSON + KEY),
+    "no such method": (405, "/v1/models", JSON + KEY),
+    "a body that is too large": (413, "/v1/completions", JSON + KEY),
+    "a body that is not JSON": (415, "/v1/completions", KEY + "Content-Type: text/plain\r\n"),
+    "a server that leaves": (503, "/draining//v1/completions", JSON + KEY),
+    "two hosts": (400, "/v1/completions", JSON + KEY + "Host: localhost\r\nHost: localhost\r\n"),
+    "a head that is too large": (400, "/v1/completions", JSON + KEY + f"X-Long: {'x' * transport.MAX_HEAD_BYTES}\r\n"),
+    "too many headers": (400, "/v1/completions", JSON + KEY + "X: 1\r\n" * transport.MAX_HEADERS),
+    "no header": (400, "/v1/completions", JSON + KEY + "this is no header\r\n"),
+    "a length that is none": (400, "/v1/completions", JSON + KEY + "Content-Length: nine\r\n"),
+}
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "1.0"])
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_who_sends_a_large_body_before_it_reads_finds_every_early_refusal(
+    front: AppThread, kind: str, close: bool, framing: str
+) -> None:
+    status, path, extra = REFUSALS[kind]
+    host = "" if "Host:" in extra else "Host: localhost\r\n"
+    chunk = b"x" * 64_000
+    sized = "" if "Content-Length" in extra else f"Content-Length: {LARGE // len(chunk) * len(chunk)}\r\n"
+    version, length = ("1.1", "Transfer-Encoding: chunked\r\n") if framing == "chunked" else ("1.1", sized)
+    version = "1.0" if framing == "1.0" else version
+    head = f"POST {path} HTTP/{version}\r\n{host}{'Connection: close' * close}{CRLF * close}{length}{extra}\r\n"
+    piece = b"%x\r\n%s\r\n" % (len(chunk), chunk) if framing == "chunked" else chunk
+    with socket.create_connection(("127.0.0.1", front.port), timeout=PATIENCE) as connection:
+        connection.sendall(head.encode())
+        for _ in range(LARGE // len(chunk)):
+            connection.sendall(piece)
+        if framing == "chunked":
+            connection.sendall(b"0\r\n\r\n")
+        found, answer, body = answer_of(connection)
+        assert found == status and json.loads(body)["error"]["message"]
+        if b"connection: close" in answer.lower():
+            assert read_all(connection) == b""
+        else:  # the body was read to its end, and the connection goes on
+            connection.sendall(get("/live", "Connection: close\r\n"))
+            assert answer_of(connection)[0] == 200
+
+
+CRLF = "\r\n"
+
+
+def test_who_is_refused_for_too_many_connections_finds_that_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_max_connections", lambda: 0)
+    with bench.connect() as connection:
+        connection.sendall(post("/v1/echo", b"x" * LARGE))
+        assert answer_of(connection)[0] == 503
+    monkeypatch.setattr(transport, "_max_connections", lambda: -transport.SPARE_FILES)
+    with bench.connect() as connection, contextlib.suppress(ConnectionResetError):
+        assert connection.recv(100) == b""  # so many that nobody can be waited for
+
+
+def test_who_goes_on_sending_after_its_refusal_is_cut_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the amount, by the time in all, and by the time in which nothing comes."""
+    chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
+    head = b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n%s\r\n"
+    for name, value in (("LINGER_BYTES", 100_000), ("BODY_SECONDS", 0.3), ("LINGER_SECONDS", 0.1)):
+        for extra in (b"", b"Connection: close\r\n"):
+            with monkeypatch.context() as patch, bench.connect() as connection:
+                patch.setattr(transport, name, value)
+                connection.sendall(head % extra)
+                assert answer_of(connection)[0] == 404
+                begun = time.monotonic()
+                while time.monotonic() - begun < PATIENCE:
+                    try:
+                        if name == "LINGER_SECONDS":
+                            if not connection.recv(100):
+                                break
+                        else:
+                            connection.sendall(chunk)
+                    except OSError:
+                        break
+                assert time.monotonic() - begun < PATIENCE
+    assert wait_until(lambda: not bench.thread.server.server_state.connections)
 
 
 # -- several requests on one connection ----------------------------------------------------------------------

@@ -84,29 +84,39 @@ def sanitize(text: str, limit: int | None = MAX_LABEL) -> str:
 # -- lines that more than one process writes ------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class RequestSummary:
-    """What is said of a request when it has ended.
+    """What is said of a request when it has ended; gathered meanwhile.
 
     Attributes:
-        request_id: the id in the response.
-        label: the client's own id for it (`x-request-id`), or "".
+        request_id: the id in the answer's header and body.
+        path, model, user: what was asked for, as the client has it; "" where it is not known.
+        key: what the API key is called that it came with; "" where there is none.
         output_tokens: of all its choices.
         first_token_seconds: from its arrival; None if there was no token.
         total_seconds: from its arrival to its end.
-        reason: why it ended: "stop", "length", "abort", "disconnect", "timeout", "error", "refused 429", ...
+        reason: why it ended: "stop", "length", "abort", "disconnect", "timeout", "error", "refused 429", ...;
+            "" while nothing is to be said.
         error: what went wrong, if anything did.
     """
 
     request_id: str
-    label: str = ""
+    path: str = ""
+    model: str = ""
+    key: str = ""
+    user: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token_seconds: float | None = None
     total_seconds: float = 0.0
-    reason: str
+    reason: str = ""
     error: str | None = None
+
+    def end(self, reason: str, error: str | None = None) -> None:
+        """Say why it ended. The first who knows is right: what comes later follows from it."""
+        if not self.reason:
+            self.reason, self.error = reason, error
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -120,16 +130,18 @@ class RequestSummary:
 def request_line(summary: RequestSummary) -> str:
     """The one line that a request gets, for people."""
     first, rate = summary.first_token_seconds, summary.tokens_per_second
-    label = f" [{sanitize(summary.label)}]" if summary.label else ""
+    asked = [summary.path, summary.model, summary.key, f"user {summary.user}" if summary.user else ""]
+    head = ", ".join(sanitize(part) for part in asked if part)
+    ran = summary.prompt_tokens > 0
     parts = [
-        f"{summary.prompt_tokens} prompt ({summary.cached_tokens} cached)",
-        f"{summary.output_tokens} out",
-        f"first token {_duration(first)}" if first is not None else "no token",
+        f"{summary.prompt_tokens} prompt ({summary.cached_tokens} cached)" if ran else None,
+        f"{summary.output_tokens} out" if ran else None,
+        f"first token {_duration(first)}" if first is not None else "no token" if ran else None,
         f"{_rate(rate)} tok/s" if rate is not None else None,
         f"{_duration(summary.total_seconds)} in all",
         sanitize(summary.reason) + (f": {sanitize(summary.error, 200)}" if summary.error else ""),
     ]
-    return f"{summary.request_id}{label}  " + ", ".join(part for part in parts if part)
+    return f"{sanitize(summary.request_id, None)}  {head}{': ' if head else ''}" + ", ".join(filter(None, parts))
 
 
 def log_request(logger: logging.Logger, summary: RequestSummary) -> None:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPEN_TO_ALL = "there is no --api-key, and other machines reach this port: anyone who does may use the server"
+OPEN_TO_ALL = (
+    "there is no --api-key, and other machines reach this port: anyone who does may use the server "
+    "(by its address; by another name than this machine's with --allowed-host NAME)"
+)
 
 
 def make_screen(options: ServeOptions, listener: socket.socket, preset_options: Mapping[str, Any]) -> Screen:

@@ -80,6 +80,7 @@ class _Live:
     output: RequestOutput
     prepared: Prepared
     scope: str
+    owner: str = ""
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
 
@@ -208,7 +209,7 @@ class Frontend:
     def submit(self, prepared: Prepared, request_id: str | None = None, tenant: str = "") -> RequestOutput:
         """Queue a prepared prompt's choices; the output grows from now on.
 
-        Requests of different tenants never share cached prefixes.
+        Requests of different tenants never share cached prefixes; in the engine, the tenant is their `owner`.
 
         Raises:
             RequestError: the id is in use or no short string, or the request could never fit.
@@ -218,7 +219,7 @@ class Frontend:
         output = RequestOutput(request_id, prepared.text, prepared.token_ids, [], seed=prepared.params.seed or 0)
         if prepared.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]  # nothing predicts the first token
-        live = _Live(output, prepared, f"{tenant}/{prepared.params.cache_salt or ''}" if tenant else "")
+        live = _Live(output, prepared, f"{tenant}/{prepared.params.cache_salt or ''}" if tenant else "", tenant)
         now = time.monotonic()
         for index, number in enumerate(numbers):
             completion = CompletionOutput(index)
@@ -249,6 +250,7 @@ class Frontend:
             stop_token_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos),
             bad_words=prepared.bad_words,
             scope=live.scope or params.cache_salt or "",
+            owner=live.owner,
             arrived=now,
         )
 

@@ -402,6 +402,7 @@ def _request(number: int, add: wire.Add) -> Request:
         stop_token_ids=frozenset(add.stop_token_ids),
         bad_words=add.bad_words,
         scope=add.scope,
+        owner=add.owner,
         arrived=add.arrived,
         output_token_ids=add.output_token_ids,
         num_scored=add.num_scored,

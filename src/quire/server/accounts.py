@@ -118,16 +118,9 @@ class Account:
         reasons = [choice.finish_reason or "abort" for output in self._outputs if output for choice in output.outputs]
         return ", ".join(dict.fromkeys(reasons)) or "abort"
 
-    def summary(self, request_id: str, label: str, reason: str, error: str | None) -> RequestSummary:
-        """The call's line in the log."""
-        return RequestSummary(
-            request_id=request_id,
-            label=label,
-            prompt_tokens=sum(self._prompt_tokens),
-            cached_tokens=sum(output.cached_tokens for output in self._outputs if output),
-            output_tokens=sum(sum(counts) for counts in self._counts),
-            first_token_seconds=self.first_token_seconds,
-            total_seconds=time.monotonic() - self._arrived,
-            reason=reason,
-            error=error,
-        )
+    def add_to(self, summary: RequestSummary) -> None:
+        """What the call's line in the log says of its tokens."""
+        summary.prompt_tokens = sum(self._prompt_tokens)
+        summary.cached_tokens = sum(output.cached_tokens for output in self._outputs if output)
+        summary.output_tokens = sum(sum(counts) for counts in self._counts)
+        summary.first_token_seconds = self.first_token_seconds

@@ -1,15 +1,15 @@
 """The app of one HTTP process: its routes, and what every request passes on its way to them.
 
-From the outside in: label, headers and the last net for errors (`EdgeMiddleware`), CORS where it is asked for, API
-keys (`AuthMiddleware`), the router, and for the API's own routes a gate that is shut while no request can be taken.
+From the outside in: id, headers, the line in the log and the last net for errors (`EdgeMiddleware`), CORS where it is
+asked for, API keys (`AuthMiddleware`), the router, and for the API's own routes a gate that is shut while no request
+can be taken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
+import time
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -22,17 +22,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire import __version__
 from quire.errors import EngineClosedError, QuireError
-from quire.log import event
-from quire.server import routes_info
+from quire.log import event, log_request
+from quire.server import request_log, routes_info
 from quire.server.auth import AuthMiddleware
-from quire.server.context import AppContext, request_label, stop_error
+from quire.server.context import AppContext, stop_error
 from quire.server.errors import ApiError, api_error
+from quire.server.hosts import HostPolicy
 from quire.server.openapi import openapi_document
 from quire.server.replies import error_reply, send_error
 
 logger = logging.getLogger(__name__)
 
-MAX_LABEL_LENGTH = 128
 GONE = 499
 """In the metrics: the client left before there was a status."""
 
@@ -77,14 +77,11 @@ def create_app(context: AppContext, generation: APIRouter | None = None) -> Fast
     app.mount("/static", routes_info.static_files(), name="static")
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     _add_error_handlers(app, context)
-    app.add_middleware(
-        AuthMiddleware,
-        tenants=context.tenants,
-        on_refused=context.metrics.rejected,
-        origins=context.server.cors_origin,
-    )
-    if context.server.cors_origin:
-        _add_cors(app, context.server.cors_origin)
+    server = context.server
+    policy = HostPolicy(server.host, server.allowed_host, server.cors_origin)
+    app.add_middleware(AuthMiddleware, tenants=context.tenants, on_refused=_refusing(context), policy=policy)
+    if server.cors_origin:
+        _add_cors(app, server.cors_origin)
     app.add_middleware(EdgeMiddleware, context=context)
     return app
 
@@ -98,6 +95,16 @@ def _add_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after"],
     )
+
+
+def _refusing(context: AppContext) -> Callable[[Scope, ApiError], None]:
+    """What is noted of who may not come in."""
+
+    def on_refused(scope: Scope, error: ApiError) -> None:
+        context.metrics.rejected("unauthorized")
+        request_log.note_error(scope, error)
+
+    return on_refused
 
 
 def _gate(context: AppContext) -> Callable[[], Awaitable[None]]:
@@ -120,20 +127,22 @@ def _add_error_handlers(app: FastAPI, context: AppContext) -> None:
     """Everything that a route raises leaves in OpenAI's shape."""
 
     async def own(request: Request, error: Exception) -> Response:
-        if isinstance(error, ApiError):
-            return error_reply(error)
         answer = api_error(error)
         if isinstance(error, EngineClosedError):  # it died between the gate and the question
             answer = context.not_ready() or answer
-        elif answer.status >= 500:
-            _log_unexpected(request_label(request.scope), error)
-        return error_reply(answer)
+        elif answer.status >= 500 and not isinstance(error, ApiError):
+            _log_unexpected(request_log.summary_of(request.scope).request_id, error)
+        return replied(request, answer)
 
     async def of_the_router(request: Request, error: Exception) -> Response:
-        return error_reply(_routing_error(request, error))
+        return replied(request, _routing_error(request, error))
 
     async def of_a_query(request: Request, error: Exception) -> Response:
-        return error_reply(_query_error(error))
+        return replied(request, _query_error(error))
+
+    def replied(request: Request, answer: ApiError) -> Response:
+        request_log.note_error(request.scope, answer)
+        return error_reply(answer)
 
     app.add_exception_handler(ApiError, own)
     app.add_exception_handler(QuireError, own)
@@ -171,11 +180,8 @@ def _shown(text: str) -> str:
 
 
 class EdgeMiddleware:
-    """The outermost layer: gives each request its label, each answer its headers, and catches what nobody expected.
-
-    The label is the client's `x-request-id` or one that is made; it is echoed, and stands in the scope as
-    "quire.label".
-    """
+    """The outermost layer: gives each request its id, each answer its headers, catches what nobody expected, and logs
+    the one line that a request gets: all calls for text, and whatever else was refused."""
 
     def __init__(self, app: ASGIApp, context: AppContext) -> None:
         self.app = app
@@ -184,9 +190,10 @@ class EdgeMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        scope["quire.client_label"] = _label(scope)
-        label = scope["quire.label"] = scope["quire.client_label"] or f"req-{secrets.token_hex(12)}"
-        headers = [(b"x-request-id", label.encode()), *_ALWAYS, *(_PAGE_HEADERS if _is_page(scope["path"]) else ())]
+        arrived = time.monotonic()
+        summary = request_log.begin(scope)
+        own = (b"x-request-id", summary.request_id.encode())
+        headers = [own, *_ALWAYS, *(_PAGE_HEADERS if _is_page(scope["path"]) else ())]
         status = GONE
 
         async def send_on(message: Message) -> None:
@@ -196,39 +203,36 @@ class EdgeMiddleware:
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
+        async def fail(error: ApiError) -> None:
+            request_log.note_error(scope, error)
+            if status == GONE:
+                await send_error(error, send_on)
+
         metrics = self.context.metrics
         metrics.request_received()
         try:
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
+            summary.end("disconnect")
             metrics.disconnected()
         except asyncio.CancelledError:
             if not self.context.stopping.is_set():
                 raise
-            if status == GONE:
-                await send_error(stop_error(), send_on)
+            await fail(stop_error())
         except Exception as error:
-            _log_unexpected(label, error)
-            if status == GONE:
-                await send_error(api_error(error), send_on)
+            _log_unexpected(summary.request_id, error)
+            await fail(api_error(error))
         finally:
             metrics.request_done(_route_of(scope), status)
+            summary.total_seconds = time.monotonic() - arrived
+            if summary.reason and self.context.server.log_requests:
+                log_request(logger, summary)
 
 
-def _log_unexpected(label: str, error: Exception) -> None:
-    """What the client is not told, under the label that it is told."""
-    text = f"request {label}: an unexpected {type(error).__name__}"
-    event(logger, "internal_error", text, level=logging.ERROR, exc_info=error, label=label)
-
-
-def _label(scope: Scope) -> str:
-    """The client's id for this request, made harmless; "" if there is none."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            visible = re.sub(r"[^\x21-\x7e]", "", value[: 8 * MAX_LABEL_LENGTH].decode("latin-1"))
-            if visible:
-                return visible[:MAX_LABEL_LENGTH]
-    return ""
+def _log_unexpected(request_id: str, error: Exception) -> None:
+    """What the client is not told, under the id that it is told."""
+    text = f"request {request_id}: an unexpected {type(error).__name__}"
+    event(logger, "internal_error", text, level=logging.ERROR, exc_info=error, request_id=request_id)
 
 
 def _is_page(path: str) -> bool:

@@ -17,10 +17,13 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError
+from quire.server.hosts import HostPolicy
 from quire.server.replies import send_error
+from quire.server.request_log import summary_of
 
 OPEN_PATHS = frozenset({"/", "/health", "/live"})
 OPEN_PREFIX = "/static/"
+METRICS_PATH = "/metrics"
 TENANT_BYTES = 8
 
 
@@ -31,11 +34,15 @@ class Tenant:
     Attributes:
         owner: what their requests are filed under in the engine, and their cached prefixes are kept apart by; ""
             where there are not several tenants.
-        is_operator: may use the administrative routes and the live view.
+        is_operator: may use the administrative routes, the live view and the metrics.
+        is_scraper: may read the metrics, and nothing else.
+        label: what their key is called in the log; "" where there is none.
     """
 
     owner: str = ""
     is_operator: bool = True
+    is_scraper: bool = False
+    label: str = ""
 
 
 class Tenants:
@@ -46,18 +53,24 @@ class Tenants:
 
     Args:
         keys: the API keys; the first is the operator's.
+        metrics_keys: keys that open the metrics alone.
+
+    Attributes:
+        count: API keys.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], metrics_keys: Sequence[str] = ()) -> None:
+        self.count = len(keys)
         secret = hashlib.blake2b("\0".join(keys).encode()).digest()
         self._salt = secrets.token_bytes(32)
         self._tenants: list[tuple[bytes, Tenant]] = []
         for index, key in enumerate(keys):
             name = _named(key, secret) if len(keys) > 1 else ""
-            self._tenants.append((self._digest(key.encode()), Tenant(name, is_operator=index == 0)))
-
-    def __len__(self) -> int:
-        return len(self._tenants)
+            tenant = Tenant(name, is_operator=index == 0, label=f"key {index + 1}")
+            self._tenants.append((self._digest(key.encode()), tenant))
+        for index, key in enumerate(metrics_keys, 1):
+            tenant = Tenant(is_operator=False, is_scraper=True, label=f"metrics key {index}")
+            self._tenants.append((self._digest(key.encode()), tenant))
 
     def find(self, authorization: Sequence[bytes]) -> Tenant | None:
         """The tenant whose key the `Authorization` headers carry, or None. Takes equally long for every wrong key."""
@@ -90,44 +103,36 @@ def is_open(path: str) -> bool:
 class AuthMiddleware:
     """Answers 401 to who has no key, and puts the `Tenant` of who has one into the scope as "quire.tenant".
 
-    Where no key is needed, any page that a user of this machine opens could use the server behind his back: browsers
-    say so in `Sec-Fetch-Site` (W3C, Fetch Metadata), and those pages get 403 unless their origin is allowed.
+    Where no key is needed, `policy` says who may come in instead.
     """
 
     def __init__(
-        self, app: ASGIApp, tenants: Tenants, on_refused: Callable[[str], None], origins: Sequence[str] = ()
+        self, app: ASGIApp, tenants: Tenants, on_refused: Callable[[Scope, ApiError], None], policy: HostPolicy
     ) -> None:
         self.app = app
         self.tenants = tenants
         self.on_refused = on_refused
-        self.origins = frozenset(origins)
+        self.policy = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            tenant = self.tenants.find(_authorization(scope))
-            if tenant is None and not is_open(scope["path"]):
-                self.on_refused("unauthorized")
-                await send_error(unauthorized(), send)
+            tenant = scope["quire.tenant"] = self.tenants.find(_authorization(scope))
+            if tenant is not None:
+                summary_of(scope).key = tenant.label
+            refusal = None if is_open(scope["path"]) else self._refusal(scope, tenant)
+            if refusal is not None:
+                self.on_refused(scope, refusal)
+                await send_error(refusal, send)
                 return
-            if not len(self.tenants) and self._is_foreign(scope) and not is_open(scope["path"]):
-                self.on_refused("unauthorized")
-                await send_error(foreign_page(), send)
-                return
-            scope["quire.tenant"] = tenant
         await self.app(scope, receive, send)
 
-    def _is_foreign(self, scope: Scope) -> bool:
-        """Whether a browser sends this for a page of another origin that is not allowed."""
-        headers = dict(scope["headers"])
-        if headers.get(b"sec-fetch-site", b"none") in (b"same-origin", b"none"):
-            return False
-        return not self.origins & {"*", headers.get(b"origin", b"").decode("latin-1")}
-
-
-def foreign_page() -> ApiError:
-    """The answer to a page of another origin."""
-    message = "pages of other origins may not use this server; --cors-origin ORIGIN allows one"
-    return ApiError(403, message, code="foreign_origin")
+    def _refusal(self, scope: Scope, tenant: Tenant | None) -> ApiError | None:
+        """Why the request may not come in, if so."""
+        if tenant is None:
+            return unauthorized()
+        if tenant.is_scraper and scope["path"] != METRICS_PATH:
+            return metrics_only()
+        return None if self.tenants.count else self.policy.refusal(scope)
 
 
 def _authorization(scope: Mapping[str, Any]) -> list[bytes]:
@@ -152,7 +157,12 @@ def unauthorized() -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers=headers)
 
 
-def forbidden() -> ApiError:
-    """The answer to a tenant who asks for what only the operator may see or do."""
-    message = "this needs the operator's API key, which is the first of the server's --api-key"
+def metrics_only() -> ApiError:
+    """The answer to a metrics key elsewhere."""
+    return ApiError(403, "this key reads /metrics, and nothing else (--metrics-key)", code="metrics_only")
+
+
+def forbidden(alternative: str = "") -> ApiError:
+    """The answer to a tenant who asks for what only the operator may see or do. `alternative`: who else may."""
+    message = f"this needs the operator's API key, which is the first of the server's --api-key{alternative}"
     return ApiError(403, message, code="operator_only")

@@ -15,6 +15,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from quire.server.errors import ApiError, invalid
 
+JSON = "application/json"
 MAX_FIELD_BYTES = 1 << 18
 """JSON of one field, where nothing else is said."""
 SMALL_BYTES = 1 << 16
@@ -24,6 +25,24 @@ MAX_IGNORED_LENGTH = 64
 
 T = TypeVar("T")
 _POSITION = re.compile(r"\(byte (\d+)\)")
+
+
+def check_media_type(values: Sequence[str]) -> None:
+    """Refuse a body that does not say that it is JSON: a web page of another origin cannot send one that does.
+
+    Args:
+        values: of the `Content-Type` headers.
+
+    Raises:
+        ApiError: 415.
+    """
+    if len(values) == 1 and values[0].partition(";")[0].strip().lower() == JSON:
+        return
+    found = (
+        "it has none" if not values else f"it has {len(values)}" if len(values) > 1 else f"it has {shorten(values[0])}"
+    )
+    message = f"the request must have one header 'Content-Type: {JSON}'; {found}"
+    raise ApiError(415, message, code="unsupported_media_type")
 
 
 def decode(data: Any, kind: type[T] | Any = Any, *, where: str = "") -> Any:

@@ -19,6 +19,7 @@ from quire.errors import ConfigError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 
 MIN_STALL_SECONDS = 5.0
+KEY_OPTIONS = ("api_key", "metrics_key")
 MAX_KEYS = 1024
 MAX_KEY_LENGTH = 512
 MAX_KEY_FILE_BYTES = 1 << 20
@@ -27,7 +28,8 @@ MAX_NAMES = 64
 
 _KEY = re.compile(r"[!-~]+")
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\s\x00-\x1f\x7f])?")
-_ORIGIN = re.compile(r"\*|https?://[^\s/?#]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_HOST = re.compile(r"\*|[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class ServerConfig:
     """Options of one server.
 
     Attributes:
-        api_key: the keys themselves; a file of them has been read by `from_options`. The first is the operator's.
+        api_key, metrics_key: the keys themselves; a file of them has been read by `from_options`. The first of
+            `api_key` is the operator's.
 
     Raises:
         ConfigError: an option has the wrong type, is out of range, or contradicts another one.
@@ -45,6 +48,12 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
     api_key: tuple[str, ...] = dataclasses.field(
         default=(), repr=False, metadata={"help": "a key that clients must send, or @FILE with one a line"}
+    )
+    metrics_key: tuple[str, ...] = dataclasses.field(
+        default=(), repr=False, metadata={"help": "a key that reads /metrics and nothing else, or @FILE"}
+    )
+    allowed_host: tuple[str, ...] = option(
+        (), "name under which clients without a key may reach the server, or * for any; addresses always may"
     )
     served_model_name: tuple[str, ...] = option((), "what requests call the model; default: its folder's or hub name")
     api_workers: int = option(1, "HTTP processes on the port", low=1, high=64)
@@ -89,8 +98,14 @@ class ServerConfig:
                 f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
                 "any process silent for so long: give more, or 0 for never"
             )
-        _check_keys(self.api_key)
+        _check_keys("api_key", self.api_key)
+        _check_keys("metrics_key", self.metrics_key)
+        if self.metrics_key and not self.api_key:
+            raise ConfigError("metrics_key needs api_key: without one everybody reads /metrics; give an --api-key too")
+        if set(self.metrics_key) & set(self.api_key):
+            raise ConfigError("a metrics_key is also an api_key; a key that reads /metrics alone must be another one")
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
+        _check_each("allowed_host", self.allowed_host, _HOST, "a name such as quire.example.org, without a port, or *")
         _check_each("cors_origin", self.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
 
     @classmethod
@@ -108,8 +123,9 @@ class ServerConfig:
         for name, hint in get_type_hints(cls).items():
             if hint == tuple[str, ...] and name in given:
                 given[name] = _as_tuple(given[name])
-        if isinstance(given.get("api_key"), tuple):
-            given["api_key"] = read_keys(given["api_key"])
+        for name in KEY_OPTIONS:
+            if isinstance(given.get(name), tuple):
+                given[name] = read_keys(given[name], name)
         return cls(**given)
 
     def model_names(self, model: str) -> tuple[str, ...]:
@@ -147,49 +163,50 @@ def _check_each(name: str, values: tuple[str, ...], allowed: re.Pattern[str], wh
         raise ConfigError(f"{name} was given {len(values)} times; at most {MAX_NAMES} are allowed")
 
 
-def _check_keys(keys: tuple[str, ...]) -> None:
+def _check_keys(name: str, keys: tuple[str, ...]) -> None:
     """Refuse keys that no header could carry, or that stand twice. No message shows a key."""
     for number, key in enumerate(keys, 1):
         if not key:
-            raise ConfigError(f"api_key {number} is empty; remove it, or give a key")
+            raise ConfigError(f"{name} {number} is empty; remove it, or give a key")
         if not _KEY.fullmatch(key):
             raise ConfigError(
-                f"api_key {number} has a space or a character that is not printable ASCII; a header could not carry it"
+                f"{name} {number} has a space or a character that is not printable ASCII; a header could not carry it"
             )
         if len(key) > MAX_KEY_LENGTH:
-            raise ConfigError(f"api_key {number} has {len(key)} characters; at most {MAX_KEY_LENGTH} are allowed")
+            raise ConfigError(f"{name} {number} has {len(key)} characters; at most {MAX_KEY_LENGTH} are allowed")
     if len(set(keys)) < len(keys):
         first = next(number for number, key in enumerate(keys, 1) if key in keys[: number - 1])
-        raise ConfigError(f"api_key {first} was given before; each key must be given once")
+        raise ConfigError(f"{name} {first} was given before; each key must be given once")
     if len(keys) > MAX_KEYS:
-        raise ConfigError(f"{len(keys)} API keys were given; at most {MAX_KEYS} are allowed")
+        raise ConfigError(f"{name} was given {len(keys)} times; at most {MAX_KEYS} are allowed")
 
 
-def read_keys(texts: Sequence[str]) -> tuple[str, ...]:
+def read_keys(texts: Sequence[str], option_name: str = "api_key") -> tuple[str, ...]:
     """The keys that these stand for: `@FILE` is every line of the file but empty ones and those that begin with #.
 
     Raises:
         ConfigError: a file cannot be read, or holds no key.
     """
     keys: list[str] = []
+    flag = f"--{option_name.replace('_', '-')}"
     for text in texts:
-        keys += _keys_of_file(text[1:]) if isinstance(text, str) and text.startswith("@") else [text]
+        keys += _keys_of_file(text[1:], flag) if isinstance(text, str) and text.startswith("@") else [text]
     return tuple(keys)
 
 
-def _keys_of_file(path: str) -> list[str]:
+def _keys_of_file(path: str, flag: str) -> list[str]:
     try:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             text = file.read(MAX_KEY_FILE_BYTES + 1)
     except (OSError, RuntimeError, UnicodeDecodeError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-        raise ConfigError(f"--api-key @{path} cannot be read: {reason}") from error
+        raise ConfigError(f"{flag} @{path} cannot be read: {reason}") from error
     if len(text) > MAX_KEY_FILE_BYTES:
-        raise ConfigError(f"--api-key @{path} is larger than {MAX_KEY_FILE_BYTES} bytes; is it a file of keys?")
+        raise ConfigError(f"{flag} @{path} is larger than {MAX_KEY_FILE_BYTES} bytes; is it a file of keys?")
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"--api-key @{path} holds no key; write one a line")
+        raise ConfigError(f"{flag} @{path} holds no key; write one a line")
     return keys
 
 

@@ -119,13 +119,3 @@ def stop_error() -> ApiError:
     headers = {"retry-after": str(RETRY_DRAINING), "connection": "close"}
     message = "the server is shutting down; try again"
     return ApiError(503, message, code="shutting_down", headers=headers)
-
-
-def client_label(scope: Mapping[str, Any]) -> str:
-    """The request's own `x-request-id`, made harmless; "" where it brought none."""
-    return str(scope.get("quire.client_label", ""))
-
-
-def request_label(scope: Mapping[str, Any]) -> str:
-    """The request's `x-request-id`, or the one that was made: a label for logs and people, never a key."""
-    return str(scope.get("quire.label", ""))

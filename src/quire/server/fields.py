@@ -99,7 +99,7 @@ _COMMON: dict[str, Schema] = {
 }
 
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
-"""Strings that are accepted and change nothing."""
+"""Strings that are accepted and change nothing; the first two stand in the log."""
 
 _LABELS: dict[str, Schema] = {name: _schema("string", "A label; it changes nothing.") for name in LABELS} | {
     "metadata": _schema("object", "Labels; they change nothing."),

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -25,14 +24,16 @@ from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
 from quire.engine.tokenizer_pool import TokenizerPool
 from quire.errors import RequestError
-from quire.log import RequestSummary, event, log_request
+from quire.log import event
 from quire.server.accounts import Account
 from quire.server.admission import Admission, QueueFullError
 from quire.server.auth import tenant_of
-from quire.server.context import AppContext, client_label, stop_error
+from quire.server.body import check_media_type
+from quire.server.context import AppContext, stop_error
 from quire.server.errors import ApiError, api_error
 from quire.server.limits import Limits
-from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, TokenizeCall
+from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, GenerationCall, TokenizeCall
+from quire.server.request_log import note_call, summary_of
 from quire.server.responses import ChatResponder, CompletionResponder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
@@ -95,12 +96,15 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
         ApiError: it is not valid. ClientDisconnect: the client left before it was there.
     """
     server, info = shared.context.server, shared.context.client.info
+    check_media_type(request.headers.getlist("content-type"))
     limits = Limits(max_model_len=info.max_model_len if info is not None else None)
-    with shared.bodies.holding() as fits:
+    with shared.bodies.holding(tenant_of(request.scope).owner) as fits:
         body = await read_body(request, server.max_body_bytes, fits, server.request_timeout)
         # A large one in a thread, so that everybody else's tokens get their turns meanwhile.
         large = len(body) > SMALL_BODY_BYTES
         call = await asyncio.to_thread(parse, body, limits) if large else parse(body, limits)
+    user = call.user if isinstance(call, GenerationCall) else None
+    note_call(request.scope, call.model or shared.context.model_names[0], user)
     shared.context.check_model(call.model)
     shared.log_ignored(call.ignored)
     return call
@@ -109,12 +113,12 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
 class GeneratedAnswer(Response):
     """An answer that is made while it is sent: what a route returns."""
 
-    def __init__(self, shared: Shared, parse: Parse, prefix: str) -> None:
+    def __init__(self, shared: Shared, parse: Parse) -> None:
         super().__init__()
-        self._shared, self._parse, self._prefix = shared, parse, prefix
+        self._shared, self._parse = shared, parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Generation(self._shared, self._parse, self._prefix, scope).run(receive, send)
+        await Generation(self._shared, self._parse, scope).run(receive, send)
 
 
 class Generation:
@@ -122,15 +126,15 @@ class Generation:
 
     Args:
         parse: makes a call of a body.
-        prefix: of the id, which is made here: clients' own ids are labels only.
-        scope: of ASGI, with tenant and label.
+        scope: of ASGI, with the tenant and the request's summary.
     """
 
-    def __init__(self, shared: Shared, parse: Parse, prefix: str, scope: Scope) -> None:
+    def __init__(self, shared: Shared, parse: Parse, scope: Scope) -> None:
         self._shared, self._context = shared, shared.context
         self._parse = parse
         self._scope = scope
-        self._id = f"{prefix}-{secrets.token_hex(12)}"
+        self._summary = summary_of(scope)
+        self._id = self._summary.request_id
         self._arrived = time.monotonic()
         self._tokenize_seconds = 0.0
         self._account: Account | None = None  # once it runs
@@ -188,7 +192,7 @@ class Generation:
 
     async def _answer(self, call: Call, writer: AnswerWriter) -> None:
         """Everything from the queue to the last byte; may be cancelled at any point."""
-        ticket = self._shared.admission.enter(call.num_choices, call.price())
+        ticket = self._shared.admission.enter(call.num_choices, call.price(), tenant_of(self._scope).owner)
         try:
             began = time.monotonic()
             prepared = await unless(self._context.stopping, self._prepare(call))
@@ -314,16 +318,10 @@ class Generation:
 
     def _end(self) -> None:
         """Close the books."""
-        label, seconds = client_label(self._scope), time.monotonic() - self._arrived
-        if self._account is None:
-            summary = RequestSummary(
-                request_id=self._id, label=label, total_seconds=seconds, reason=self._reason, error=self._error
-            )
-        else:
+        if self._account is not None:
             self._account.close()
-            summary = self._account.summary(self._id, label, self._reason, self._error)
-        if self._context.server.log_requests:
-            log_request(logger, summary)
+            self._account.add_to(self._summary)
+        self._summary.end(self._reason, self._error)
 
 
 _CAUSES = {"request_timeout": "timeout", "shutting_down": "shutdown"}
@@ -347,7 +345,7 @@ def _rejection(error: ApiError) -> str:
     """Why a call was refused, in the metrics' words."""
     if isinstance(error, QueueFullError):
         return error.reason
-    by_status = {400: "invalid", 413: "too_large"}
+    by_status = {400: "invalid", 413: "too_large", 415: "invalid"}
     return _REJECTIONS.get(error.code or "", by_status.get(error.status, "other"))
 
 

@@ -49,7 +49,7 @@ ROUTES = (
 )
 """Values of the label `route`."""
 
-STATUSES = ("200", "400", "401", "403", "404", "405", "408", "413", "429", "431", "499", "500", "503", "other")
+STATUSES = ("200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "431", "499", "500", "503", "other")
 """Values of the label `status`; 499 is a client that went away before the answer."""
 
 REJECTIONS = (

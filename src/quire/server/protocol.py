@@ -57,11 +57,13 @@ class GenerationCall:
         continuous_usage: tell the usage so far in every chunk.
         return_token_ids: the answer holds token ids.
         prompt_logprobs: what to return in the field of that name; None if it was not asked for.
+        user: whom the client says it asks for; a label for the log.
         ignored: names of fields that nobody knows, fit for a header.
     """
 
     model: str | None
     params: SamplingParams
+    user: str | None = field(default=None, compare=False)
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -284,8 +286,7 @@ def _model(given: Fields) -> str | None:
 
 def _common(given: Fields) -> tuple[dict[str, Any], list[str]]:
     """Fields that both routes read alike, and unknown names within them."""
-    for name in tables.LABELS:
-        given.text(name, MAX_LABEL_LENGTH)
+    labels = {name: given.text(name, MAX_LABEL_LENGTH) for name in tables.LABELS}
     metadata = given.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise wrong_type("metadata", metadata, "an object")
@@ -298,6 +299,7 @@ def _common(given: Fields) -> tuple[dict[str, Any], list[str]]:
         raise _unsupported("stream_options.include_obfuscation", True, (False,))
     common = {
         "model": _model(given),
+        "user": labels["user"] or labels["safety_identifier"],
         "stream": stream,
         "include_usage": streaming.boolean("include_usage"),
         "continuous_usage": streaming.boolean("continuous_usage_stats"),

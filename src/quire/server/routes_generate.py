@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -15,10 +14,9 @@ from quire.server.errors import ApiError
 from quire.server.generation import LARGE_BODIES, GeneratedAnswer, Shared
 from quire.server.protocol import parse_chat, parse_completion
 from quire.server.replies import json_reply
+from quire.server.request_log import REQUEST_ID
 from quire.server.tokenizing import detokenize, tokenize
 from quire.server.transport import Bodies
-
-_RESPONSE_ID = re.compile(r"(cmpl|chatcmpl)-[0-9a-f]{24}")
 
 
 def router_for(context: AppContext) -> APIRouter:
@@ -30,11 +28,11 @@ def router_for(context: AppContext) -> APIRouter:
 
     @router.post("/v1/completions", summary="Continue a text")
     async def completions(request: Request) -> Response:
-        return GeneratedAnswer(shared, parse_completion, "cmpl")
+        return GeneratedAnswer(shared, parse_completion)
 
     @router.post("/v1/chat/completions", summary="Answer in a chat")
     async def chat_completions(request: Request) -> Response:
-        return GeneratedAnswer(shared, parse_chat, "chatcmpl")
+        return GeneratedAnswer(shared, parse_chat)
 
     @router.post("/tokenize", summary="The tokens of a text or a chat")
     async def tokens_of(request: Request) -> Response:
@@ -44,7 +42,7 @@ def router_for(context: AppContext) -> APIRouter:
     async def text_of(request: Request) -> Response:
         return await detokenize(shared, request)
 
-    @router.post("/abort/{request_id}", summary="End a response that is being made")
+    @router.post("/abort/{request_id:path}", summary="End a response that is being made")
     async def abort(request_id: Annotated[str, Path(description="The response's id.")], request: Request) -> Response:
         return json_reply(await _abort(context, request_id, tenant_of(request.scope).owner))
 
@@ -57,6 +55,6 @@ async def _abort(context: AppContext, request_id: str, owner: str) -> dict[str, 
     Raises:
         ApiError: 404: there is none of this id, or it has ended, or it is somebody else's.
     """
-    if not _RESPONSE_ID.fullmatch(request_id) or not await context.client.abort_named(request_id, owner):
+    if not REQUEST_ID.fullmatch(request_id) or not await context.client.abort_named(request_id, owner):
         raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
     return {"aborted": True}

@@ -17,7 +17,8 @@ from starlette.staticfiles import StaticFiles
 from quire import __version__
 from quire.errors import EngineClosedError
 from quire.models.hub import describe
-from quire.server.auth import forbidden, tenant_of
+from quire.server.auth import METRICS_PATH, forbidden, tenant_of
+from quire.server.config import KEY_OPTIONS
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
 from quire.server.replies import json_reply
@@ -57,7 +58,12 @@ def open_router(context: AppContext) -> APIRouter:
     async def server_info() -> Response:
         return json_reply(_server_info(context))
 
-    @router.get("/metrics", summary="Metrics for Prometheus", tags=["server"])
+    @router.get(
+        METRICS_PATH,
+        summary="Metrics for Prometheus",
+        tags=["server"],
+        dependencies=[Depends(_check_scraper)],  # they tell of everybody's requests
+    )
     async def metrics() -> Response:
         return await _metrics(context)
 
@@ -108,7 +114,8 @@ def _server_info(context: AppContext) -> dict[str, Any]:
     """The resolved configuration. Keys are counted, never shown."""
     info = context.client.info
     server = {field.name: getattr(context.server, field.name) for field in dataclasses.fields(context.server)}
-    server["api_key"] = f"{len(context.tenants)} set"
+    for name in KEY_OPTIONS:
+        server[name] = f"{len(server[name])} set"
     engine = dict(context.engine_options) if info is None else info.config
     described = {} if info is None else msgspec.to_builtins(info)
     described.pop("config", None)
@@ -212,7 +219,7 @@ def operator_router(context: AppContext) -> APIRouter:
         return json_reply(await context.client.inspect(what, since), headers=_NOT_CACHED)
 
     # Where there are several tenants the view shows one the others' requests, so it is the operator's, if at all.
-    if context.server.admin or len(context.tenants) <= 1:
+    if context.server.admin or context.tenants.count <= 1:
 
         @router.get("/view", summary="The live view's data", dependencies=operators)
         async def view(since: Since = 0) -> Response:
@@ -240,6 +247,13 @@ def operator_router(context: AppContext) -> APIRouter:
             return await document("steps", since)
 
     return router
+
+
+def _check_scraper(request: Request) -> None:
+    """Raises `ApiError` (403) for whoever may not read the metrics."""
+    tenant = tenant_of(request.scope)
+    if not (tenant.is_operator or tenant.is_scraper):
+        raise forbidden(", or a --metrics-key")
 
 
 def _check_operator(request: Request) -> None:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import TokenOutOfRangeError
+from quire.server.auth import tenant_of
 from quire.server.errors import api_error
 from quire.server.generation import Shared, ignored_header, read_call
 from quire.server.limits import Limits
@@ -67,7 +68,7 @@ async def _answer(
     """Read the call, wait for a place in the queue, and do the work."""
     try:
         call = await read_call(shared, request, parse)
-        ticket = shared.admission.enter(1, call.price())
+        ticket = shared.admission.enter(1, call.price(), tenant_of(request.scope).owner)
         try:
             return json_reply(await work(call), headers=ignored_header(call.ignored))
         finally:

@@ -23,6 +23,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.server.errors import ApiError
+from quire.server.hosts import parse_host
+from quire.server.request_log import log_unread, make_id, note_error, summary_of
+from quire.server.shares import Shares
 
 MAX_HEAD_BYTES = 32 * 1024
 """Of the request line and all headers together."""
@@ -39,8 +42,8 @@ MAX_PIPELINED = 16
 SMALL_BODY_BYTES = 256 * 1024
 """Bodies up to this size need not ask for room among the others."""
 LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20
-"""What is left of a body that was refused is read for so long and so far, so that a client which sends before it
-reads finds the answer, and no reset connection."""
+"""What still comes of a request that has its answer is read and thrown away, until nothing came for so long, or so much
+did, or `BODY_SECONDS` are over: so a client that sends before it reads finds the answer, and no reset connection."""
 STUCK_SECONDS = 120.0
 """A client that takes nothing for so long, while something waits to be sent to it, is given up."""
 SPARE_FILES = 64
@@ -54,6 +57,8 @@ class BoundedProtocol(HttpToolsProtocol):
     - what is not HTTP is answered with a 400 in OpenAI's shape, never into an answer that has begun;
     - an answer that runs is told when its client goes, also if the client had sent further requests ahead;
     - a client that does not read is given up, whatever is sent to it;
+    - an answer that comes before its request is complete reaches a client that is still sending: the connection is
+      closed for writing first, and for reading when the client has seen it (as in nginx's `lingering_close`);
     - the scope's "quire.drop" closes the connection at once, whatever waits to be sent.
     """
 
@@ -72,16 +77,24 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_message = False
         self._head_bytes = 0  # of the lines that are complete
         self._pending_bytes = 0  # received since the parser last handed something on
-        self._refused = False  # nothing more is read from this connection
+        self._num_hosts = 0
+        self._refused = False  # nothing more is taken from this connection
+        self._closing = False  # for writing it is closed, and for reading soon
+        self._linger_bytes: int | None = None  # what may still be thrown away; None: nothing is
+        self._linger_end = 0.0
 
     # -- the connection ------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > _max_connections():
+        self._way_out = _WayOut(self)
+        excess = len(self.connections) - _max_connections()
+        if excess > SPARE_FILES // 2:
+            transport.abort()  # not even an answer can be waited for
+        elif excess > 0:
             self._refuse(503, "the server has too many open connections; try again", "too_many_connections")
-            return
-        self._deadline(HEAD_SECONDS)
+        else:
+            self._deadline(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline(None)
@@ -93,6 +106,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
+        if self._linger_bytes is not None:
+            self._linger_on(len(data))
         if self._refused or self.parser is None:
             return
         self._pending_bytes += len(data)
@@ -110,25 +125,65 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _what_is_wrong(self, error: Exception) -> str:
         cause = error.__context__
-        return str(cause) if isinstance(cause, _HeadTooLargeError) else "this is not a valid HTTP request"
+        return str(cause) if isinstance(cause, _BadHeadError) else "this is not a valid HTTP request"
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Answer with an error if no answer has begun, and close when the one that runs has ended."""
         self._stop_reading()
         self.pipeline.clear()
+        if self._linger_bytes is not None:
+            self.close()  # it has its answer already
+            return
         cycle = self._running
         if cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body):
             return  # a whole request is being answered: what follows it is not HTTP, and is dropped
+        error = ApiError(status, message, code=code)
+        if cycle is not None and not cycle.response_complete and note_error(cycle.scope, error):
+            request_id = summary_of(cycle.scope).request_id
+        else:
+            request_id = make_id()
+            self.config.on_refused(request_id, error)  # type: ignore[attr-defined]
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # its body is broken off: nobody waits for its answer any more
             cycle.message_event.set()
-        self.transport.write(_raw_error(ApiError(status, message, code=code)))
-        self._close()
+        self.transport.write(_raw_error(error, request_id))
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close after what was written. Data that nobody reads would reset the connection, and take the answer with
+        it: where more of a request may be on its way, reading goes on for a while."""
+        if self._closing or self.transport.is_closing():
+            return
+        self.pipeline.clear()
+        if not self._in_message and not self._refused:
+            self._end()
+            return
+        self._closing = True
+        self._stop_reading()
+        self.transport.write_eof()
+        self._linger()
+
+    def _end(self) -> None:
         """Close when everything is sent, or in a while even so."""
         self.transport.close()
         self._deadline(STUCK_SECONDS)
+
+    def _linger(self) -> None:
+        """From now on, what comes is thrown away."""
+        self._linger_bytes = LINGER_BYTES
+        self._linger_end = self.loop.time() + BODY_SECONDS
+        self.flow.resume_reading()
+        self._linger_on(0)
+
+    def _linger_on(self, size: int) -> None:
+        """So much came that nobody wants; when it is too much, the connection ends."""
+        left = self._linger_end - self.loop.time()
+        self._linger_bytes = (self._linger_bytes or 0) - size
+        if left <= 0 or self._linger_bytes < 0:
+            self._refused = True
+            self._end()
+        else:
+            self._deadline(min(LINGER_SECONDS, left))
 
     def _stop_reading(self) -> None:
         """Take nothing more from this connection, and close it after the answer at hand."""
@@ -150,10 +205,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_late(self) -> None:
         if self.transport.is_closing():
             self.transport.abort()
-        elif self._in_head:
+        elif self._in_head and not self._closing:
             self._refuse(400, f"the request's headers did not come within {HEAD_SECONDS:g} s", "timeout")
         else:
-            self._close()
+            self._end()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -172,12 +227,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._running = None
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the deadlines here cover what uvicorn's timer does, and more
-        if self.transport.is_closing():
-            self._close()
-        if self.transport.is_closing() or self._running is not None or self._in_head:
+        if self._closing or self.transport.is_closing() or self._running is not None or self._in_head:
             return  # a deadline runs already, or none is needed
-        # The rest of a body that nobody wanted to read may come in until the linger's end.
-        self._deadline(LINGER_SECONDS if self._in_message else KEEP_ALIVE_SECONDS)
+        if self._in_message:
+            self._linger()  # the rest of a body that nobody wanted to read; the next request may come after it
+        else:
+            self._deadline(KEEP_ALIVE_SECONDS)
 
     # -- the parser's calls --------------------------------------------------------------------------------
 
@@ -185,7 +240,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["quire.drop"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self._in_head = self._in_message = True
-        self._head_bytes = self._pending_bytes = 0
+        self._head_bytes = self._pending_bytes = self._num_hosts = 0
         self._deadline(HEAD_SECONDS)
 
     def on_url(self, url: bytes) -> None:
@@ -195,20 +250,28 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
         if len(self.headers) >= MAX_HEADERS:
-            raise _HeadTooLargeError(f"the request has more than {MAX_HEADERS} headers")
+            raise _BadHeadError(f"the request has more than {MAX_HEADERS} headers")
+        if name.lower() == b"host":
+            self._num_hosts += 1
+            if parse_host(value) is None:
+                raise _BadHeadError(
+                    "the request's Host header is neither a name nor an address, with or without a port"
+                )
         super().on_header(name, value)
 
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
         self._pending_bytes = 0
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise _HeadTooLargeError(_TOO_LARGE)
+            raise _BadHeadError(_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._deadline(None)
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _HeadTooLargeError(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+            raise _BadHeadError(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+        if self._num_hosts > 1 or (not self._num_hosts and self.parser.get_http_version() == "1.1"):
+            raise _BadHeadError(f"the request has {self._num_hosts} Host headers; HTTP/1.1 asks for one (RFC 9112)")
         super().on_headers_complete()
         # uvicorn reads no further behind a request that must wait for its turn; but then the running answer would
         # not hear of its client's leaving. What may come in is bounded: by the count here, and in a body by uvicorn.
@@ -220,27 +283,41 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_message = False
+        self._linger_bytes = None
         super().on_message_complete()
         if self._running is None and not self.transport.is_closing():
             self._deadline(KEEP_ALIVE_SECONDS)  # the rest of a refused body has come
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
+        cycle.transport = self._way_out  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
 
-class _HeadTooLargeError(Exception):
-    """The request line and headers are over a bound; the text is for the client."""
+class _WayOut:
+    """What a cycle has of its connection's transport: closing it is the protocol's business."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+        self.close = protocol.close
+
+
+class _BadHeadError(Exception):
+    """The request line or headers are over a bound, or not as HTTP wants them; the text is for the client."""
 
 
 _TOO_LARGE = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
 
 
-def _raw_error(error: ApiError) -> bytes:
+def _raw_error(error: ApiError, request_id: str) -> bytes:
     """A whole answer, as bytes, after which the connection is closed."""
     body = msgspec.json.encode(error.body())
-    head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-    return STATUS_LINE[error.status] + head + body
+    fields = {"x-request-id": request_id, "content-type": "application/json", "content-length": len(body)}
+    head = "".join(f"{name}: {value}\r\n" for name, value in (*fields.items(), ("connection", "close")))
+    return STATUS_LINE[error.status] + head.encode() + b"\r\n" + body
 
 
 def raise_file_limit() -> None:
@@ -260,29 +337,28 @@ def _max_connections() -> int:
 
 
 class Bodies:
-    """Bounds what the large bodies of a process take together; small ones always have room."""
+    """Bounds what the large bodies of a process take together, in shares by owner; small ones always have room."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
+        self.bytes = Shares(max_bytes)
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[Callable[[int], bool]]:
+    def holding(self, owner: str = "") -> Iterator[Callable[[int], bool]]:
         """A function that one body asks, with its size so far, whether there is room; it is given back at the end."""
         held = 0
 
         def fits(size: int) -> bool:
             nonlocal held
-            total = self._bytes - held + size
-            if size > SMALL_BODY_BYTES and total > self._max_bytes:
+            if size > SMALL_BODY_BYTES and not self.bytes.fits(owner, size - held):
                 return False
-            held, self._bytes = size, total
+            self.bytes.change(owner, size - held)
+            held = size
             return True
 
         try:
             yield fits
         finally:
-            self._bytes -= held
+            self.bytes.change(owner, -held)
 
 
 async def read_body(
@@ -300,33 +376,27 @@ async def read_body(
         ClientDisconnect: the client left before the body was there.
     """
     said = request.headers.get("content-length", "")
-    refusal = _too_large(limit) if said.isdigit() and (len(said) > 18 or int(said) > limit) else None
-    if refusal is not None and request.headers.get("expect", "").lower() == "100-continue":
-        raise refusal  # the client waits for a go-ahead, and does not get one
+    if said.isdigit() and (len(said) > 18 or int(said) > limit):
+        raise _too_large(limit)
     patience = BODY_SECONDS if seconds is None else min(BODY_SECONDS, seconds)
     chunks: list[bytes] = []
     size, more = 0, True
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(patience if refusal is None else LINGER_SECONDS) as deadline:
-            while more and size <= limit + LINGER_BYTES:
+    try:
+        async with asyncio.timeout(patience):
+            while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 size += len(chunk)
-                if refusal is not None:
-                    continue
-                refusal = _too_large(limit) if size > limit else None if fits(size) else _no_room()
-                if refusal is None:
-                    chunks.append(chunk)
-                else:
-                    chunks.clear()
-                    deadline.reschedule(asyncio.get_running_loop().time() + LINGER_SECONDS)
-    if refusal is not None:
-        raise refusal
-    if more:
+                if size > limit:
+                    raise _too_large(limit)
+                if not fits(size):
+                    raise _no_room()
+                chunks.append(chunk)
+    except TimeoutError:
         message_text = f"the request's body did not come within {patience:g} s"
-        raise ApiError(408, message_text, code="timeout", headers={"connection": "close"})
+        raise ApiError(408, message_text, code="timeout", headers={"connection": "close"}) from None
     return b"".join(chunks)
 
 
@@ -344,8 +414,20 @@ def _no_room() -> ApiError:
 # -- the server --------------------------------------------------------------------------------------------
 
 
+class HttpConfig(Config):
+    """uvicorn's, with whom to tell of what was refused before it was a request: its id and the error."""
+
+    on_refused: Callable[[str, ApiError], None] = staticmethod(log_unread)
+
+
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers: signals are the supervisor's business."""
+    """uvicorn's server without its signal handlers: signals are the supervisor's business.
+
+    Attributes:
+        config: its `on_refused` may be replaced.
+    """
+
+    config: HttpConfig
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -359,7 +441,7 @@ class HttpServer(uvicorn.Server):
 
 def make_server(app: ASGIApp, graceful_seconds: int = 2) -> HttpServer:
     """A uvicorn server for this app. `graceful_seconds`: how long open answers may take when it is told to leave."""
-    config = Config(
+    config = HttpConfig(
         app,
         http=BoundedProtocol,
         ws="none",

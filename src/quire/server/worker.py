@@ -20,7 +20,9 @@ from quire.server.app import create_app
 from quire.server.auth import Tenants
 from quire.server.config import HttpStart
 from quire.server.context import AppContext
+from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
+from quire.server.request_log import log_unread
 from quire.server.transport import HttpServer
 
 logger = logging.getLogger(__name__)
@@ -49,15 +51,22 @@ class HttpWorker:
             client=EngineClient(directory, start.worker),
             metrics=Metrics(directory / "metrics", worker=start.worker, model_name=start.model_names[0]),
             model_names=start.model_names,
-            tenants=Tenants(server.api_key),
+            tenants=Tenants(server.api_key, server.metrics_key),
             engine_options=start.engine_options,
             origins=start.origins,
         )
         self.app: ASGIApp = create_app(self.context)
         self._http = http
+        http.config.on_refused = self._refused
         self._deadline = math.inf  # of a drain, on the monotonic clock
         self._leaving: asyncio.Task[None] | None = None
         self._exit_code = 0
+
+    def _refused(self, request_id: str, error: ApiError) -> None:
+        """What was refused before it was a request."""
+        self.context.metrics.rejected("invalid" if error.status == 400 else "other")
+        if self.context.server.log_requests:
+            log_unread(request_id, error)
 
     async def run(self, serving: asyncio.Task[None]) -> int:
         """Go on until `serving`, the server's task, has ended; returns the exit code."""

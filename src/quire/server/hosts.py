@@ -1,0 +1,134 @@
+"""Under which names a server without API keys may be reached, and from which pages.
+
+Without a key, whatever reaches the port may use it, and that includes every web page that a browser near it has open:
+
+- A page can make its own name mean this server's address (DNS rebinding), and is then of the same origin as far as
+  the browser can tell. What it cannot do is to send another `Host` than its own name. So names must be known;
+  addresses are taken, since whoever is asked by its address was not reached by anybody's name.
+- A page of another origin can send requests without reading their answers. Browsers say so in `Origin` (RFC 6454) and
+  `Sec-Fetch-Site` (W3C, Fetch Metadata; not sent to plain HTTP on other machines, nor by older browsers).
+
+A page has no key of a server with keys, so nothing of this is needed there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from quire.server.errors import ApiError
+
+MAX_NAME_LENGTH = 253
+"""Of a name in DNS (RFC 1035)."""
+
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]*\]|[a-z0-9._~!$&'()*+,;=%-]*)(?::(?P<port>[0-9]{0,5}))?", re.IGNORECASE)
+_ORIGIN = re.compile(r"(?P<scheme>https?)://(?P<host>[^/?#@]+)", re.IGNORECASE)
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class Host(NamedTuple):
+    """What a `Host` header or an origin names: a name in small letters, or an address; and a port, if one is named."""
+
+    name: str
+    port: int | None
+
+
+def parse_host(value: bytes) -> Host | None:
+    """A `Host` header's value (RFC 9110, 7.2); None if it is not one."""
+    found = _HOST.fullmatch(value.decode("latin-1").strip(" \t"))
+    if found is None:
+        return None
+    name, port = found["name"].lower(), int(found["port"]) if found["port"] else None
+    if name.startswith("["):
+        name = name[1:-1]
+        if ":" not in name or not _is_address(name):
+            return None
+    elif name.endswith("."):
+        name = name[:-1]  # the root of DNS: the same name
+    return Host(name, port) if len(name) <= MAX_NAME_LENGTH and (port or 0) < 1 << 16 else None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class HostPolicy:
+    """Decides about requests to a server without keys.
+
+    Args:
+        bound: the host that the server was told to listen on.
+        allowed: further names; "*" is every name.
+        origins: web origins whose pages may use the server; "*" is all.
+    """
+
+    def __init__(self, bound: str, allowed: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
+        self._any = "*" in allowed
+        self._allowed = frozenset(_names(allowed))
+        self._names = self._allowed | {"localhost", *_names([bound, socket.gethostname()])}
+        self._origins = frozenset(origins)
+
+    def refusal(self, scope: Mapping[str, Any]) -> ApiError | None:
+        """Why this request of ASGI is refused, if it is; its `Host` was found to be valid before."""
+        hosts = [parse_host(value) for name, value in scope["headers"] if name == b"host"]
+        host = hosts[0] if hosts else None  # without one it is HTTP/1.0, which no browser speaks
+        if host is not None and not self._is_known(host.name):
+            return unknown_host(host.name)
+        return foreign_page() if self._is_foreign(scope, host) else None
+
+    def _is_known(self, name: str) -> bool:
+        # Browsers and resolvers keep localhost and all below it on this machine (RFC 6761, 6.3).
+        return self._any or name in self._names or name.endswith(".localhost") or _is_address(name)
+
+    def _is_foreign(self, scope: Mapping[str, Any], host: Host | None) -> bool:
+        """Whether a browser sends this for a page of another origin that is not allowed."""
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        if self._origins & {"*", *given[:1]}:
+            return False
+        if given and not (len(given) == 1 and self._is_own(given[0], host)):
+            return True
+        sites = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
+        return any(site not in (b"same-origin", b"none") for site in sites)
+
+    def _is_own(self, origin: str, host: Host | None) -> bool:
+        """Whether a page of this origin came from here: from the very host that is asked, or from a name that was
+        allowed, behind which a proxy may have put another `Host`."""
+        found = _ORIGIN.fullmatch(origin)
+        page = parse_host(found["host"].encode("latin-1")) if found else None
+        if found is None or page is None:
+            return False
+        default = _DEFAULT_PORTS[found["scheme"].lower()]
+        same = host is not None and page.name == host.name and (page.port or default) == (host.port or default)
+        return same or page.name in self._allowed
+
+
+def _names(hosts: Iterable[str]) -> list[str]:
+    """Names as they are compared; what is none, such as "*", is left out."""
+    found = (parse_host(host.encode("ascii", "replace")) for host in hosts if host != "*" and ":" not in host)
+    return [host.name for host in found if host is not None and host.name]
+
+
+def unknown_host(name: str) -> ApiError:
+    """The answer to a request under a name that this server does not know."""
+    shown = name if 0 < len(name) <= 80 else "NAME"
+    message = (
+        f"this server has no API key, and so answers only under names that it knows: web pages could reach it under "
+        f"names of their own. If it is meant to be reached under this one, start it with --allowed-host {shown} "
+        "(--allowed-host '*' for any name), or give it an --api-key"
+    )
+    return ApiError(403, message, code="unknown_host")
+
+
+def foreign_page() -> ApiError:
+    """The answer to a page of another origin."""
+    message = (
+        "pages of other origins may not use this server; --cors-origin ORIGIN allows one, and --allowed-host NAME its "
+        "own page behind a proxy that changes the Host header"
+    )
+    return ApiError(403, message, code="foreign_origin")
