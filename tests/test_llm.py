@@ -214,6 +214,22 @@ def test_requests_can_be_driven_by_hand(llm):
     assert sorted(ends) == sorted([first, second])
 
 
+def test_an_id_is_in_use_until_its_last_output_was_handed_out(llm):
+    llm.add_request("def f(", GREEDY, request_id="mine")
+    llm.generate("class A", SamplingParams(max_tokens=30, ignore_eos=True))  # the other one ends meanwhile
+    with pytest.raises(RequestError, match="'mine' is in use"):
+        llm.add_request("x", GREEDY, request_id="mine")
+    [output] = llm.step()
+    assert output.prompt == "def f(" and output.finished
+    llm.add_request("x", GREEDY, request_id="mine")
+    llm.generate("class A", SamplingParams(max_tokens=30, ignore_eos=True))
+    [output] = llm.abort("mine")
+    assert output.prompt == "x" and output.outputs[0].finish_reason == "length", "it had finished on its own"
+    assert llm.abort("mine") == [] and llm.idle
+    llm.add_request("y", GREEDY, request_id="mine")
+    llm.abort("mine")
+
+
 def test_an_abort_gives_back_what_there_was(llm):
     request = llm.add_request("def f(", SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(5):

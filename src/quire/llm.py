@@ -203,7 +203,7 @@ class LLM(_Base):
         try:
             while request_id in self._changed or not output.finished:
                 if self._changed.pop(request_id, None):
-                    yield output.hand_out()
+                    yield self._frontend.hand_out(output)
                 else:
                     self._advance()
         finally:
@@ -213,14 +213,17 @@ class LLM(_Base):
 
     def _drop(self, output: RequestOutput) -> None:
         """Nobody waits for this output any more."""
-        if not output.finished:
-            self._frontend.abort(output.request_id)
-        self._changed.pop(output.request_id, None)
+        if self._changed.get(output.request_id) is output:
+            del self._changed[output.request_id]
+        self._frontend.drop(output)
 
     # -- by hand -------------------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
-        """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one."""
+        """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one.
+
+        An id is in use until `step` or `abort` has returned the request's last output.
+        """
         self._check_open()
         return self._frontend.submit(self._frontend.prepare(prompt, params), request_id).request_id
 
@@ -228,26 +231,26 @@ class LLM(_Base):
         """Run one step; the outputs that changed, each once. A finished one comes a last time."""
         self._advance()
         ready = [request_id for request_id in self._changed if request_id not in self._streaming]
-        return [self._changed.pop(request_id).hand_out() for request_id in ready]
+        return [self._frontend.hand_out(self._changed.pop(request_id)) for request_id in ready]
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Returns its last output; nothing where the id is not in use, or belongs to a `stream`,
         which then ends with it.
         """
         self._check_open()
-        outputs = self._frontend.abort(request_id)
-        if request_id in self._streaming:
-            self._changed.update((output.request_id, output) for output in outputs)  # the stream hands it out
+        self._note(self._frontend.abort(request_id))
+        if request_id in self._streaming or request_id not in self._changed:
             return []
-        self._changed.pop(request_id, None)
-        return outputs
+        return [self._frontend.hand_out(self._changed.pop(request_id))]
 
     def _advance(self) -> None:
         """Run one step, and note what changed until somebody asks for it."""
         self._check_open()
         with _interrupts_held():
-            changed = self._frontend.absorb(self._engine.step())
-            self._changed.update((output.request_id, output) for output in changed)
+            self._note(self._frontend.absorb(self._engine.step()))
+
+    def _note(self, changed: list[RequestOutput]) -> None:
+        self._changed.update((output.request_id, output) for output in changed)
 
     @property
     def idle(self) -> bool:
@@ -273,7 +276,8 @@ class LLM(_Base):
             while todo:
                 self._advance()
                 mine = [self._changed.pop(request_id) for request_id in todo & self._changed.keys()]
-                todo -= {output.request_id for output in mine if output.finished}
+                done = [self._frontend.hand_out(output) for output in mine if output.finished]
+                todo -= {output.request_id for output in done}
                 bar.update(len(outputs) - len(todo), self.stats.output_tokens)
 
 
@@ -312,6 +316,7 @@ class AsyncLLM(_Base):
         out. Cancelling the task, or leaving the loop early, aborts the request.
 
         Args:
+            request_id: names it for `abort`; in use until its last output was handed out.
             timeout: seconds until the request is aborted, tokenizing included.
 
         Raises:
@@ -326,17 +331,13 @@ class AsyncLLM(_Base):
             prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
         self._check_running()  # it may have been closed meanwhile
         output = self._frontend.submit(prepared, request_id)
-        async with contextlib.aclosing(self._streams.follow(output, self._check_running, self._abort_output)) as stream:
+        async with contextlib.aclosing(self._streams.follow(output, self._frontend, self._check_running)) as stream:
             while True:
                 async with asyncio.timeout_at(deadline):
                     grown = await anext(stream, None)
                 if grown is None:
                     return
                 yield grown
-
-    def _abort_output(self, request_id: str) -> None:
-        if not self._closed:
-            self._frontend.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator hands out the last output. One that is not there is ignored."""

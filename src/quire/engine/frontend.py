@@ -75,13 +75,14 @@ class Prepared:
 
 @dataclass(slots=True)
 class _Live:
-    """A user's request in flight."""
+    """A user's request, from its submission until its reader has its last output: so long its id is in use."""
 
     output: RequestOutput
     prepared: Prepared
     scope: str
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
+    dropped: bool = False  # nobody reads it any more
 
 
 class Frontend:
@@ -267,11 +268,23 @@ class Frontend:
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; one that is not there is ignored. Returns its output, if it has ended by that."""
         live = self._live.get(request_id)
-        updates = []
+        updates: list[RequestUpdate] = []
         for choice in live.choices if live else ():
-            choice.aborted = True
-            updates.append(self._abort(choice.request, "abort"))
-        return self.absorb([update for some in updates for update in some])
+            if not choice.output.finished:
+                choice.aborted = True
+                updates += self._abort(choice.request, "abort")
+        return self.absorb(updates)
+
+    def drop(self, output: RequestOutput) -> None:
+        """Nobody reads this output any more. What still runs of it is ended, and its id is free when that is done."""
+        live = self._live.get(output.request_id)
+        if live is None or live.output is not output:
+            return  # it was read to its end
+        live.dropped = True
+        if output.finished:
+            del self._live[output.request_id]
+        else:
+            self.abort(output.request_id)
 
     def resume(self) -> tuple[list[Request], list[RequestOutput]]:
         """After the engine's death: what a new one must go on with, and outputs that changed because they were
@@ -297,10 +310,17 @@ class Frontend:
     @property
     def idle(self) -> bool:
         """No request is in flight."""
-        return not self._live
+        return not self._by_request
+
+    def hand_out(self, output: RequestOutput) -> RequestOutput:
+        """The output as it goes to its reader: what comes after begins new deltas. After the last, its id is free."""
+        live = self._live.get(output.request_id)
+        if output.finished and live is not None and live.output is output:
+            del self._live[output.request_id]
+        return output.hand_out()
 
     def absorb(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
-        """Bring outputs up to date; returns those that changed, each once.
+        """Bring outputs up to date; returns those that changed and have a reader, each once.
 
         A choice that a stop string ended counts as finished when the engine has ended it too, so that there is
         one end, with its metrics. Deltas grow until the output is handed out.
@@ -322,8 +342,9 @@ class Frontend:
             if live.output.finished:
                 live.output.metrics = _metrics(live.stats)
                 live.output.metrics.detokenize_seconds = sum(choice.detokenize_seconds for choice in live.choices)
-                del self._live[request_id]
-        return [live.output for live in changed.values()]
+                if live.dropped:
+                    del self._live[request_id]
+        return [live.output for live in changed.values() if not live.dropped]
 
     def _fail(self, choice: _Choice) -> list[RequestUpdate]:
         """End one choice, of which something cannot be made; all others go on."""
