@@ -101,10 +101,20 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: {name} is for ngram, and method is {own.method}; leave it out")
             if own.tree_width == 1 and name == "tree_depth":
                 raise ConfigError("speculative_config: tree_depth is for trees; set tree_width, or leave it out")
-        if own.model is None and own.method not in ("ngram", "mtp"):
-            what = "smaller checkpoint" if own.method == "draft_model" else "head made for this model"
-            raise ConfigError(f"speculative_config: method {own.method} needs 'model', the folder of a {what}")
+        if own.method not in ("ngram", "mtp"):
+            own.named_model()
         return own
+
+    def named_model(self) -> str:
+        """`model`, of a method that reads one.
+
+        Raises:
+            ConfigError: none was named.
+        """
+        if self.model is None:
+            what = "smaller checkpoint" if self.method == "draft_model" else "head made for this model"
+            raise ConfigError(f"speculative_config: method {self.method} needs 'model', the folder of a {what}")
+        return self.model
 
     def describe(self) -> str:
         """For people, at start."""
