@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import gc
 import math
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 from quire import LLM, RequestError, SamplingParams
 from quire.errors import (
     ChatTemplateError,
+    ConcurrentUseError,
     ConfigError,
     EmptyPromptError,
     EngineClosedError,
@@ -228,6 +232,73 @@ def test_an_id_is_in_use_until_its_last_output_was_handed_out(llm):
     assert llm.abort("mine") == [] and llm.idle
     llm.add_request("y", GREEDY, request_id="mine")
     llm.abort("mine")
+
+
+@contextlib.contextmanager
+def in_another_thread(llm, monkeypatch, name="worker"):
+    """While a thread of this name is amid a step of `generate`; what it made is in the list that this gives."""
+    inside, go_on, made = threading.Event(), threading.Event(), []
+    step = llm._engine.step
+
+    def held():
+        inside.set()
+        assert go_on.wait(60)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "step", held)
+        thread = threading.Thread(target=lambda: made.extend(llm.generate("def f(", GREEDY)), name=name)
+        thread.start()
+        assert inside.wait(60)
+        try:
+            yield made
+        finally:
+            go_on.set()
+            thread.join()
+
+
+def test_a_second_thread_is_refused_and_told_who_is_inside_and_what_to_use(llm, monkeypatch):
+    [expected] = llm.generate("def f(", GREEDY)
+    stream = llm.stream("class A", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    calls = [
+        lambda: llm.generate("x"),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+        lambda: next(llm.stream("x")),
+        lambda: next(stream),
+        lambda: llm.add_request("x"),
+        llm.step,
+        lambda: llm.abort("x"),
+        llm.close,
+    ]
+    with in_another_thread(llm, monkeypatch) as made:
+        for call in calls:
+            with pytest.raises(
+                ConcurrentUseError, match="'MainThread' while thread 'worker' is in LLM.generate.*AsyncLLM"
+            ):
+                call()
+    assert made[0].outputs == expected.outputs, "it harmed nobody"
+    assert next(stream, None) is None and llm.step() == [] and llm.idle, "a stream that was refused has ended"
+
+
+def test_a_stream_that_is_left_while_another_thread_is_inside_is_ended_by_the_next_step(llm, monkeypatch):
+    stream = llm.stream("class A", SamplingParams(max_tokens=1000, ignore_eos=True))
+    next(stream)
+    with in_another_thread(llm, monkeypatch):
+        stream.close()
+    llm.step()
+    assert llm.idle
+
+
+def test_threads_may_use_it_one_after_the_other(llm):
+    [expected] = llm.generate("def f(", GREEDY)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(llm.generate, "def f(", GREEDY).result()[0].outputs == expected.outputs
+    request = llm.add_request("def f(", GREEDY)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        while not llm.idle:
+            outputs = pool.submit(llm.step).result()
+    assert outputs[0].request_id == request and outputs[0].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_an_abort_gives_back_what_there_was(llm):

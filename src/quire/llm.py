@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import signal
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
@@ -24,8 +26,9 @@ from quire.engine.engine import Engine, EngineStats
 from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
+from quire.engine.thread_guard import ThreadGuard
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
+from quire.errors import ChatTemplateError, ConcurrentUseError, EngineClosedError, RequestError, SamplingParamsError
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
@@ -103,8 +106,23 @@ class _Base:
             raise EngineClosedError("this engine was closed; make a new one")
 
 
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _one_thread(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM, P], R]:
+    """A method of `LLM` that is refused while another thread is in one."""
+
+    @functools.wraps(method)
+    def call(self: LLM, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._guard.entered(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class LLM(_Base):
-    """An engine for offline use, in the calling thread. Not to be shared between threads.
+    """An engine for offline use, in the calling thread. Threads may use it one after the other; a call that comes
+    while another thread is in one raises ConcurrentUseError.
 
     Args:
         model: folder of a Hugging Face checkpoint, `org/name` to download, or "demo" for the embedded model.
@@ -126,6 +144,8 @@ class LLM(_Base):
         super().__init__(model, preset, on_load, options)
         self._changed: dict[str, RequestOutput] = {}  # what grew and was not handed out yet
         self._streaming: set[str] = set()  # requests whose outputs go to `stream` alone
+        self._left: deque[RequestOutput] = deque()  # of streams whose readers have left
+        self._guard = ThreadGuard("LLM", "use AsyncLLM for many callers, or a lock around every call")
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +155,7 @@ class LLM(_Base):
 
     # -- whole batches -------------------------------------------------------------------------------------
 
+    @_one_thread
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -196,20 +217,34 @@ class LLM(_Base):
 
     def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
         """Queued when the first output is asked for: an iterator that nobody reads costs nothing."""
+        output = self._begin_stream(prepared)
+        try:
+            while self._advance_stream(output):
+                yield self._frontend.hand_out(output)
+        finally:
+            self._streaming.discard(output.request_id)
+            self._left.append(output)
+            if self._guard.free:  # else the next step: it may be the garbage collector that ends this, amid a call
+                with contextlib.suppress(ConcurrentUseError), self._guard.entered("stream"):
+                    self._drop_left()
+
+    @_one_thread
+    def _begin_stream(self, prepared: Prepared) -> RequestOutput:
         self._check_open()
         output = self._frontend.submit(prepared)
-        request_id = output.request_id
-        self._streaming.add(request_id)
-        try:
-            while request_id in self._changed or not output.finished:
-                if self._changed.pop(request_id, None):
-                    yield self._frontend.hand_out(output)
-                else:
-                    self._advance()
-        finally:
-            self._streaming.discard(request_id)
-            if not self._closed:
-                self._drop(output)
+        self._streaming.add(output.request_id)
+        return output
+
+    @_one_thread
+    def _advance_stream(self, output: RequestOutput) -> bool:
+        """Run steps until the output has grown; False if it was handed out to its end."""
+        while output.request_id not in self._changed and not output.finished:
+            self._advance()
+        return self._changed.pop(output.request_id, None) is not None
+
+    def _drop_left(self) -> None:
+        while self._left and not self._closed:
+            self._drop(self._left.popleft())
 
     def _drop(self, output: RequestOutput) -> None:
         """Nobody waits for this output any more."""
@@ -219,6 +254,7 @@ class LLM(_Base):
 
     # -- by hand -------------------------------------------------------------------------------------------
 
+    @_one_thread
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
         """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one.
 
@@ -227,12 +263,14 @@ class LLM(_Base):
         self._check_open()
         return self._frontend.submit(self._frontend.prepare(prompt, params), request_id).request_id
 
+    @_one_thread
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that changed, each once. A finished one comes a last time."""
         self._advance()
         ready = [request_id for request_id in self._changed if request_id not in self._streaming]
         return [self._frontend.hand_out(self._changed.pop(request_id)) for request_id in ready]
 
+    @_one_thread
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Returns its last output; nothing where the id is not in use, or belongs to a `stream`,
         which then ends with it.
@@ -246,6 +284,7 @@ class LLM(_Base):
     def _advance(self) -> None:
         """Run one step, and note what changed until somebody asks for it."""
         self._check_open()
+        self._drop_left()
         with _interrupts_held():
             self._note(self._frontend.absorb(self._engine.step()))
 
@@ -257,6 +296,7 @@ class LLM(_Base):
         """Nothing is queued or running, and `step` has handed out all there was."""
         return self._frontend.idle and self._changed.keys() <= self._streaming
 
+    @_one_thread
     def close(self) -> None:
         """Free the model and its memory. What needs them raises EngineClosedError from now on."""
         self._closed = True
