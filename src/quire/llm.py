@@ -106,14 +106,15 @@ class _Base:
             raise EngineClosedError("this engine was closed; make a new one")
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _one_thread(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM, P], R]:
     """A method of `LLM` that is refused while another thread is in one."""
 
     @functools.wraps(method)
-    def call(self: LLM, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._guard.entered(method.__name__):
             return method(self, *args, **kwargs)
 
