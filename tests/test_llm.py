@@ -332,7 +332,7 @@ def test_metrics_tell_where_the_time_went(llm):
         ([5, 10**6], None, TokenOutOfRangeError),
         ([5, -1], None, TokenOutOfRangeError),
         ([5] * 5000, None, PromptTooLongError),
-        ([5] * 2000, SamplingParams(max_tokens=100), PromptTooLongError),
+        ([5] * 2000, SamplingParams(min_tokens=100), PromptTooLongError),
         ("x", SamplingParams(stop_token_ids=[10**6]), TokenOutOfRangeError),
         ([5, 10**5000], None, TokenOutOfRangeError),
         ("x \ud800", None, RequestError),
@@ -344,6 +344,16 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm, prompt, params, error
     with pytest.raises(error):
         llm.generate([prompt] if isinstance(prompt, str) else prompt, params)
     assert llm.idle
+
+
+def test_max_tokens_beyond_the_context_is_clamped_and_told(llm):
+    prompt = [5] * (llm.max_model_len - 3)
+    for asked, told in ((3, None), (4, 4), (10**6, 10**6), (None, None)):
+        [output] = llm.generate([prompt], SamplingParams(max_tokens=asked, ignore_eos=True, temperature=0.0))
+        assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].finish_reason == "length"
+        assert output.clamped_from == told
+    with pytest.raises(PromptTooLongError, match=r"asks for at least 4 more, .* lower min_tokens"):
+        llm.generate([prompt], SamplingParams(max_tokens=10, min_tokens=4))
 
 
 def test_the_error_tells_which_prompt_of_a_list_is_bad(llm):
