@@ -369,7 +369,7 @@ def test_the_error_tells_which_prompt_of_a_list_is_bad(llm):
 def test_engine_options_are_checked_by_name():
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
         LLM("demo", max_num_seq=4)
-    with pytest.raises(ConfigError, match="trust_remote_code is refused"):
+    with pytest.raises(ConfigError, match="never runs code from a checkpoint"):
         LLM("demo", trust_remote_code=True)
     with pytest.raises(ConfigError, match="max_position_embeddings"):
         LLM("demo", max_model_len=10**6)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.vllm_options import SPECULATIVE_OPTIONS, translated
 
 METHODS: dict[str, int] = {"ngram": 8, "draft_model": 4, "eagle": 4, "eagle3": 4, "mtp": 1}
 """How tokens may be drafted, and how many at most unless it is said."""
@@ -87,6 +88,7 @@ class SpeculativeConfig:
             ConfigError: a key is unknown (the message names the nearest one), or a value is not valid.
         """
         names = [field.name for field in fields(cls)]
+        given = translated(given, names, SPECULATIVE_OPTIONS)
         for name in given:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
