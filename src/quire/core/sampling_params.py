@@ -107,8 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         stop_token_ids: further token ids that end the request.
         min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many
             tokens.
-        max_tokens: at most this many tokens, and no more than what is left of the context, as with None. 0 only scores
-            the prompt.
+        max_tokens: at most this many tokens, and no more than what is left of the context; None is all of that, 0 only
+            scores the prompt.
         ignore_eos: the model's end-of-sequence tokens do not end the request.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: all other ids are masked.
