@@ -234,7 +234,7 @@ SCORING_ENGINES: list[dict[str, Any]] = [
     {"prefix_cache": "radix", "max_num_batched_tokens": 2048},
     {"prefix_cache": "off", "max_num_batched_tokens": 37, "block_size": 32},
 ]
-"""What scores what they sampled."""
+"""What scores what they sampled: the first and the second round."""
 
 Scores = list[tuple[int, float, int]]
 """Token, log-probability and rank."""
@@ -271,17 +271,15 @@ def scored(engine: Engine, texts: Mapping[int, list[int]]) -> dict[int, Scores]:
 def test_the_logprob_of_a_sampled_token_is_the_one_of_scoring_it_as_a_prompt(setting):
     """Bit by bit: who trains on what was sampled computes the same numbers from the text."""
     common = {**setting, "max_model_len": 320, "max_num_seqs": 8}
-    for options in SAMPLING_ENGINES:
-        engine = Engine(EngineConfig(**common | options))
-        made = sampled(engine)
-        assert (engine.stats.drafted > 0) == ("speculative_config" in options)
-        assert (
-            len({len(scores) for scores in made.values()}) == 1
-            and max(rank for s in made.values() for *_, rank in s) > 1
-        )
-        texts = {id: [*prompts()[id % 100], *(token for token, *_ in scores)] for id, scores in made.items()}
-        for others in SCORING_ENGINES:
-            assert scored(Engine(EngineConfig(**common | others)), texts) == made
+    engines = [Engine(EngineConfig(**common | options)) for options in SAMPLING_ENGINES]
+    made, again = (sampled(engine) for engine in engines)
+    assert made == again and engines[1].stats.drafted > 0 and engines[1].stats.cached_tokens > 0
+    assert {len(scores) for scores in made.values()} == {MAX_TOKENS}
+    assert max(rank for scores in made.values() for *_, rank in scores) > 1
+    texts = {id: [*prompts()[id % 100], *(token for token, *_ in scores)] for id, scores in made.items()}
+    for round, options in enumerate(SCORING_ENGINES):
+        mine = {id: text for id, text in texts.items() if id // 100 == round}
+        assert scored(Engine(EngineConfig(**common | options)), mine) == {id: made[id] for id in mine}
 
 
 @pytest.mark.parametrize("setting", IN_FULL, indirect=True)
