@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
-from quire.errors import EngineClosedError, PromptTooLongError
+from quire.errors import EngineClosedError, PromptTooLongError, RequestError
 from quire.models.hub import resolve
 
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=1)
@@ -114,6 +114,30 @@ async def test_an_abort_by_id_ends_the_iterator_with_a_reason(llm):
         await llm.abort("mine")
     assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
     await drained(llm)
+
+
+async def test_an_id_is_in_use_until_its_last_output_was_handed_out(llm):
+    short = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
+    first = llm.generate("x", short, request_id="mine")
+    await anext(first)
+    await drained(llm)
+    with pytest.raises(RequestError, match="'mine' is in use"):
+        await collect(llm, "y", short, request_id="mine")
+    assert (await anext(first)).finished
+    second = llm.generate("y", LONG, request_id="mine")
+    await anext(second)
+    await first.aclose()
+    await llm.abort("mine")
+    outputs = [output async for output in second]
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+
+
+async def test_an_id_whose_reader_left_can_be_used_again(llm):
+    for _ in range(2):
+        stream = llm.generate("x", LONG, request_id="mine")
+        await anext(stream)
+        await stream.aclose()
+        await drained(llm)
 
 
 async def test_a_bad_prompt_raises_for_its_caller_alone(llm):

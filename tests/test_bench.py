@@ -339,17 +339,21 @@ def bench(*arguments: str) -> int:
     return main(["bench", "offline", *arguments, "--threads", "1"])
 
 
-def test_json_lines_take_the_place_of_the_table(quick_ceilings: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_take_the_place_of_the_table(
+    quick_ceilings: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = Machine(1, read_rate=1e8, matrix_rate=5e9, int8_rate=7e9)
+    monkeypatch.setattr(ceilings, "measure_machine", lambda *args, **more: slow)
     assert bench("demo", "--cells", "2x8+3,1x8+1", "--json") == 0
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["cell"] for line in lines] == ["2x8+3", "1x8+1"]
     for line in lines:
         assert line["prefill_tok_s"] > 0
-        assert line["prefill_share"] >= 0
         assert (line["model"], line["dtype"], line["threads"], line["engine"]) == ("demo", "bfloat16", 1, "quire")
-        assert line["read_gb_s"] > 0
-        assert line["int8_gop_s"] > 0
+        assert (line["read_gb_s"], line["matrix_gflop_s"], line["int8_gop_s"]) == (0.1, 5.0, 7.0)
+        read = 8_001_024 / slow.read_rate  # the weights, once; what a short prompt adds is little
+        assert line["prefill_share"] == pytest.approx(read / 0.5, rel=0.1)
     assert (lines[0]["prefill_tok_s"], lines[0]["decode_tok_s"]) == (32.0, 4.0)
     assert "decode_tok_s" not in lines[1]
     assert "decode tok/s" in err

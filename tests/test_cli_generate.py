@@ -364,6 +364,7 @@ def test_a_model_cannot_steer_the_terminal() -> None:
 def test_the_closing_table_counts_what_happened() -> None:
     first, second = output("abc", "length"), output("de", "stop")
     first.metrics, first.cached_tokens = RequestMetrics(time_to_first_token=0.1), 1
+    first.clamped_from = 99
     second.metrics = RequestMetrics(time_to_first_token=0.3)
     stats = EngineStats(prefill_tokens=50, prefill_seconds=0.5, decode_tokens=30, decode_seconds=2.0)
     stats.peak_blocks, stats.num_blocks, stats.preemptions = 3, 10, 1
@@ -374,6 +375,7 @@ def test_the_closing_table_counts_what_happened() -> None:
     assert rows["prompt tokens"] == "4"
     assert rows["cached tokens"] == "1 (25% of the prompts)"
     assert rows["output tokens"] == "5 in 2.50 s"
+    assert rows["max_tokens clamped"] == "for 1 prompts, to what the context had left"
     assert rows["KV blocks used"] == "3 of 10 at most"
     assert rows["preemptions"] == "1"
     assert rows["finished by"] == "length 1, stop 1"

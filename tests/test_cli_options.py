@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from quire.cli.options import (
     Given,
     add_engine_options,
     add_sampling_options,
+    add_server_options,
     given_options,
     parse_value,
     sampling_params,
@@ -24,7 +27,9 @@ from quire.cli.options import (
 from quire.config import PRESETS, EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, QuireError, SamplingParamsError
+from quire.server.config import ServerConfig
 from quire.speculation import SpeculativeConfig
+from quire.vllm_options import VLLM_OPTIONS
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -173,7 +178,44 @@ def test_a_shortened_flag_is_refused() -> None:
 def test_trust_remote_code_is_refused_by_name() -> None:
     for flag in ("--trust-remote-code", "--trust_remote_code"):
         with pytest.raises(ConfigError, match="never runs code from a checkpoint"):
-            parse("demo", flag)
+            given(flag)
+
+
+def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("enable-prefix-caching: off\ntensor_parallel_size: 1\nkv_cache_dtype: fp8_e4m3\nswap_space: 0\n")
+    assert given("--config", str(file), model=None).engine == {"prefix_cache": "off", "kv_cache_dtype": "fp8"}
+    both = given("--config", str(file), "--enable-prefix-caching", "--kv_cache_dtype=int8")
+    assert both.engine == {"model": "demo", "prefix_cache": "radix", "kv_cache_dtype": "int8"}
+    assert both.origins["prefix_cache"] == "flag"
+    assert given("--config", str(file), "--prefix-cache", "hash").engine["prefix_cache"] == "hash"
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported: one device"):
+        given("--tensor-parallel-size", "2")
+    with pytest.raises(ConfigError, match="prefix_cache and enable_prefix_caching are one option"):
+        given("--prefix-cache", "hash", "--no-enable-prefix-caching")
+
+
+@pytest.mark.parametrize("name", [name for name in VLLM_OPTIONS if name not in SAMPLING_VALUES])
+def test_every_name_of_vllms_is_a_flag_that_the_help_does_not_show(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option, flag = VLLM_OPTIONS[name], "--" + name.replace("_", "-")
+    parser = CommandParser("quire serve", "")
+    add_server_options(parser)
+    add_engine_options(parser)
+    if name not in ENGINE_VALUES and name != "served_model_name":  # that is the server's own
+        assert not re.search(flag + r"(?![\w-])", parser.format_help().replace("--no-enable-prefix-caching", ""))
+    values = [*option.values, *(option.same or ())]
+    texts = [
+        [flag if value else f"--no-{flag[2:]}"]
+        if value in (True, False) and option.kind is bool
+        else [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+        for value in values
+    ]
+    for words in texts:
+        options = given_options(parser.parse(words), "demo", server=True)
+        EngineConfig.from_options(options.engine)
+        ServerConfig.from_options(options.server)
 
 
 @pytest.mark.parametrize(

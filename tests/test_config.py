@@ -8,6 +8,7 @@ import pytest
 
 from quire.config import PRESETS, EngineConfig, parse_size
 from quire.errors import ConfigError
+from quire.vllm_options import VLLM_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,68 @@ def test_an_unknown_option_is_refused_with_the_nearest_name():
         EngineConfig.from_options({"model": "m", "trust_remote_code": True})
     with pytest.raises(ConfigError, match="no model"):
         EngineConfig.from_options({})
+
+
+def configured(**options):
+    return EngineConfig.from_options({"model": "m", "device": "cpu"} | options)
+
+
+@pytest.mark.parametrize("name", [name for name, option in VLLM_OPTIONS.items() if option.ours is None])
+def test_what_vllm_can_ask_for_and_quire_does_anyway_is_taken_and_the_rest_refused(name):
+    option, plain = VLLM_OPTIONS[name], configured()
+    other = {bool: True, int: 2, float: 4.0, str: "other"}.get(option.kind, {"key": 1})
+    for value in (None, *(option.same or ())):
+        assert configured(**{name: value}) == plain
+    if option.same is None:
+        assert configured(**{name: other}) == plain
+    else:
+        with pytest.raises(ConfigError, match=f"{name}=.* is not supported: .*; leave it out"):
+            configured(**{name: other})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"enable_prefix_caching": True}, {"prefix_cache": "radix"}),
+        ({"enable_prefix_caching": False}, {"prefix_cache": "off"}),
+        ({"enable_prefix_caching": None}, {}),
+        ({"num_gpu_blocks_override": 40}, {"num_kv_blocks": 40}),
+        ({"kv_cache_memory_bytes": 2**20}, {"kv_cache_memory": "1048576"}),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"generation_config": "vllm"}, {"generation_config": "off"}),
+        ({"max_num_seqs": None, "max_model_len": None, "enable_chunked_prefill": None}, {}),
+        (
+            {"speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 1}},
+            {"speculative_config": {"method": "ngram"}},
+        ),
+    ],
+)
+def test_vllms_names_and_values_are_quires(theirs, ours):
+    mine, other = configured(**theirs), configured(**ours)
+    assert mine.speculation == other.speculation
+    assert dataclasses.replace(mine, speculative_config=None) == dataclasses.replace(other, speculative_config=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not supported"),
+        ({"tensor_parallel_size": 2}, "one device computes a model, so far; leave it out, or set it to 1"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes' is not supported; allowed: True, False"),
+        (
+            {"enable_prefix_caching": True, "prefix_cache": "hash"},
+            "are one option, prefix_cache; leave one of them out",
+        ),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "allowed: auto, int8, fp8"),
+        ({"disable_log_requests": True}, "unknown option 'disable_log_requests'"),
+        ({"speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 2}}, "draft_tensor_parallel_size=2"),
+    ],
+)
+def test_what_vllms_names_ask_for_in_vain_is_said(options, message):
+    with pytest.raises(ConfigError, match=message):
+        configured(**options)
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))

@@ -4,7 +4,7 @@ A product of switches: batch composition, chunk sizes, prefix cache (cold, warm,
 forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by
 side. In full over the kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it
 over every other implementation and instruction set, quantized weights and quantized caches, experts and latent
-attention.
+attention. Over all of these, a token's log-probability is the same when it is sampled and as a part of a prompt.
 """
 
 from __future__ import annotations
@@ -216,6 +216,70 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_company(setting):
     base = score(2048, company=False)
     assert len(base) == len(prompt) - 1
     assert score(37, company=True) == base
+
+
+TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.2)
+SAMPLING_ENGINES: list[dict[str, Any]] = [
+    {"prefix_cache": "off", "max_num_batched_tokens": 2048},
+    {
+        "prefix_cache": "radix",
+        "max_num_batched_tokens": 40,
+        "async_scheduling": True,
+        "speculative_config": {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1},
+    },
+]
+"""What samples: one step a prompt; and pieces of prompts beside cached heads and drafts that are verified."""
+
+SCORING_ENGINES: list[dict[str, Any]] = [
+    {"prefix_cache": "radix", "max_num_batched_tokens": 2048},
+    {"prefix_cache": "off", "max_num_batched_tokens": 37, "block_size": 32},
+]
+"""What scores what they sampled: the first and the second round."""
+
+Scores = list[tuple[int, float, int]]
+"""Token, log-probability and rank."""
+
+
+def sampled(engine: Engine) -> dict[int, Scores]:
+    """Scores of each prompt's output, sampled beside the others, at all temperatures, and again with a warm cache."""
+    made: dict[int, Scores] = {}
+    for round in range(2):
+        for index, prompt in enumerate(prompts()):
+            temperature = TEMPERATURES[(index + round) % len(TEMPERATURES)]
+            params = SamplingParams(temperature=temperature, seed=index, logprobs=0, ignore_eos=True).resolved()
+            engine.add(Request(100 * round + index, prompt, params, max_tokens=MAX_TOKENS))
+        while not engine.idle:
+            for update in engine.step():
+                scores = [(entry.ids[0], entry.values[0], entry.ranks[0]) for entry in update.logprobs or []]
+                made.setdefault(update.request, []).extend(scores)
+    return made
+
+
+def scored(engine: Engine, texts: Mapping[int, list[int]]) -> dict[int, Scores]:
+    """Scores of the last `MAX_TOKENS` tokens of these, as tokens of prompts."""
+    params = SamplingParams(prompt_logprobs=0, seed=0).resolved()
+    for id, text in texts.items():
+        engine.add(Request(id, text, params, max_tokens=1))
+    found: dict[int, Scores] = {id: [] for id in texts}
+    while not engine.idle:
+        for update in engine.step():
+            entries = update.prompt_logprobs or []
+            found[update.request] += [(entry.ids[0], entry.values[0], entry.ranks[0]) for entry in entries]
+    return {id: scores[-MAX_TOKENS:] for id, scores in found.items()}
+
+
+def test_the_logprob_of_a_sampled_token_is_the_one_of_scoring_it_as_a_prompt(setting):
+    """Bit by bit: who trains on what was sampled computes the same numbers from the text."""
+    common = {**setting, "max_model_len": 320, "max_num_seqs": 8}
+    engines = [Engine(EngineConfig(**common | options)) for options in SAMPLING_ENGINES]
+    made, again = (sampled(engine) for engine in engines)
+    assert made == again and engines[1].stats.drafted > 0 and engines[1].stats.cached_tokens > 0
+    assert {len(scores) for scores in made.values()} == {MAX_TOKENS}
+    assert max(rank for scores in made.values() for *_, rank in scores) > 1
+    texts = {id: [*prompts()[id % 100], *(token for token, *_ in scores)] for id, scores in made.items()}
+    for round, options in enumerate(SCORING_ENGINES):
+        mine = {id: text for id, text in texts.items() if id // 100 == round}
+        assert scored(Engine(EngineConfig(**common | options)), mine) == {id: made[id] for id in mine}
 
 
 @pytest.mark.parametrize("setting", IN_FULL, indirect=True)

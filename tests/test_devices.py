@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
@@ -229,6 +232,19 @@ def test_memory_that_does_not_suffice_for_a_recording_is_told_apart_and_harms_no
 # -- this machine ------------------------------------------------------------------------------------------
 
 
-def test_the_driver_is_asked_for_real_here():
-    """Whatever this machine has, the question is answered."""
-    assert devices.count_gpus() >= 0
+@pytest.mark.parametrize(("status", "count"), [(0, 3), (0, 0), (100, 0)], ids=["three GPUs", "none", "no device"])
+def test_the_driver_is_asked_for_real_here(tmp_path, status, count):
+    """A library with the driver's name is loaded and called, in a process of its own: whatever this machine has."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source = tmp_path / "driver.c"
+    source.write_text(
+        f"int cuInit(unsigned flags) {{ return flags ? 1 : {status}; }}\n"
+        f"int cuDeviceGetCount(int *count) {{ *count = {count or 7}; return {count} ? 0 : 100; }}\n"
+    )
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    code = "from quire.devices import count_gpus; print(count_gpus())"
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (str(count), "")

@@ -90,6 +90,7 @@ async def test_the_wire_changes_no_token(server, llm):
     outputs = await asyncio.gather(*(run(client, *job) for job in jobs))
     for job, output in zip(jobs, outputs, strict=True):
         assert told(output) == expected(llm, *job)
+    assert not client._frontend._live, "what was read to its end is forgotten"
 
 
 async def test_prompt_logprobs_come_over_the_wire_and_survive_a_restart(server, llm):

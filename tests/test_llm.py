@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import gc
 import math
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 from quire import LLM, RequestError, SamplingParams
 from quire.errors import (
     ChatTemplateError,
+    ConcurrentUseError,
     ConfigError,
     EmptyPromptError,
     EngineClosedError,
@@ -226,6 +230,87 @@ def test_requests_can_be_driven_by_hand(llm):
     assert sorted(ends) == sorted([first, second])
 
 
+def test_an_id_is_in_use_until_its_last_output_was_handed_out(llm):
+    llm.add_request("def f(", GREEDY, request_id="mine")
+    llm.generate("class A", SamplingParams(max_tokens=30, ignore_eos=True))  # the other one ends meanwhile
+    with pytest.raises(RequestError, match="'mine' is in use"):
+        llm.add_request("x", GREEDY, request_id="mine")
+    [output] = llm.step()
+    assert output.prompt == "def f(" and output.finished
+    llm.add_request("x", GREEDY, request_id="mine")
+    llm.generate("class A", SamplingParams(max_tokens=30, ignore_eos=True))
+    [output] = llm.abort("mine")
+    assert output.prompt == "x" and output.outputs[0].finish_reason == "length", "it had finished on its own"
+    assert llm.abort("mine") == [] and llm.idle
+    llm.add_request("y", GREEDY, request_id="mine")
+    llm.abort("mine")
+
+
+@contextlib.contextmanager
+def in_another_thread(llm, monkeypatch, name="worker"):
+    """While a thread of this name is amid a step of `generate`; what it made is in the list that this gives."""
+    inside, go_on, made = threading.Event(), threading.Event(), []
+    step = llm._engine.step
+
+    def held():
+        inside.set()
+        assert go_on.wait(60)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "step", held)
+        thread = threading.Thread(target=lambda: made.extend(llm.generate("def f(", GREEDY)), name=name)
+        thread.start()
+        assert inside.wait(60)
+        try:
+            yield made
+        finally:
+            go_on.set()
+            thread.join()
+
+
+def test_a_second_thread_is_refused_and_told_who_is_inside_and_what_to_use(llm, monkeypatch):
+    [expected] = llm.generate("def f(", GREEDY)
+    stream = llm.stream("class A", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    calls = [
+        lambda: llm.generate("x"),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+        lambda: next(llm.stream("x")),
+        lambda: next(stream),
+        lambda: llm.add_request("x"),
+        llm.step,
+        lambda: llm.abort("x"),
+        llm.close,
+    ]
+    with in_another_thread(llm, monkeypatch) as made:
+        for call in calls:
+            with pytest.raises(ConcurrentUseError, match=r"while thread 'worker' is in LLM\.generate.*AsyncLLM"):
+                call()
+    assert made[0].outputs == expected.outputs, "it harmed nobody"
+    assert next(stream, None) is None and llm.step() == [] and llm.idle, "a stream that was refused has ended"
+
+
+def test_a_stream_that_is_left_while_another_thread_is_inside_is_ended_by_the_next_step(llm, monkeypatch):
+    stream = llm.stream("class A", SamplingParams(max_tokens=1000, ignore_eos=True))
+    next(stream)
+    with in_another_thread(llm, monkeypatch):
+        stream.close()
+    llm.step()
+    assert llm.idle
+
+
+def test_threads_may_use_it_one_after_the_other(llm):
+    [expected] = llm.generate("def f(", GREEDY)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(llm.generate, "def f(", GREEDY).result()[0].outputs == expected.outputs
+    request = llm.add_request("def f(", GREEDY)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        while not llm.idle:
+            outputs = pool.submit(llm.step).result()
+    assert outputs[0].request_id == request and outputs[0].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_an_abort_gives_back_what_there_was(llm):
     request = llm.add_request("def f(", SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(5):
@@ -259,7 +344,7 @@ def test_metrics_tell_where_the_time_went(llm):
         ([5, 10**6], None, TokenOutOfRangeError),
         ([5, -1], None, TokenOutOfRangeError),
         ([5] * 5000, None, PromptTooLongError),
-        ([5] * 2000, SamplingParams(max_tokens=100), PromptTooLongError),
+        ([5] * 2000, SamplingParams(min_tokens=100), PromptTooLongError),
         ("x", SamplingParams(stop_token_ids=[10**6]), TokenOutOfRangeError),
         ([5, 10**5000], None, TokenOutOfRangeError),
         ("x \ud800", None, RequestError),
@@ -271,6 +356,16 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm, prompt, params, error
     with pytest.raises(error):
         llm.generate([prompt] if isinstance(prompt, str) else prompt, params)
     assert llm.idle
+
+
+def test_max_tokens_beyond_the_context_is_clamped_and_told(llm):
+    prompt = [5] * (llm.max_model_len - 3)
+    for asked, told in ((3, None), (4, 4), (10**6, 10**6), (None, None)):
+        [output] = llm.generate([prompt], SamplingParams(max_tokens=asked, ignore_eos=True, temperature=0.0))
+        assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].finish_reason == "length"
+        assert output.clamped_from == told
+    with pytest.raises(PromptTooLongError, match=r"asks for at least 4 more, .* lower min_tokens"):
+        llm.generate([prompt], SamplingParams(max_tokens=10, min_tokens=4))
 
 
 def test_the_error_tells_which_prompt_of_a_list_is_bad(llm):
@@ -286,7 +381,7 @@ def test_the_error_tells_which_prompt_of_a_list_is_bad(llm):
 def test_engine_options_are_checked_by_name():
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
         LLM("demo", max_num_seq=4)
-    with pytest.raises(ConfigError, match="trust_remote_code is refused"):
+    with pytest.raises(ConfigError, match="never runs code from a checkpoint"):
         LLM("demo", trust_remote_code=True)
     with pytest.raises(ConfigError, match="max_position_embeddings"):
         LLM("demo", max_model_len=10**6)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -247,23 +248,39 @@ def test_statistics_without_new_prompts_or_blocks_or_time_are_told_too() -> None
 # -- when it cannot be written -------------------------------------------------------------------------------------
 
 
-def test_a_broken_pipe_costs_lines_and_nothing_else() -> None:
+def test_a_broken_pipe_costs_lines_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as stream:
+    with open(writer, "w") as stream, (tmp_path / "log").open("w") as file:
         log.configure("text", stream=stream)
         for _ in range(5):
             logger.error("nobody listens")
         log.flush()
+        os.dup2(file.fileno(), writer)
+        logger.error("somebody listens again")
+        log.flush()
         log.configure("text", stream=io.StringIO())
+    [line] = (tmp_path / "log").read_text().splitlines()
+    assert line.endswith("somebody listens again") and capfd.readouterr().err == ""
 
 
-def test_a_closed_stream_costs_lines_and_nothing_else() -> None:
-    stream = io.StringIO()
+def test_a_closed_stream_costs_lines_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    class Shut(io.StringIO):
+        shut = True
+
+        def write(self, text: str) -> int:
+            if self.shut:
+                raise ValueError("I/O operation on closed file")
+            return super().write(text)
+
+    stream = Shut()
     log.configure("text", stream=stream)
-    stream.close()
     logger.error("nobody listens")
     log.flush()
+    stream.shut = False
+    logger.error("somebody listens again")
+    [line] = lines(stream)
+    assert line.endswith("somebody listens again") and capfd.readouterr().err == ""
 
 
 def test_a_record_that_is_not_valid_is_lost_and_reported() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy
 import pytest
 
-from quire.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.core.sampling_params import MAX_LOGPROBS, UNSUPPORTED, SamplingParams
 from quire.errors import RequestError, SamplingParamsError, TokenOutOfRangeError
 
 
@@ -46,7 +46,7 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", False),
     ("temperature", "hot"), ("temperature", 10**5000),
     ("top_p", 0.0), ("top_p", 1.01), ("top_p", math.nan), ("top_p", -math.inf),
-    ("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_k", 2**31),
+    ("top_k", -2), ("top_k", 1.5), ("top_k", True), ("top_k", 2**31),
     ("min_p", -0.01), ("min_p", 1.01), ("min_p", math.nan),
     ("presence_penalty", 2.1), ("presence_penalty", math.nan), ("presence_penalty", None),
     ("frequency_penalty", -2.1), ("frequency_penalty", math.inf),
@@ -75,8 +75,10 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(name: str, value: Any) 
 
 
 def test_the_message_says_value_range_and_hint() -> None:
-    with pytest.raises(SamplingParamsError, match=r"top_k is -1; it must be an integer from 0 .*\(0 is off\)"):
-        SamplingParams(top_k=-1)
+    with pytest.raises(SamplingParamsError, match=r"top_k is -2; it must be an integer from -1 .*\(0 and -1 are off\)"):
+        SamplingParams(top_k=-2)
+    with pytest.raises(SamplingParamsError, match="the whole vocabulary, vLLM's -1, are not offered"):
+        SamplingParams(logprobs=-1)
 
 
 def test_min_tokens_beyond_max_tokens_are_refused() -> None:
@@ -113,8 +115,31 @@ def test_numpy_numbers_become_plain_ones() -> None:
 def test_parameters_survive_the_wire_and_bad_ones_do_not_pass_it() -> None:
     params = SamplingParams(stop=["a", "b"], logit_bias={7: -1.5}, allowed_token_ids=[1, 2], seed=-3, top_p=0.9)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
-    with pytest.raises(ValueError, match="top_k is -1"):
-        msgspec.json.decode(b'{"top_k": -1}', type=SamplingParams)
+    with pytest.raises(ValueError, match="top_k is -2"):
+        msgspec.json.decode(b'{"top_k": -2}', type=SamplingParams)
+
+
+def test_vllms_spelling_of_off_is_taken() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams().resolved({"top_k": -1}).top_k == 0
+    assert SamplingParams(max_tokens=None, stop="end", logprobs=None, min_p=0.0).stop_strings == ("end",)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_vllm_has_beside_is_taken_where_it_asks_for_nothing_and_else_refused_by_name(name: str) -> None:
+    for value in (None, *UNSUPPORTED[name]):
+        assert SamplingParams(seed=1, **{name: value}) == SamplingParams(seed=1)
+    for value in (17, "x"):
+        with pytest.raises(
+            SamplingParamsError, match=f"{name} is {value!r}, which is not supported; leave it"
+        ) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+
+
+def test_what_looks_like_a_value_that_asks_for_nothing_does_not_pass_for_it() -> None:
+    with pytest.raises(SamplingParamsError, match=r"detokenize is 1, .* or set it to True"):
+        SamplingParams(detokenize=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
@@ -124,9 +149,3 @@ def test_token_ids_are_checked_against_the_vocabulary(field: str) -> None:
     params.check_against(101)
     with pytest.raises(TokenOutOfRangeError, match=f"{field} has the token id 100, .* 0 to 99"):
         params.check_against(100)
-
-
-def test_lengths_are_checked_against_the_context() -> None:
-    SamplingParams(max_tokens=64).check_against(100, max_model_len=64)
-    with pytest.raises(SamplingParamsError, match="max_tokens is 65, more than the context of 64"):
-        SamplingParams(max_tokens=65).check_against(100, max_model_len=64)

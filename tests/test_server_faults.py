@@ -93,7 +93,7 @@ def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
             assert future.result()["choices"][0]["finish_reason"] == "length"
         assert server.wait() == 0
         assert server.survivors() == []
-        with pytest.raises(OSError):
+        with pytest.raises(ConnectionRefusedError):
             request(server.port, "GET", "/live")
 
 

@@ -393,11 +393,14 @@ def test_dashboard_asks_only_for_metrics_that_are_there_with_the_type_it_needs()
 
 def test_dashboard_selects_by_labels_that_the_metrics_have() -> None:
     found = samples(text_of(Metrics(), engine=ENGINE | SPECULATION))
+    checked = set()
     for expression in expressions():
         for name, selector in re.findall(r"((?:vllm|quire):[a-z0-9_:]+)\{([^}]*)\}", expression):
             asked = set(re.findall(r"(\w+)=~", selector)) - {"instance"}  # Prometheus adds this one
             if name in found:  # a sparse counter has no series yet
                 assert asked <= found[name][0][0].keys(), expression
+                checked.add(name)
+    assert len(checked) > 20
 
 
 def test_dashboard_has_what_an_operator_looks_for() -> None:

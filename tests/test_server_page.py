@@ -596,6 +596,7 @@ def test_the_page_has_no_inline_script_and_builds_no_code() -> None:
 
 
 def test_bundled_libraries_carry_their_licences() -> None:
-    for folder in (STATIC / "vendor").iterdir():
-        if folder.is_dir():
-            assert "Permission is hereby granted" in (folder / "LICENSE").read_text()
+    folders = [path for path in (STATIC / "vendor").iterdir() if path.is_dir()]
+    assert folders
+    for folder in folders:
+        assert "Permission is hereby granted" in (folder / "LICENSE").read_text()

@@ -37,6 +37,7 @@ from quire.server.limits import Limits
 from quire.server.protocol import (
     ChatCall,
     CompletionCall,
+    DetokenizeCall,
     openapi_bodies,
     parse_chat,
     parse_completion,
@@ -63,11 +64,14 @@ def chat(**fields: Any) -> ChatCall:
 def refusal(parse: Callable[[], Any]) -> ApiError:
     with pytest.raises(ApiError) as caught:
         parse()
-    error = caught.value
+    assert_refused_in_shape(caught.value)
+    return caught.value
+
+
+def assert_refused_in_shape(error: ApiError) -> None:
     assert (error.status, error.type) == (400, "invalid_request_error")
     assert 0 < len(error.message) < 400
     msgspec.json.encode(error.body())
-    return error
 
 
 # -- what is understood --------------------------------------------------------------------------------------
@@ -549,10 +553,13 @@ def test_whatever_json_comes_it_is_a_call_or_a_refusal(fields: dict[str, Any], v
         try:
             call = parse(data)
         except ApiError as error:
-            assert error.status == 400
-            msgspec.json.encode(error.body())
+            assert_refused_in_shape(error)
         else:
-            assert call.price() >= 0
+            assert type(call) is get_type_hints(parse)["return"]
+            if isinstance(call, CompletionCall | ChatCall):
+                assert call.params.seed is not None and call.price() >= call.num_choices >= call.params.n
+            else:
+                assert call.price() == len(call.tokens) if isinstance(call, DetokenizeCall) else call.price() >= 1
 
 
 @settings(max_examples=200, deadline=None)

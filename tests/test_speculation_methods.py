@@ -19,6 +19,7 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import resolve
 from quire.runner.host_forward import HostForward
 from quire.runner.model_runner import ModelRunner
+from quire.speculation import SpeculativeConfig
 from tests.oracle import save_checkpoint
 from tests.test_models_deepseek import save_with_mtp
 from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
@@ -203,6 +204,11 @@ def test_the_demo_has_its_own_and_drafts_well(method):
 def test_what_speculative_config_cannot_say_is_refused(spec, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="m", speculative_config=spec)
+
+
+def test_a_configuration_made_by_hand_without_a_model_is_refused_where_one_is_read():
+    with pytest.raises(ConfigError, match="needs 'model', the folder of a head made for this model"):
+        SpeculativeConfig(method="eagle", num_speculative_tokens=4).named_model()
 
 
 @pytest.mark.parametrize("vocab_size", [96, 192])

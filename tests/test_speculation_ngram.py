@@ -99,11 +99,14 @@ def test_equal_hashes_propose_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     draw = random.Random(1)
     text = [draw.randrange(3) for _ in range(80)]
     proposer = started(text[:20], 2, 3)
+    proposed = 0
     for size in range(20, 80):
         found = drafts(proposer, text[:size], 1)
         ends = [e for e in range(2, size) if text[e - 2 : e] == text[size - 2 : size]]
         assert not found or found[0] in [text[e] for e in ends]
+        proposed += len(found)
         proposer.follow([step(size - 1, text[size - 1 : size], text[size])], None, NO_CONTEXT)
+    assert proposed > 0
 
 
 # --- as tokens come ---------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """EngineConfig: every engine option, in one frozen and validated dataclass.
 
 Command-line flags, YAML keys and keyword arguments are all made from its fields, so that an option exists
-once. Names are vLLM's where vLLM has the same thing. This module is a leaf: anyone may import it.
+once. Names are vLLM's where vLLM has the same thing; where they are not, vLLM's are taken too (`vllm_options.py`).
+This module is a leaf: anyone may import it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from quire.devices import find_device
 from quire.errors import ConfigError
 from quire.speculation import SpeculativeConfig
+from quire.vllm_options import translated
 
 PRESETS: dict[str, dict[str, Any]] = {
     "chat": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "target_itl_ms": 100.0},
@@ -211,20 +213,25 @@ class EngineConfig:
     def from_options(cls, options: Mapping[str, Any], preset: str | None = None) -> EngineConfig:
         """A configuration from named options, as keyword arguments or YAML keys give them.
 
-        The device is found if it is left to "auto", and what is not set gets that device's defaults.
+        Names and values may be vLLM's. None is the same as not given. The device is found if it is left to "auto",
+        and what is not set gets that device's defaults.
 
         Raises:
             ConfigError: an option or the preset is unknown (the message names the nearest one), or invalid.
         """
         if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
             raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+        hints = get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
+        given = translated(options, names)
+        for name in given:
             if name not in names:
                 raise ConfigError(unknown_option(name, names))
-        if "model" not in options:
+        given = {
+            name: value for name, value in given.items() if value is not None or type(None) in get_args(hints[name])
+        }
+        if "model" not in given:
             raise ConfigError("no model was named; give a folder, org/name, or 'demo'")
-        given = dict(options)
         if type(given.get("kv_cache_memory")) is int:  # YAML reads a plain number of bytes as one
             given["kv_cache_memory"] = str(given["kv_cache_memory"])
         if given.get("device", "auto") == "auto":
@@ -235,8 +242,6 @@ class EngineConfig:
 
 def unknown_option(name: str, known: list[str]) -> str:
     """The message for an option that does not exist, with the nearest one that does."""
-    if name == "trust_remote_code":
-        return "trust_remote_code is refused: Quire never runs code from a checkpoint; remove the option"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown option {name!r}; {hint}"

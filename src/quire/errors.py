@@ -143,6 +143,10 @@ class EngineClosedError(QuireError, RuntimeError):
     """The engine was closed and takes no more requests."""
 
 
+class ConcurrentUseError(QuireError, RuntimeError):
+    """A second thread called what only one may use at a time."""
+
+
 class ServerError(QuireError):
     """A server cannot start, or cannot go on."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
@@ -24,9 +26,10 @@ from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
+from quire.engine.thread_guard import ThreadGuard
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_trial import TokenizerTrial
-from quire.errors import ChatTemplateError, EngineClosedError, RequestError, SamplingParamsError
+from quire.errors import ChatTemplateError, ConcurrentUseError, EngineClosedError, RequestError, SamplingParamsError
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
@@ -105,8 +108,24 @@ class _Base:
             raise EngineClosedError("this engine was closed; make a new one")
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _one_thread(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM, P], R]:
+    """A method of `LLM` that is refused while another thread is in one."""
+
+    @functools.wraps(method)
+    def call(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._guard.entered(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class LLM(_Base):
-    """An engine for offline use, in the calling thread. Not to be shared between threads.
+    """An engine for offline use, in the calling thread. Threads may use it one after the other; a call that comes
+    while another thread is in one raises ConcurrentUseError.
 
     Args:
         model: folder of a Hugging Face checkpoint, `org/name` to download, or "demo" for the embedded model.
@@ -130,6 +149,8 @@ class LLM(_Base):
         self._engine.computing = self._interrupts.second_comes_through
         self._changed: dict[str, RequestOutput] = {}  # what grew and was not handed out yet
         self._streaming: set[str] = set()  # requests whose outputs go to `stream` alone
+        self._left: deque[RequestOutput] = deque()  # of streams whose readers have left
+        self._guard = ThreadGuard("LLM", "use AsyncLLM for many callers, or a lock around every call")
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +160,7 @@ class LLM(_Base):
 
     # -- whole batches -------------------------------------------------------------------------------------
 
+    @_one_thread
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -201,70 +223,96 @@ class LLM(_Base):
 
     def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
         """Queued when the first output is asked for: an iterator that nobody reads costs nothing."""
-        self._check_open()
         output: RequestOutput | None = None
         try:
             with self._interrupts.held():
-                output = self._frontend.submit(prepared)
-                self._streaming.add(output.request_id)
-            while output.request_id in self._changed or not output.finished:
-                if self._changed.pop(output.request_id, None):
-                    yield output.hand_out()
-                else:
-                    self._advance()
+                output = self._begin_stream(prepared)
+            while self._advance_stream(output):
+                yield self._frontend.hand_out(output)
         finally:
             if output is not None:
                 with self._interrupts.held():
-                    self._streaming.discard(output.request_id)
-                    if not self._closed:
-                        self._drop(output)
+                    self._leave_stream(output)
+
+    def _leave_stream(self, output: RequestOutput) -> None:
+        self._streaming.discard(output.request_id)
+        self._left.append(output)
+        if self._guard.free:  # else the next step: it may be the garbage collector that ends this, amid a call
+            with contextlib.suppress(ConcurrentUseError), self._guard.entered("stream"):
+                self._drop_left()
+
+    @_one_thread
+    def _begin_stream(self, prepared: Prepared) -> RequestOutput:
+        self._check_open()
+        output = self._frontend.submit(prepared)
+        self._streaming.add(output.request_id)
+        return output
+
+    @_one_thread
+    def _advance_stream(self, output: RequestOutput) -> bool:
+        """Run steps until the output has grown; False if it was handed out to its end."""
+        while output.request_id not in self._changed and not output.finished:
+            self._advance()
+        return self._changed.pop(output.request_id, None) is not None
+
+    def _drop_left(self) -> None:
+        while self._left and not self._closed:
+            self._drop(self._left.popleft())
 
     def _drop(self, output: RequestOutput) -> None:
         """Nobody waits for this output any more."""
-        if not output.finished:
-            self._frontend.abort(output.request_id)
-        self._changed.pop(output.request_id, None)
+        if self._changed.get(output.request_id) is output:
+            del self._changed[output.request_id]
+        self._frontend.drop(output)
 
     # -- by hand -------------------------------------------------------------------------------------------
 
+    @_one_thread
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
-        """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one."""
+        """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one.
+
+        An id is in use until `step` or `abort` has returned the request's last output.
+        """
         self._check_open()
         prepared = self._frontend.prepare(prompt, params)
         with self._interrupts.held():
             return self._frontend.submit(prepared, request_id).request_id
 
+    @_one_thread
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that changed, each once. A finished one comes a last time."""
         self._advance()
         ready = [request_id for request_id in self._changed if request_id not in self._streaming]
-        return [self._changed.pop(request_id).hand_out() for request_id in ready]
+        return [self._frontend.hand_out(self._changed.pop(request_id)) for request_id in ready]
 
+    @_one_thread
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Returns its last output; nothing where the id is not in use, or belongs to a `stream`,
         which then ends with it.
         """
         self._check_open()
         with self._interrupts.held():
-            outputs = self._frontend.abort(request_id)
-            if request_id in self._streaming:
-                self._changed.update((output.request_id, output) for output in outputs)  # the stream hands it out
+            self._note(self._frontend.abort(request_id))
+            if request_id in self._streaming or request_id not in self._changed:
                 return []
-            self._changed.pop(request_id, None)
-            return outputs
+            return [self._frontend.hand_out(self._changed.pop(request_id))]
 
     def _advance(self) -> None:
         """Run one step, and note what changed until somebody asks for it."""
         self._check_open()
         with self._interrupts.held():
-            changed = self._frontend.absorb(self._engine.step())
-            self._changed.update((output.request_id, output) for output in changed)
+            self._drop_left()
+            self._note(self._frontend.absorb(self._engine.step()))
+
+    def _note(self, changed: list[RequestOutput]) -> None:
+        self._changed.update((output.request_id, output) for output in changed)
 
     @property
     def idle(self) -> bool:
         """Nothing is queued or running, and `step` has handed out all there was."""
         return self._frontend.idle and self._changed.keys() <= self._streaming
 
+    @_one_thread
     def close(self) -> None:
         """Free the model and its memory. What needs them raises EngineClosedError from now on."""
         self._closed = True
@@ -285,7 +333,8 @@ class LLM(_Base):
                 self._advance()
                 self._interrupts.deliver()
                 mine = [self._changed.pop(request_id) for request_id in todo & self._changed.keys()]
-                todo -= {output.request_id for output in mine if output.finished}
+                done = [self._frontend.hand_out(output) for output in mine if output.finished]
+                todo -= {output.request_id for output in done}
                 bar.update(len(outputs) - len(todo), self.stats.output_tokens)
 
 
@@ -324,6 +373,7 @@ class AsyncLLM(_Base):
         out. Cancelling the task, or leaving the loop early, aborts the request.
 
         Args:
+            request_id: names it for `abort`; in use until its last output was handed out.
             timeout: seconds until the request is aborted, tokenizing included.
 
         Raises:
@@ -338,17 +388,13 @@ class AsyncLLM(_Base):
             prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
         self._check_running()  # it may have been closed meanwhile
         output = self._frontend.submit(prepared, request_id)
-        async with contextlib.aclosing(self._streams.follow(output, self._check_running, self._abort_output)) as stream:
+        async with contextlib.aclosing(self._streams.follow(output, self._frontend, self._check_running)) as stream:
             while True:
                 async with asyncio.timeout_at(deadline):
                     grown = await anext(stream, None)
                 if grown is None:
                     return
                 yield grown
-
-    def _abort_output(self, request_id: str) -> None:
-        if not self._closed:
-            self._frontend.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator hands out the last output. One that is not there is ignored."""

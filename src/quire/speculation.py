@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.vllm_options import SPECULATIVE_OPTIONS, translated
 
 METHODS: dict[str, int] = {"ngram": 8, "draft_model": 4, "eagle": 4, "eagle3": 4, "mtp": 1}
 """How tokens may be drafted, and how many at most unless it is said."""
@@ -87,6 +88,7 @@ class SpeculativeConfig:
             ConfigError: a key is unknown (the message names the nearest one), or a value is not valid.
         """
         names = [field.name for field in fields(cls)]
+        given = translated(given, names, SPECULATIVE_OPTIONS)
         for name in given:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
@@ -101,10 +103,20 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: {name} is for ngram, and method is {own.method}; leave it out")
             if own.tree_width == 1 and name == "tree_depth":
                 raise ConfigError("speculative_config: tree_depth is for trees; set tree_width, or leave it out")
-        if own.model is None and own.method not in ("ngram", "mtp"):
-            what = "smaller checkpoint" if own.method == "draft_model" else "head made for this model"
-            raise ConfigError(f"speculative_config: method {own.method} needs 'model', the folder of a {what}")
+        if own.method not in ("ngram", "mtp"):
+            own.named_model()
         return own
+
+    def named_model(self) -> str:
+        """`model`, of a method that reads one.
+
+        Raises:
+            ConfigError: none was named.
+        """
+        if self.model is None:
+            what = "smaller checkpoint" if self.method == "draft_model" else "head made for this model"
+            raise ConfigError(f"speculative_config: method {self.method} needs 'model', the folder of a {what}")
+        return self.model
 
     def describe(self) -> str:
         """For people, at start."""

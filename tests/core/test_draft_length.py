@@ -247,6 +247,7 @@ def test_a_clock_that_sees_no_time_go_by_does_no_harm() -> None:
     lengths.start(state, True, 1)
     for seconds in [0.0] * 20 + [0.015, 0.0, 0.0] * 20:
         [length] = lengths.choose([state], [4], 100, 1)
+        assert 0 <= length <= 4
         lengths.observe(1 + length, seconds, seconds, length, length, length)
         lengths.let_go([state])
 

@@ -2,7 +2,7 @@
 
 An option exists once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
 `--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order:
-flag, YAML key, preset, default.
+flag, YAML key, preset, default. vLLM's names and values are taken as well, and are Quire's from here on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from quire.config import PRESETS, EngineConfig, unknown_option
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, SamplingParamsError
 from quire.server.config import ServerConfig
+from quire.vllm_options import VLLM_OPTIONS, translated
 
 MAX_CONFIG_BYTES = 1 << 20
 """A configuration file larger than this was named by mistake."""
@@ -62,20 +63,27 @@ def _with_dashes(argument: str) -> str:
 
 
 def _unknown_flag(flag: str, known: list[str], prog: str) -> str:
-    if flag == "--trust-remote-code":
-        return unknown_option("trust_remote_code", [])
     near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
     return f"unknown option {flag}; " + (f"did you mean {near[0]}?" if near else f"see '{prog} --help'")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `EngineConfig`, and `--config` and `--preset`."""
-    group = parser.add_argument_group("engine options")
+    """Add a flag for every field of `EngineConfig`, and `--config` and `--preset`; and, not in the help text, for
+    vLLM's names of these and of what else the parser has.
+    """
+    group = parser.add_argument_group(
+        "engine options", "vLLM's names and values are taken too, such as --no-enable-prefix-caching."
+    )
     group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags win over it")
     group.add_argument(
         "--preset", choices=sorted(PRESETS), help="set a few options for one purpose; others win over it"
     )
     add_fields(group, EngineConfig)
+    flags = parser._option_string_actions
+    for name, option in VLLM_OPTIONS.items():
+        taken = name in SamplingParams.__struct_fields__ or _flag(name) in flags
+        if not taken and (option.ours is None or _flag(option.ours) in flags):
+            _add_flag(group, name, option.kind, argparse.SUPPRESS, None)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -101,9 +109,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         _add_flag(group, name, hints[name], text, default)
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, default: Any) -> None:
     """One option's flag. It is absent from the namespace unless given, so that defaults stay in one place."""
-    flag = "--" + name.replace("_", "-")
+    flag = _flag(name)
     text = text.replace("%", "%%")
     if default is not None:
         text += f" (default: {_shown(default)})"
@@ -241,7 +253,7 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
     """The options in a YAML file.
 
     Raises:
-        ConfigError: the file cannot be read, is not a mapping, or has a key that is not in `known`.
+        ConfigError: the file cannot be read, is not a mapping, or has a key that is neither in `known` nor vLLM's.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -261,7 +273,7 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
-        if name not in known:
+        if name not in known and name not in VLLM_OPTIONS:
             raise ConfigError(f"--config {path}: {unknown_option(name, list(known))}")
         if name in options:
             raise ConfigError(f"--config {path} names {name} twice; remove one")
@@ -315,12 +327,12 @@ def given_options(
     server_names = [field.name for field in dataclasses.fields(ServerConfig)] if server else []
     sampling_names = list(SamplingParams.__struct_fields__) if sampling else []
     known = [*engine_names, *server_names, *sampling_names]
-    from_file = read_config(args.config, [*known, "preset"]) if args.config else {}
+    from_file = translated(read_config(args.config, [*known, "preset"]), known) if args.config else {}
     preset = args.preset or from_file.pop("preset", None)
     if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
-    flags = {} if model is None else {"model": model}
-    flags |= {name: value for name, value in vars(args).items() if name in known}
+    given = {name: value for name, value in vars(args).items() if name in known or name in VLLM_OPTIONS}
+    flags = ({} if model is None else {"model": model}) | translated(given, known)
     options = from_file | flags
     origins = dict.fromkeys(PRESETS[preset] if preset else {}, "preset")
     origins |= dict.fromkeys(from_file, "file") | dict.fromkeys(flags, "flag")

@@ -18,6 +18,7 @@ def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: 
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.cached_tokens for output in outputs)
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    clamped = sum(output.clamped_from is not None for output in outputs)
     reasons = Counter(choice.finish_reason or "none" for output in outputs for choice in output.outputs)
     speculation = [("speculation", verified(stats))] if stats.verifications else []
     return [
@@ -28,6 +29,7 @@ def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: 
         ("prompt tokens", f"{prompt:,}"),
         ("cached tokens", f"{cached:,} ({cached / prompt:.0%} of the prompts)" if prompt else "0"),
         ("output tokens", f"{made:,} in {seconds:.2f} s"),
+        *([("max_tokens clamped", f"for {clamped:,} prompts, to what the context had left")] if clamped else []),
         ("KV blocks used", f"{stats.peak_blocks:,} of {stats.num_blocks:,} at most"),
         ("preemptions", f"{stats.preemptions:,}"),
         ("finished by", ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())),

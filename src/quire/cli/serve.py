@@ -26,13 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire serve`."""
     parser.usage = "quire serve MODEL [options]"
     parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name to download, or 'demo'")
-    parser.add_argument(
-        "--disable-log-requests",
-        dest="log_requests",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="the same as --no-log-requests",
-    )
     parser.add_argument("--inject-fault", metavar="KIND:TOKEN", help=argparse.SUPPRESS)
     add_server_options(parser)
     add_engine_options(parser)

@@ -47,8 +47,45 @@ NEUTRAL: dict[str, float | int] = {
 """What the fields mean that a checkpoint's `generation_config.json` may set, where it does not set them."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "detokenize": (True,),
+    "extra_args": ({},),
+    "flat_logprobs": (False,),
+    "guided_decoding": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "output_kind": (),
+    "prompt_logprob_start": (),
+    "prompt_logprob_token_ids": (),
+    "repetition_detection": (),
+    "skip_reading_prefix_cache": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""vLLM's sampling parameters that Quire does not have, with the values that ask for nothing, as None always does."""
+
+
+class _VllmNames(msgspec.StructMeta):
+    """Takes what `UNSUPPORTED` names where it asks for nothing, and refuses it by name where it does."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        for name in given.keys() & UNSUPPORTED.keys():
+            value, harmless = given.pop(name), UNSUPPORTED[name]
+            if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+                instead = " or ".join(["leave it out", *(f"set it to {one!r}" for one in harmless)])
+                raise SamplingParamsError(f"{name} is {_shown(value)}, which is not supported; {instead}", param=name)
+        return super().__call__(*args, **given)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmNames):
     """How to sample one request. All fields are keywords; sequences are stored as tuples.
+
+    What vLLM's `SamplingParams` has beside these is accepted where it asks for nothing, and else refused by name.
 
     The filters act in this order: penalties; bias and masks; temperature; min_p; top_k; top_p.
 
@@ -57,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         temperature: the logits are divided by it; 0 takes the most likely token. None: the checkpoint's
             `generation_config.json`, else 1.
         top_p: keep the fewest most likely tokens whose probabilities add up to this. None: as above, else 1.
-        top_k: keep this many of the most likely tokens; 0 is off. None: as above, else 0.
+        top_k: keep this many of the most likely tokens; 0 and -1 are off. None: as above, else 0.
         min_p: keep tokens at least this times as likely as the most likely one. None: as above, else 0.
         presence_penalty: subtracted once from the logit of every token in the output so far.
         frequency_penalty: subtracted once for every time that the token stands in the output so far.
@@ -70,7 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids: further token ids that end the request.
         min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many
             tokens.
-        max_tokens: at most this many tokens; None is what is left of the context, 0 only scores the prompt.
+        max_tokens: at most this many tokens, and no more than what is left of the context; None is all of that, 0 only
+            scores the prompt.
         ignore_eos: the model's end-of-sequence tokens do not end the request.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: all other ids are masked.
@@ -160,11 +198,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"the checkpoint's generation_config.json: {error}; set it, or use generation_config='off'"
             ) from error
 
-    def check_against(self, vocab_size: int, max_model_len: int | None = None) -> None:
-        """Checks what depends on the model: token ids below `vocab_size`, lengths within `max_model_len`.
-
-        Raises `TokenOutOfRangeError` or `SamplingParamsError`.
-        """
+    def check_against(self, vocab_size: int) -> None:
+        """Checks what depends on the model: token ids must be below `vocab_size`. Raises `TokenOutOfRangeError`."""
         named: dict[str, Iterable[int] | None] = {
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids,
@@ -176,23 +211,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise TokenOutOfRangeError(
                     f"{name} has the token id {largest}, but the model's ids are 0 to {vocab_size - 1}", param=name
                 )
-        for name, length in {"max_tokens": self.max_tokens, "min_tokens": self.min_tokens}.items():
-            if max_model_len is not None and length is not None and length > max_model_len:
-                raise SamplingParamsError(
-                    f"{name} is {length}, more than the context of {max_model_len} tokens; "
-                    "lower it or raise max_model_len",
-                    param=name,
-                )
 
 
-def _refuse(name: str, value: object, allowed: str, hint: str = "") -> SamplingParamsError:
+def _shown(value: object) -> str:
     try:
         shown = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
         shown = f"a huge {type(value).__name__}"
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return SamplingParamsError(f"{name} is {shown}; it must be {allowed}" + (f" ({hint})" if hint else ""))
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _refuse(name: str, value: object, allowed: str, hint: str = "") -> SamplingParamsError:
+    return SamplingParamsError(f"{name} is {_shown(value)}; it must be {allowed}" + (f" ({hint})" if hint else ""))
 
 
 _Check = Callable[[str, Any], Any]
@@ -209,6 +239,11 @@ def _integer(low: int, high: int, hint: str = "") -> _Check:
         return number
 
     return check
+
+
+def _top_k(name: str, value: Any) -> int:
+    number: int = _integer(-1, MAX_INT32, "0 and -1 are off")(name, value)
+    return max(0, number)
 
 
 def _number(low: float, high: float, hint: str = "", above_low: bool = False) -> _Check:
@@ -285,11 +320,13 @@ def _bias(name: str, value: Any) -> dict[int, float]:
     return {_token_id(f"a key of {name}", key): number(f"{name}[{key}]", bias) for key, bias in value.items()}
 
 
+_NOT_ALL = "those of the whole vocabulary, vLLM's -1, are not offered"
+
 _CHECKS: dict[str, _Check] = {
     "n": _integer(1, MAX_N),
     "temperature": _number(0.0, MAX_TEMPERATURE, "0 is greedy"),
     "top_p": _number(0.0, 1.0, "1 is off; for greedy sampling set temperature=0", above_low=True),
-    "top_k": _integer(0, MAX_INT32, "0 is off"),
+    "top_k": _top_k,
     "min_p": _number(0.0, 1.0, "0 is off"),
     "presence_penalty": _number(-MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
     "frequency_penalty": _number(-MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
@@ -304,8 +341,8 @@ _CHECKS: dict[str, _Check] = {
     "logit_bias": _bias,
     "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),
     "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
-    "logprobs": _integer(0, MAX_LOGPROBS, "0 returns the sampled token's alone"),
-    "prompt_logprobs": _integer(0, MAX_LOGPROBS, "0 returns the prompt token's alone"),
+    "logprobs": _integer(0, MAX_LOGPROBS, f"0 returns the sampled token's alone; {_NOT_ALL}"),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS, f"0 returns the prompt token's alone; {_NOT_ALL}"),
     "skip_special_tokens": _boolean,
     "priority": _integer(-MAX_INT32 - 1, MAX_INT32),
     "cache_salt": _salt,

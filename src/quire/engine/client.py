@@ -174,7 +174,7 @@ class EngineClient:
         self._numbers[output.request_id] = [request.id for request in requests]
         self._send_all(requests)
         try:
-            async with contextlib.aclosing(self._streams.follow(output, lambda: None, self._abort_output)) as stream:
+            async with contextlib.aclosing(self._streams.follow(output, frontend, lambda: None)) as stream:
                 async for grown in stream:
                     yield grown
         finally:
@@ -190,10 +190,6 @@ class EngineClient:
         self._ended = True
         if self._frontend is not None:
             self._streams.wake(self._frontend.end_all("abort"))
-
-    def _abort_output(self, output_id: str) -> None:
-        if self._frontend is not None:
-            self._streams.wake(self._frontend.abort(output_id))
 
     def _add(self, request: Request) -> None:
         """The frontend's door: requests are sent when their origin is known."""

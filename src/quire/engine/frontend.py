@@ -6,7 +6,6 @@ into its `n` choices, turns tokens back into text step by step, finds stop strin
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import logging
@@ -75,7 +74,7 @@ class Prepared:
 
 @dataclass(slots=True)
 class _Live:
-    """A user's request in flight."""
+    """A user's request, from its submission until its reader has its last output: so long its id is in use."""
 
     output: RequestOutput
     prepared: Prepared
@@ -83,6 +82,7 @@ class _Live:
     owner: str = ""
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
+    dropped: bool = False  # nobody reads it any more
 
 
 class Frontend:
@@ -134,18 +134,34 @@ class Frontend:
     def check(
         self, text: str | None, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> Prepared:
-        """Check a prompt that somebody else has tokenized. `max_tokens` is clamped to what the context has left.
+        """Check a prompt that is tokenized. `max_tokens` is clamped to what the context has left.
 
         Raises:
             RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
         """
+        needs_text = "bad_words" if params.bad_words else "stop" if params.stop else None
+        if self.tokenizer is None and needs_text:
+            raise SamplingParamsError(f"{needs_text} needs a tokenizer, and this checkpoint has none")
+        params = self._with_defaults(params)
+        params.check_against(self.vocab_size)
+        if not token_ids:
+            raise EmptyPromptError("the prompt has no tokens; it needs at least one")
+        worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+        if not 0 <= worst < self.vocab_size:
+            shown = worst if abs(worst) < 2**63 else "a huge number"
+            raise TokenOutOfRangeError(f"the prompt has token id {shown}; allowed are 0 to {self.vocab_size - 1}")
         room = self.max_model_len - len(token_ids)
         asked = params.max_tokens
-        clamped = asked is not None and asked > max(room, 1)
-        if clamped:
-            params = replace(params, max_tokens=max(room, 1))
-        prepared = self._checked(text, token_ids, params, bad_words)
-        return dataclasses.replace(prepared, clamped_from=asked) if clamped else prepared
+        least = max(params.min_tokens, 0 if asked == 0 else 1)
+        if least > room:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens and asks for at least {least} more, but the context holds "
+                f"{self.max_model_len}; shorten the prompt, {'lower min_tokens, ' if params.min_tokens > 1 else ''}"
+                "or raise max_model_len"
+            )
+        max_tokens = room if asked is None else min(asked, room)
+        clamped_from = asked if asked is not None and asked > room else None
+        return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from)
 
     def prepare_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]) -> list[Prepared]:
         """Check and tokenize prompts, all of them before any may run; an error's `index` says which is bad."""
@@ -171,31 +187,7 @@ class Frontend:
             raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams or None")
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
-        return self._checked(text, token_ids, params, self._bad_words(params))
-
-    def _checked(
-        self, text: str | None, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
-    ) -> Prepared:
-        needs_text = "bad_words" if params.bad_words else "stop" if params.stop else None
-        if self.tokenizer is None and needs_text:
-            raise SamplingParamsError(f"{needs_text} needs a tokenizer, and this checkpoint has none")
-        params = self._with_defaults(params)
-        params.check_against(self.vocab_size, self.max_model_len)
-        if not token_ids:
-            raise EmptyPromptError("the prompt has no tokens; it needs at least one")
-        worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
-        if not 0 <= worst < self.vocab_size:
-            shown = worst if abs(worst) < 2**63 else "a huge number"
-            raise TokenOutOfRangeError(f"the prompt has token id {shown}; allowed are 0 to {self.vocab_size - 1}")
-        room = self.max_model_len - len(token_ids)
-        wanted = max(params.min_tokens, 1 if params.max_tokens is None else params.max_tokens)
-        if wanted > room:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens and asks for {wanted} more, but the context holds "
-                f"{self.max_model_len}; shorten the prompt, lower max_tokens, or raise max_model_len"
-            )
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        return Prepared(text, token_ids, params, max_tokens, bad_words)
+        return self.check(text, token_ids, params, self._bad_words(params))
 
     def _with_defaults(self, params: SamplingParams) -> SamplingParams:
         """Unset fields from the checkpoint, and a seed where there is none."""
@@ -216,7 +208,14 @@ class Frontend:
         """
         numbers = [next(self._numbers) for _ in range(prepared.params.n)]
         request_id = self._request_id(request_id)
-        output = RequestOutput(request_id, prepared.text, prepared.token_ids, [], seed=prepared.params.seed or 0)
+        output = RequestOutput(
+            request_id,
+            prepared.text,
+            prepared.token_ids,
+            [],
+            seed=prepared.params.seed or 0,
+            clamped_from=prepared.clamped_from,
+        )
         if prepared.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]  # nothing predicts the first token
         live = _Live(output, prepared, f"{tenant}/{prepared.params.cache_salt or ''}" if tenant else "", tenant)
@@ -269,11 +268,23 @@ class Frontend:
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; one that is not there is ignored. Returns its output, if it has ended by that."""
         live = self._live.get(request_id)
-        updates = []
+        updates: list[RequestUpdate] = []
         for choice in live.choices if live else ():
-            choice.aborted = True
-            updates.append(self._abort(choice.request, "abort"))
-        return self.absorb([update for some in updates for update in some])
+            if not choice.output.finished:
+                choice.aborted = True
+                updates += self._abort(choice.request, "abort")
+        return self.absorb(updates)
+
+    def drop(self, output: RequestOutput) -> None:
+        """Nobody reads this output any more. What still runs of it is ended, and its id is free when that is done."""
+        live = self._live.get(output.request_id)
+        if live is None or live.output is not output:
+            return  # it was read to its end
+        live.dropped = True
+        if output.finished:
+            del self._live[output.request_id]
+        else:
+            self.abort(output.request_id)
 
     def resume(self) -> tuple[list[Request], list[RequestOutput]]:
         """After the engine's death: what a new one must go on with, and outputs that changed because they were
@@ -299,10 +310,17 @@ class Frontend:
     @property
     def idle(self) -> bool:
         """No request is in flight."""
-        return not self._live
+        return not self._by_request
+
+    def hand_out(self, output: RequestOutput) -> RequestOutput:
+        """The output as it goes to its reader: what comes after begins new deltas. After the last, its id is free."""
+        live = self._live.get(output.request_id)
+        if output.finished and live is not None and live.output is output:
+            del self._live[output.request_id]
+        return output.hand_out()
 
     def absorb(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
-        """Bring outputs up to date; returns those that changed, each once.
+        """Bring outputs up to date; returns those that changed and have a reader, each once.
 
         A choice that a stop string ended counts as finished when the engine has ended it too, so that there is
         one end, with its metrics. Deltas grow until the output is handed out.
@@ -324,8 +342,9 @@ class Frontend:
             if live.output.finished:
                 live.output.metrics = _metrics(live.stats)
                 live.output.metrics.detokenize_seconds = sum(choice.detokenize_seconds for choice in live.choices)
-                del self._live[request_id]
-        return [live.output for live in changed.values()]
+                if live.dropped:
+                    del self._live[request_id]
+        return [live.output for live in changed.values() if not live.dropped]
 
     def _fail(self, choice: _Choice, error: Exception) -> list[RequestUpdate]:
         """End one choice, of which something cannot be made; all others go on."""

@@ -86,6 +86,7 @@ class RequestOutput:
         prompt_logprobs: one entry a prompt token; None for the first, which nothing predicts.
         cached_tokens: prompt tokens found in the prefix cache.
         seed: what the noise was keyed with: the user's, or the one drawn at admission.
+        clamped_from: the `max_tokens` that was asked for, where the context has less left; else None.
         metrics: filled when the request has ended.
     """
 
@@ -96,6 +97,7 @@ class RequestOutput:
     seed: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cached_tokens: int = 0
+    clamped_from: int | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     _handed_out: bool = field(default=False, init=False, repr=False, compare=False)
 

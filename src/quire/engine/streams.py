@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 
+from quire.engine.frontend import Frontend
 from quire.engine.outputs import RequestOutput
 
 
@@ -12,34 +13,35 @@ class Streams:
     """One event a followed output, set when there is something to hand out. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._changed: dict[str, asyncio.Event] = {}
+        self._changed: dict[int, asyncio.Event] = {}  # by the output's identity: ids are used again
 
     async def follow(
-        self, output: RequestOutput, check: Callable[[], None], abort: Callable[[str], object]
+        self, output: RequestOutput, frontend: Frontend, check: Callable[[], None]
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output, whenever it has grown, until it has finished. What comes while nobody asks is added up.
 
         Args:
+            frontend: where it grows; told when its reader leaves.
             check: raises if no more will come of an unfinished output.
-            abort: ends the request, when its reader leaves early.
         """
-        changed = self._changed[output.request_id] = asyncio.Event()
+        changed = self._changed[id(output)] = asyncio.Event()
         try:
-            while changed.is_set() or not output.finished:
+            finished = False
+            while not finished:
                 await changed.wait()
                 changed.clear()
-                if not output.finished:
+                finished = output.finished
+                if not finished:
                     check()
-                yield output.hand_out()
+                yield frontend.hand_out(output)
         finally:
-            del self._changed[output.request_id]
-            if not output.finished:
-                abort(output.request_id)
+            del self._changed[id(output)]
+            frontend.drop(output)
 
     def wake(self, outputs: Iterable[RequestOutput]) -> None:
         """These have grown."""
         for output in outputs:
-            if changed := self._changed.get(output.request_id):
+            if changed := self._changed.get(id(output)):
                 changed.set()
 
     def wake_all(self) -> None:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -175,12 +175,12 @@ class TraceFile:
 
 def _create(folder: Path) -> io.FileIO:
     """A new file in the folder, unbuffered, so that each write is one system call."""
-    for number in count():
+    number = 0
+    while True:
         try:
             return io.FileIO(folder / f"quire-{os.getpid()}-{number}.json", "x")
         except FileExistsError:
-            continue
-    raise AssertionError("unreachable")
+            number += 1
 
 
 class KernelProfile:

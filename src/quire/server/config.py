@@ -17,6 +17,7 @@ import msgspec
 from quire.config import check_field, option, unknown_option
 from quire.errors import ConfigError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
+from quire.vllm_options import translated
 
 MIN_STALL_SECONDS = 5.0
 KEY_OPTIONS = ("api_key", "metrics_key")
@@ -116,10 +117,10 @@ class ServerConfig:
             ConfigError: an option is unknown (the message names the nearest one), or invalid.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
+        given = translated(options, names)
+        for name in given:
             if name not in names:
                 raise ConfigError(unknown_option(name, names))
-        given = dict(options)
         for name, hint in get_type_hints(cls).items():
             if hint == tuple[str, ...] and name in given:
                 given[name] = _as_tuple(given[name])

@@ -197,6 +197,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's
+    **limit.UNSUPPORTED,
     "chat_template": (),
     "documents": ([],),
     "guided_choice": (),
@@ -207,16 +208,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
     "structural_tag": (),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 """Fields that others know and Quire does not support, with the values that ask for nothing."""

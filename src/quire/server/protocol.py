@@ -343,8 +343,6 @@ def _params(
     options["logit_bias"] = _logit_bias(given.get("logit_bias"))
     options["max_tokens"] = _max_tokens(given, max_tokens)
     options["logprobs"] = logprobs
-    if options["top_k"] == -1:  # vLLM's way to say "off"
-        options["top_k"] = 0
     shown = given.integer("prompt_logprobs", 0, MAX_LOGPROBS)
     if echo and logprobs is not None:
         options["prompt_logprobs"] = max(logprobs, shown or 0)

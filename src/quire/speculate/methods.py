@@ -55,9 +55,8 @@ def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[Draftin
         if not isinstance(target, DeepseekV3):
             raise ConfigError(NO_MTP)
         return MtpHead(target), (), 0
-    assert spec.model is not None
     try:
-        path = resolve(spec.model)
+        path = resolve(spec.named_model())
     except CheckpointError as error:
         raise ConfigError(f"speculative_config: {error}") from error
     if spec.method == "draft_model":

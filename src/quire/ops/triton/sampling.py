@@ -64,11 +64,12 @@ class _Ends:
     num_listed: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, rows: Tensor | None, parts: _Parts, top_k: Tensor | None, k: int) -> _Ends:
-        """k: of each row, `top_k` [n] int64, or one for all."""
-        assert parts.chunks is not None
-        n, chunks = parts.chunks.shape
-        num_parts = parts.best.shape[1]
+    def of(
+        cls, logits: Tensor, rows: Tensor | None, best: Tensor, maxima: Tensor, top_k: Tensor | None, k: int
+    ) -> _Ends:
+        """best, maxima: of `_Parts`, of its parts and chunks. k: of each row, `top_k` [n] int64, or one for all."""
+        n, chunks = maxima.shape
+        num_parts = best.shape[1]
         ends = cls(
             torch.empty(n, device=logits.device),
             torch.empty(n, dtype=torch.int32, device=logits.device),
@@ -76,7 +77,7 @@ class _Ends:
             torch.empty(n, dtype=torch.int32, device=logits.device),
         )
         kernels.select[(n,)](
-            *(logits, rows, parts.chunks, parts.best, top_k, k, ends.logits, ends.ids, ends.listed, ends.num_listed),
+            *(logits, rows, maxima, best, top_k, k, ends.logits, ends.ids, ends.listed, ends.num_listed),
             *(logits.shape[1], num_parts),
             PARTS=triton.next_power_of_2(num_parts),
             CHUNKS=triton.next_power_of_2(chunks),
@@ -90,7 +91,7 @@ def sample(logits: Tensor, filters: Filters) -> Tensor:
     rows, vocab = logits.shape
     parts = _Parts.of(logits, None, filters.some_top_k)
     best, best_ids, num_parts = parts.best, parts.best_ids, parts.best.shape[1]
-    ends = _Ends.of(logits, None, parts, filters.top_k, vocab) if filters.some_top_k else None
+    ends = None if parts.chunks is None else _Ends.of(logits, None, best, parts.chunks, filters.top_k, vocab)
     end_logits, end_ids = (ends.logits, ends.ids) if ends else (None, None)
 
     heat, min_p, top_p = filters.temperature, filters.log_min_p, filters.top_p if filters.some_top_p else None
@@ -133,8 +134,8 @@ def token_scores(logits: Tensor, rows: Tensor, ids: Tensor, count: int) -> Token
         *(logits, rows, ids, parts.best, masses, numbers_ahead, vocab, num_parts), PARTS=padded, **OPTIONS
     )
     top: tuple[Tensor | None, ...] = (None,) * 6
-    if count:
-        ends = _Ends.of(logits, rows, parts, None, count)
+    if parts.chunks is not None:
+        ends = _Ends.of(logits, rows, parts.best, parts.chunks, None, count)
         best = torch.empty(n, count, device=device), torch.empty(n, count, dtype=torch.int32, device=device)
         top = (ends.logits, ends.ids, ends.listed, ends.num_listed, *best)
     scores = TokenScores(

@@ -1,0 +1,56 @@
+"""One thread at a time, whichever it is; others are refused and told who is inside."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from quire.errors import ConcurrentUseError
+
+
+class ThreadGuard:
+    """Knows which thread is inside an object that only one may use at a time.
+
+    Who comes second is refused and does not wait: it would wait for a whole batch, and a lock around each call is
+    easily put there by whoever wants that.
+
+    Args:
+        what: the object, for messages.
+        instead: what to use for several threads.
+    """
+
+    def __init__(self, what: str, instead: str) -> None:
+        self._what, self._instead = what, instead
+        self._lock = threading.Lock()
+        self._inside: tuple[threading.Thread, str] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Nobody is inside, not even this thread."""
+        return self._inside is None
+
+    @contextlib.contextmanager
+    def entered(self, call: str) -> Iterator[None]:
+        """While `call`, a method's name, runs in this thread. A thread that is inside may enter again.
+
+        Raises:
+            ConcurrentUseError: another thread is inside.
+        """
+        me, entered = threading.current_thread(), False
+        try:
+            with self._lock:
+                self._refuse_second(me, call)
+                self._inside, entered = (me, call), True
+            yield
+        finally:  # Ctrl-C at any point leaves nobody inside
+            if entered:
+                self._inside = None
+
+    def _refuse_second(self, me: threading.Thread, call: str) -> None:
+        if self._inside is not None and self._inside[0] is not me:
+            owner, busy = self._inside
+            raise ConcurrentUseError(
+                f"{self._what}.{call} was called in thread {me.name!r} while thread {owner.name!r} is in "
+                f"{self._what}.{busy}; one thread at a time may use it: {self._instead}"
+            )

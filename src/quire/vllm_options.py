@@ -1,0 +1,167 @@
+"""vLLM's names of engine and server options, where Quire has the thing under another name or does it anyway.
+
+A leaf: anyone may import it. What vLLM and Quire name alike is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOption:
+    """What an option of vLLM's means here.
+
+    Attributes:
+        kind: type of its values.
+        ours: the option of Quire's that it is; None: there is none.
+        values: what its values are in `ours`. Others are the same there where `ours` has the same type.
+        same: without `ours`: values that ask for what Quire does anyway; None: any of them changes nothing.
+        why: without `ours`: why other values are refused.
+    """
+
+    kind: Any
+    ours: str | None = None
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    same: tuple[Any, ...] | None = ()
+    why: str = ""
+
+
+def _one(why: str = "one device computes a model, so far") -> VllmOption:
+    return VllmOption(kind=int, same=(1,), why=why)
+
+
+def _off(why: str) -> VllmOption:
+    return VllmOption(kind=bool, same=(False,), why=why)
+
+
+def _only(kind: Any, *same: Any, why: str) -> VllmOption:
+    return VllmOption(kind=kind, same=same, why=why)
+
+
+def _any(kind: Any) -> VllmOption:
+    return VllmOption(kind=kind, same=None)
+
+
+_OWN = "a checkpoint's own is used"
+_NO_SWAP = "a request that lost its blocks is computed again, and nothing is moved out of the device's memory"
+_NO_LORA = "adapters are not there yet"
+
+VLLM_OPTIONS: dict[str, VllmOption] = {
+    # the same under another name or value
+    "api_server_count": VllmOption(kind=int, ours="api_workers"),
+    "disable_log_requests": VllmOption(kind=bool, ours="log_requests", values={True: False, False: True}),
+    "dtype": VllmOption(kind=str, ours="dtype", values={"half": "float16", "float": "float32"}),
+    "enable_log_requests": VllmOption(kind=bool, ours="log_requests", values={True: True, False: False}),
+    "enable_prefix_caching": VllmOption(kind=bool, ours="prefix_cache", values={True: "radix", False: "off"}),
+    "generation_config": VllmOption(kind=str, ours="generation_config", values={"vllm": "off"}),
+    "kv_cache_dtype": VllmOption(kind=str, ours="kv_cache_dtype", values={"fp8_e4m3": "fp8"}),
+    "kv_cache_memory_bytes": VllmOption(kind=str, ours="kv_cache_memory"),
+    "num_gpu_blocks_override": VllmOption(kind=int, ours="num_kv_blocks"),
+    # on several devices
+    "data_parallel_size": _one(),
+    "data_parallel_size_local": _one(),
+    "decode_context_parallel_size": _one(),
+    "distributed_executor_backend": _only(str, "mp", "uni", why="one device computes a model, so far"),
+    "enable_expert_parallel": _off("one device computes a model, so far"),
+    "nnodes": _one(),
+    "pipeline_parallel_size": _one(),
+    "prefill_context_parallel_size": _one(),
+    "tensor_parallel_size": _one(),
+    "worker_use_ray": _off("one device computes a model, so far"),
+    # what changes nothing here
+    "disable_custom_all_reduce": _any(bool),
+    "disable_log_stats": _any(bool),
+    "disable_uvicorn_access_log": _any(bool),
+    "prefix_caching_hash_algo": _any(str),
+    "served_model_name": _any(str),  # without a server
+    "use_tqdm_on_load": _any(bool),
+    "use_v2_block_manager": _any(bool),
+    # what is not there
+    "calculate_kv_scales": _off("an 8-bit cache has a scale for each token and head"),
+    "code_revision": _only(str, why="Quire never runs code from a checkpoint"),
+    "compilation_config": _only(Mapping[str, Any], {}, why="nothing is compiled that could be set; see cuda_graphs"),
+    "cpu_offload_gb": _only(float, 0, why="weights are not moved out of the device's memory"),
+    "download_dir": _only(str, why="downloads lie where huggingface_hub has them; set HF_HOME"),
+    "enable_lora": _off(_NO_LORA),
+    "enable_sleep_mode": _off("an engine cannot give its memory back and go on"),
+    "hf_overrides": _only(Mapping[str, Any], {}, why="a checkpoint is used as it is; change its config.json"),
+    "limit_mm_per_prompt": _only(Mapping[str, Any], {}, why="models of text alone are there"),
+    "load_format": _only(str, "auto", "safetensors", why="checkpoints are read from safetensors files"),
+    "lora_modules": _only(str, why=_NO_LORA),
+    "max_logprobs": _only(int, 20, why="at most 20 can be asked for"),
+    "max_long_partial_prefills": _only(int, 1, why="see max_num_partial_prefills"),
+    "num_scheduler_steps": _one("every step is scheduled; async_scheduling hides what that takes"),
+    "override_generation_config": _only(Mapping[str, Any], {}, why="set what is to be sampled with each request"),
+    "preemption_mode": _only(str, "recompute", why=_NO_SWAP),
+    "rope_scaling": _only(Mapping[str, Any], {}, why=_OWN),
+    "rope_theta": _only(float, why=_OWN),
+    "runner": _only(str, "auto", "generate", why="models that generate text are there"),
+    "seed": _only(int, 0, why="a seed is given with each request: SamplingParams(seed=...), or the field of that name"),
+    "skip_tokenizer_init": _off("a checkpoint without a tokenizer takes token ids"),
+    "swap_space": _only(float, 0, why=_NO_SWAP),
+    "task": _only(str, "auto", "generate", why="models that generate text are there"),
+    "tokenizer": _only(str, why=_OWN),
+    "tokenizer_mode": _only(str, "auto", "hf", why="tokenizers are read from tokenizer.json"),
+    "tokenizer_revision": _only(str, why=_OWN),
+    "trust_remote_code": _off("Quire never runs code from a checkpoint"),
+}
+
+
+SPECULATIVE_OPTIONS: dict[str, VllmOption] = {"draft_tensor_parallel_size": _one()}
+"""The same for the keys of `speculative_config`."""
+
+
+def translated(
+    options: Mapping[str, Any], known: Collection[str], table: Mapping[str, VllmOption] = VLLM_OPTIONS
+) -> dict[str, Any]:
+    """The options by Quire's names and values; what asks for what Quire does anyway is left out.
+
+    Args:
+        known: Quire's own names of what may be set. A name that is neither there nor in the table is left as it is.
+
+    Raises:
+        ConfigError: an option of vLLM's asks for what is not there, or one thing is set by two names.
+    """
+    result: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    for name, value in options.items():
+        option = table.get(name)
+        ours = name
+        if option is not None and option.ours in known:
+            if value is None and name not in known:
+                continue
+            ours, value = option.ours or name, _value(name, option, value)
+        elif option is not None and option.ours is None and name not in known:
+            _refuse_other(name, option, value)
+            continue
+        if ours in spelt:
+            raise ConfigError(f"{spelt[ours]} and {name} are one option, {ours}; leave one of them out")
+        result[ours], spelt[ours] = value, name
+    return result
+
+
+def _value(name: str, option: VllmOption, value: Any) -> Any:
+    """The value in Quire's spelling."""
+    for theirs, ours in option.values.items():
+        if _equal(value, theirs):
+            return ours
+    if option.values and name != option.ours:
+        raise ConfigError(f"{name}={value!r} is not supported; allowed: {', '.join(map(str, option.values))}")
+    return value
+
+
+def _refuse_other(name: str, option: VllmOption, value: Any) -> None:
+    if option.same is None or value is None or any(_equal(value, one) for one in option.same):
+        return
+    instead = "".join(f", or set it to {one!r}" for one in option.same)
+    raise ConfigError(f"{name}={value!r} is not supported: {option.why}; leave it out{instead}")
+
+
+def _equal(value: Any, one: Any) -> bool:
+    """True is not 1 here."""
+    return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)
