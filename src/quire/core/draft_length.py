@@ -45,12 +45,7 @@ _LEVELS = 20
 """Chances are rounded to one of so many, and requests of equal chance are decided together."""
 
 _Chances = tuple[int, int]
-
-_GOOD = (_LEVELS - 1, _LEVELS - 1)
-"""The chances of drafts as good as they can be."""
-
-_SMALLEST_CHANCE = 0.05
-"""A draft that is less likely to be accepted is not worth looking at."""
+"""Of a first draft, and of each later one, to be accepted, in parts of `_LEVELS`."""
 
 _RECENT = 8
 """Steps of about one size whose times are kept: the context grows, and others load the machine."""
@@ -131,7 +126,8 @@ class DraftState:
         pool: what is known of all requests of its kind.
         chances: of the first draft and of each later one to be accepted, in parts of `_LEVELS`, by what this request
             and others of its kind have shown.
-        idle: steps since it had drafts.
+        idle: steps since it was given drafts.
+        empty: the proposer had none when it was.
         followed: whether it can be drafted; once it was let go, it never can.
     """
 
@@ -139,6 +135,7 @@ class DraftState:
     pool: Pool = field(default_factory=Pool)
     chances: tuple[int, int] = (round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
     idle: int = 0
+    empty: bool = False
     followed: bool = True
 
     def learn(self, accepted: int, proposed: int, whole: bool) -> None:
@@ -165,17 +162,16 @@ class DraftState:
 class _Times:
     """Seconds by size, measured in cells (1, 2, ... 8, 10, 12, 14, 16, 20, ...) and interpolated between them.
 
-    A cell is believed once it was seen twice (the first time may be slow for being the first). Larger sizes take no
-    less time.
+    A cell is believed once it was seen twice: the first time may be slow for being the first. Larger sizes take no less
+    time, and no more than their proportion. Beyond the largest, the curve's last piece goes on (of one known size, no
+    size takes more: so it is tried), but from `_FREE_ROWS` times the largest on at least their proportion of that.
 
     Args:
-        free: sizes beyond the largest known one cost what the curve's last piece says (of one known size: no more), and
-            at least their proportion of this many times the largest.
-        once: or of so much more than it.
+        once: sizes up to so much beyond the largest may take no more, however small that is.
     """
 
-    def __init__(self, free: float, once: float) -> None:
-        self._free, self._once = free, once
+    def __init__(self, once: float) -> None:
+        self._once = once
         self._cells: dict[int, deque[tuple[float, int]]] = {}
         self._sizes: list[int] = []
         self._seconds: list[float] = []
@@ -215,8 +211,9 @@ class _Times:
             return 0.0
         last = sizes[-1]
         slope = (seconds[-1] - seconds[-2]) / (last - sizes[-2]) if len(sizes) > 1 else 0.0
-        least = seconds[-1] * size / max(self._free * last, last + self._once)
-        return max(min(seconds[-1] + slope * (size - last), seconds[-1] * size / last if last else math.inf), least)
+        most = seconds[-1] * size / last if last else math.inf
+        least = seconds[-1] * size / max(_FREE_ROWS * last, last + self._once)
+        return max(min(seconds[-1] + slope * (size - last), most), least)
 
 
 def _cell_of(size: int) -> int:
@@ -248,8 +245,8 @@ class DraftLengths:
         self._most = most
         self._whole = whole
         self._depths = (most,) if whole else (*(depth for depth in _DEPTHS if depth < most), most)
-        self._verifying = _Times(_FREE_ROWS, once=most)
-        self._drafting = _Times(1.0, once=math.inf)  # by depth; 0: following alone
+        self._verifying = _Times(once=most)  # by rows
+        self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
         self._steps = self._explored = 0
         self._ended = 0.0  # when the last step did
         self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last look at what was measured
@@ -303,10 +300,10 @@ class DraftLengths:
 
     def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
         """Of `proposed` drafts that were verified, so many were accepted."""
+        state.empty = not proposed
         if not proposed:  # the proposer had none: that says nothing of those that it will have
             self._explored = -_TURN
             return
-        state.idle = 0
         state.learn(accepted, proposed, self._whole)
 
     # -- following -----------------------------------------------------------------------------------------
@@ -362,12 +359,16 @@ class DraftLengths:
         lengths = [0] * len(states)
         if states and budget > 0 and self._verifying.knows(base_rows):
             self._step_seconds = self._verifying.at(base_rows)
-            room = [min(drafts, self._most) for drafts in room]
+            overdrawn = self._credit < 0 and not self._cheap
+            room = [
+                0 if overdrawn and state.empty else min(drafts, self._most)
+                for state, drafts in zip(states, room, strict=True)
+            ]
             lengths = self._best([state.chances for state in states], room, budget, base_rows)
             if self._steps - self._explored >= (4 * _TURN if any(lengths) else _TURN):
                 lengths = self._explore(lengths, states, room, budget, base_rows)
-        for state in states:
-            state.idle += 1
+        for state, length in zip(states, lengths, strict=True):
+            state.idle = 0 if length else state.idle + 1
         return list(lengths)
 
     def _best(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
@@ -413,7 +414,7 @@ class DraftLengths:
         if self._whole:
             return [first / count] * count if count == self._most and first else []
         worth: list[float] = []
-        while len(worth) < count and first >= _SMALLEST_CHANCE:
+        while len(worth) < count and first >= 1 / _LEVELS:
             worth.append(first)
             first *= later
         return worth
@@ -429,7 +430,7 @@ class DraftLengths:
         if not any(best):
             if self._credit <= 0:
                 return best
-            wanted = max(self._best([_GOOD] * len(states), room, budget, base)) or 1
+            wanted = max(self._best([(_LEVELS - 1, _LEVELS - 1)] * len(states), room, budget, base)) or 1
             longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
             other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
         else:
