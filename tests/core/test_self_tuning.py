@@ -37,8 +37,8 @@ WORK = {
     "alone, long": (1, 900, 3),
     "8, short": (8, 32, 40),
     "8, long": (8, 400, 3),
-    "64, short": (64, 32, 20),
-    "64, long": (64, 250, 3),
+    "64, short": (64, 32, 40),
+    "64, long": (64, 250, 5),
 }
 CELLS = [(m, d, c, w) for m in MACHINES for d in DRAFTING for c in CHANCES for w in WORK]
 

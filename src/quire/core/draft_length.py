@@ -35,8 +35,8 @@ _FEW = 4.0
 _PRIOR = 8.0
 """Trials of other requests that count beside a request's own."""
 
-_OPTIMISM = 0.75
-"""What are the chances of a draft as long as nobody has seen any."""
+_OPTIMISM = 0.8
+"""The chances of drafts as long as nobody has seen any."""
 
 _TREE = 2.0
 """So many drafts of a tree are supposed to be accepted as long as nobody has seen any."""
@@ -63,7 +63,10 @@ _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Depths that are looked at, beside the deepest."""
 
 _TURN = 8
-"""Steps from one look at what was measured to the next, at most, and from one exploring to the next, at least."""
+"""Steps from one look at what was measured to the next, at most."""
+
+_EXPLORE = 32
+"""Steps from one exploring to the next, where drafts pay."""
 
 _PATIENCE = 4
 """Steps without drafts after which a request may be let go."""
@@ -72,7 +75,7 @@ _SHARE = 0.01
 """Of all time, so much may be lost by following and exploring."""
 
 _MOST_CREDIT = 3.0
-"""The account's most and least: the time of so many steps."""
+"""The account's most, with which it begins: the time of so many steps. One step is the most of a debt."""
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Average:
     """
 
     value: float = _OPTIMISM
-    weight: float = _FEW
+    weight: float = _PRIOR
     fresh: bool = False
 
     def learn(self, trials: int, successes: int, forget: float) -> None:
@@ -160,7 +163,7 @@ class DraftState:
 
 
 class _Times:
-    """Seconds by size, measured in cells (1, 2, ... 8, 10, 12, 14, 16, 20, ...) and interpolated between them.
+    """Seconds by size, measured in cells (1, 2, ... 16, 18, 20, ... 32, 36, ...) and interpolated between them.
 
     A cell is believed once it was seen twice: the first time may be slow for being the first. Larger sizes take no less
     time, and no more than their proportion. Beyond the largest, the curve's last piece goes on (of one known size, no
@@ -217,11 +220,9 @@ class _Times:
 
 
 def _cell_of(size: int) -> int:
-    """The number of the cell: up to 8 a size has its own, then there are four to every doubling."""
-    if size < 8:
-        return size
-    power = size.bit_length() - 1
-    return 4 * power + (size >> (power - 2) & 3)
+    """The number of the cell: up to 16 a size has its own, then there are eight to every doubling."""
+    shift = max(0, size.bit_length() - 4)
+    return 8 * shift + (size >> shift)
 
 
 class DraftLengths:
@@ -248,11 +249,12 @@ class DraftLengths:
         self._verifying = _Times(once=most)  # by rows
         self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
         self._steps = self._explored = 0
+        self._again = False  # drafts were accepted, or none were proposed: if that was exploring, it goes on
         self._ended = 0.0  # when the last step did
         self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last look at what was measured
         self._pools: dict[bool, Pool] = {}
         self._step_seconds = 0.0
-        self._credit = 0.0  # seconds that may be lost
+        self._credit = math.inf  # seconds that may be lost
 
     # -- learning ------------------------------------------------------------------------------------------
 
@@ -285,7 +287,7 @@ class DraftLengths:
         """
         rows = base + drafts
         new = self._verifying.observe(rows, max(_SHORTEST, seconds - drafting))
-        new |= self._drafting.observe(depth, drafting)
+        new |= self._drafting.observe(self._most if self._whole and depth else depth, drafting)
         if new or self._steps % _TURN == 0:
             self._verifying.refresh()
             self._drafting.refresh()
@@ -295,16 +297,17 @@ class DraftLengths:
 
     def account(self, seconds: float, lost: float) -> None:
         """So much time went by, and so much of it was lost by following and drafting; negative: it was gained."""
+        if not self._step_seconds:
+            return
         most = _MOST_CREDIT * self._step_seconds
-        self._credit = min(most, max(-most, self._credit + _SHARE * seconds - lost))
+        self._credit = min(most, max(-self._step_seconds, self._credit + _SHARE * seconds - lost))
 
     def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
         """Of `proposed` drafts that were verified, so many were accepted."""
         state.empty = not proposed
-        if not proposed:  # the proposer had none: that says nothing of those that it will have
-            self._explored = -_TURN
-            return
-        state.learn(accepted, proposed, self._whole)
+        self._again |= accepted > 0 or not proposed  # that there were none says nothing of those that there will be
+        if proposed:
+            state.learn(accepted, proposed, self._whole)
 
     # -- following -----------------------------------------------------------------------------------------
 
@@ -321,7 +324,6 @@ class DraftLengths:
             return
         if not any(self._best([state.chances] * running, [self._most] * running, self._most * running, running)):
             state.followed = self._credit > 0 or self._cheap
-            self._explored = -_TURN  # at once: it may be a short one
 
     def let_go(self, states: Sequence[DraftState]) -> int | None:
         """Which of these requests is followed in vain, and no longer; None: none is."""
@@ -365,7 +367,9 @@ class DraftLengths:
                 for state, drafts in zip(states, room, strict=True)
             ]
             lengths = self._best([state.chances for state in states], room, budget, base_rows)
-            if self._steps - self._explored >= (4 * _TURN if any(lengths) else _TURN):
+            pause = _EXPLORE if any(lengths) else 0 if self._again else _TURN
+            self._again = False
+            if self._steps - self._explored >= pause:
                 lengths = self._explore(lengths, states, room, budget, base_rows)
         for state, length in zip(states, lengths, strict=True):
             state.idle = 0 if length else state.idle + 1
@@ -424,18 +428,18 @@ class DraftLengths:
     ) -> list[int]:
         """Something else than what is best as far as is known, to see what it brings.
 
-        Where drafts pay: none, more or fewer of them, in turns. Else, if there is credit, those requests that have had
-        none for longest get as many as would pay if they were as good as drafts can be.
+        Where drafts pay: none, more or fewer of them, in turns. Else, while there is credit, those requests that have
+        had none for longest get as many as would pay if nothing were known of drafts.
         """
         if not any(best):
             if self._credit <= 0:
                 return best
-            wanted = max(self._best([(_LEVELS - 1, _LEVELS - 1)] * len(states), room, budget, base)) or 1
+            wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
             longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
             other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
         else:
             kind = self._steps % 3
-            other = [0 if kind == 0 else min(most, 2 * n) if kind == 1 else n // 2 for n, most in zip(best, room, strict=True)]
+            other = [(0, min(most, 2 * n), n // 2)[kind] for n, most in zip(best, room, strict=True)]
         if self._whole:
             other = [self._most if n and most == self._most else 0 for n, most in zip(other, room, strict=True)]
         self._explored = self._steps
