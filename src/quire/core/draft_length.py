@@ -250,6 +250,7 @@ class DraftLengths:
         self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
         self._steps = self._explored = 0
         self._again = False  # drafts were accepted, or none were proposed: if that was exploring, it goes on
+        self._trial = False  # a request is followed to see, and has not been drafted
         self._ended = 0.0  # when the last step did
         self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last look at what was measured
         self._pools: dict[bool, Pool] = {}
@@ -324,6 +325,8 @@ class DraftLengths:
             return
         if not any(self._best([state.chances] * running, [self._most] * running, self._most * running, running)):
             state.followed = self._credit > 0 or self._cheap
+            if state.followed and not self._cheap:  # one is enough to see, and it may be a short one
+                self._credit, self._trial = 0.0, True
 
     def let_go(self, states: Sequence[DraftState]) -> int | None:
         """Which of these requests is followed in vain, and no longer; None: none is."""
@@ -367,7 +370,7 @@ class DraftLengths:
                 for state, drafts in zip(states, room, strict=True)
             ]
             lengths = self._best([state.chances for state in states], room, budget, base_rows)
-            pause = _EXPLORE if any(lengths) else 0 if self._again else _TURN
+            pause = _EXPLORE if any(lengths) else 0 if self._again or self._trial else _TURN
             self._again = False
             if self._steps - self._explored >= pause:
                 lengths = self._explore(lengths, states, room, budget, base_rows)
@@ -432,8 +435,9 @@ class DraftLengths:
         had none for longest get as many as would pay if nothing were known of drafts.
         """
         if not any(best):
-            if self._credit <= 0:
+            if self._credit <= 0 and not self._trial:
                 return best
+            self._trial = False
             wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
             longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
             other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
