@@ -44,8 +44,7 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: python  ## complete a batch of prompts with the model that ships with Quire
-	@$(MAKE) --no-print-directory -j2 --output-sync=line SIDE_BY_SIDE=1 $(RUNTIME) native
-	@$(MAKE) --no-print-directory $(QUIRE)
+	@$(MAKE) --no-print-directory -j2 --output-sync=line SIDE_BY_SIDE=1 $(QUIRE) native
 	@$(BIN)/quire generate --demo
 	@printf '\n%s\n' "To go on, copy one of these ('source $(BIN)/activate' makes them plain 'quire ...'):"
 	@printf '    %-42s %s\n' \
@@ -57,8 +56,9 @@ python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
 	    "Quire needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % v)'
 
+# Compiling fills all cores, and what goes on beside it is one thing after the other: that must not wait.
 native: python
-	@$(STEP) "Compiling kernels for this processor" $(COMPILE) --isa native
+	@$(STEP) "Compiling kernels for this processor" $(if $(SIDE_BY_SIDE),nice) $(COMPILE) --isa native
 
 kernels: python  ## compile the kernels for all instruction sets of this kind of machine
 	@$(STEP) "Compiling kernels for all instruction sets" $(COMPILE)
