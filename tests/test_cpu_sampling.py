@@ -180,7 +180,7 @@ def make_edits(rows: list[int], vocab: int, draw: random.Random) -> Edits:
         return torch.tensor([draw.choice(choices) for _ in rows])
 
     seen, bias = ids(50), ids(9)
-    masks = torch.cat([torch.zeros(1, vocab, dtype=torch.bool), noise(3, vocab) > 0])
+    masks = torch.cat([torch.ones(1, vocab), noise(3, vocab)]) * math.inf
     return Edits(
         torch.tensor(rows), numbers(1.0, 0.5, 1.7), numbers(0.0, -0.5, 2.0), numbers(0.0, 1.5),
         Lists.of(seen, [np.array([draw.choice([0, 1, 7]) for _ in part], np.float32) for part in seen]),
@@ -234,7 +234,7 @@ def test_bad_input_is_refused_before_c_reads_it(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="mask is 4"):
         kernels.edit_logits(logits, edits)
     edits = make_edits([0, 1], 49, random.Random(1))
-    with pytest.raises(ValueError, match="masks have 49 columns; they must have 50"):
+    with pytest.raises(ValueError, match="49 columns; they must be float32 of 50"):
         kernels.edit_logits(logits, edits)
 
 

@@ -197,8 +197,7 @@ def make_edits(rows: list[int], vocab: int, draw: random.Random) -> Edits:
     def numbers(*choices: float) -> Tensor:
         return torch.tensor([draw.choice(choices) for _ in rows])
 
-    bias, masks = ids(9), noise(4, vocab, seed=1) > 0
-    masks[0] = False
+    bias, masks = ids(9), torch.cat([torch.ones(1, vocab), noise(3, vocab, seed=1)]) * math.inf
     counts = torch.randint(0, 9, (5, vocab), dtype=torch.int32, generator=torch.Generator().manual_seed(vocab))
     counts *= noise(5, vocab) > 0
     counts[0] = 0

@@ -91,17 +91,19 @@ class _DeviceRows:
 
 
 class DeviceMasks(_DeviceRows):
-    """Which tokens may not be sampled, of all requests that allow but some; a byte a token (148 KiB for 151,936).
+    """Which tokens may be sampled, of all requests that allow but some; 4 bytes a token (594 KiB for 151,936).
 
     They are made and sent once a request, since a step would take longer to do so than to sample.
     """
 
     def __init__(self, vocab_size: int, device: Device) -> None:
-        super().__init__(vocab_size, torch.bool, device)
+        super().__init__(vocab_size, torch.float32, device)
+        with device.active():
+            self._rows.fill_(torch.inf)
 
     @property
     def masks(self) -> Tensor:
-        """[1 + requests, vocab] bool: see `logit_edits.Masks`."""
+        """[1 + requests, vocab] fp32: see `logit_edits.Masks`."""
         return self._rows
 
     def take(self, allowed: Collection[int]) -> int:
@@ -110,8 +112,8 @@ class DeviceMasks(_DeviceRows):
             return 0
         row = self._take()
         [ids] = self._device.upload(np.fromiter(allowed, np.int64, len(allowed)))
-        self._rows[row] = True
-        self._rows[row].index_fill_(0, ids, False)
+        self._rows[row] = -torch.inf
+        self._rows[row].index_fill_(0, ids, torch.inf)
         return row
 
 

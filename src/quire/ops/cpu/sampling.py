@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
@@ -66,8 +65,8 @@ def edit_logits(lib: Library, logits: Tensor, edits: Edits) -> Tensor:
     none = Lists(torch.zeros(n + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
     allowed = _lists(none, n, vocab, False)  # the library takes lists of allowed ids, too: masks are faster
     masks, masked = edits.masks.masks, edits.masks.requests
-    if masks.shape[1] != vocab:
-        raise ValueError(f"masks have {masks.shape[1]} columns; they must have {vocab}, as the logits")
+    if masks.dtype != torch.float32 or masks.shape[1] != vocab:
+        raise ValueError(f"masks are {masks.dtype} of {masks.shape[1]} columns; they must be float32 of {vocab}")
     masked = _indices(masked, n, len(masks), "mask")
     finite = torch.empty(n, dtype=torch.bool)
     lib.edit_logits(
@@ -76,7 +75,8 @@ def edit_logits(lib: Library, logits: Tensor, edits: Edits) -> Tensor:
         finite.data_ptr(),
     )
     for i in masked.nonzero().flatten().tolist():
-        logits[rows[i]].masked_fill_(masks[masked[i]], -math.inf)
+        row = logits[rows[i]]
+        torch.minimum(row, masks[masked[i]], out=row)
     return finite
 
 

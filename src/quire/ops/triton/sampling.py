@@ -191,5 +191,5 @@ def warm_up(vocab: int, device: torch.device | str) -> None:
         token_scores(logits, ids, ids, count)
     none = Lists(torch.zeros(rows + 1, dtype=torch.int64, device=device), ids, numbers)
     history = History(torch.zeros(1, vocab, dtype=torch.int32, device=device), ids)
-    masks = Masks(torch.zeros(1, vocab, dtype=torch.bool, device=device), ids)
+    masks = Masks(torch.full((1, vocab), torch.inf, device=device), ids)
     edit_logits(logits, Edits(ids[:1], numbers, numbers, numbers, history, none, masks, none))

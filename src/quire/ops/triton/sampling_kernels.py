@@ -432,7 +432,8 @@ def penalize(
         tl.store(places, penalized, mask=(ids < vocab) & (count > 0))
     request = tl.load(masked + i)
     if request > 0:
-        hidden = tl.load(masks + request * vocab + ids, mask=ids < vocab, other=0) != 0
+        hidden = tl.load(masks + request * vocab + ids, mask=ids < vocab, other=INFINITE) < 0
+        hidden &= values == values  # NaN stays, as the minimum of both
         tl.store(places, tl.full((PART,), -INFINITE, tl.float32), mask=(ids < vocab) & hidden)
 
 
