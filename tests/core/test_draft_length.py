@@ -406,7 +406,9 @@ def test_the_choice_is_the_best_of_all_where_the_times_are_known() -> None:
         levels = [(draw.randrange(0, 20), draw.randrange(0, 20)) for _ in range(3)]
         states = [DraftState(chances=each) for each in levels]
 
-        def rate(chosen: Sequence[int], levels: list[tuple[int, int]] = levels, knee: int = knee, each: float = each) -> float:
+        def rate(
+            chosen: Sequence[int], levels: list[tuple[int, int]] = levels, knee: int = knee, each: float = each
+        ) -> float:
             tokens = 3.0
             for (first, later), count in zip(levels, chosen, strict=True):
                 tokens += sum(first / 20 * (later / 20) ** j for j in range(count))
