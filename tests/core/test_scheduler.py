@@ -11,8 +11,8 @@ from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.prefix_cache import longest_run
 from quire.core.request import Status
-from quire.core.scheduler import LOOKUP_TOKENS
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepResult
+from quire.core.step_state import LOOKUP_TOKENS
 from quire.errors import ConfigError, RequestError, RequestTooLargeError
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
 

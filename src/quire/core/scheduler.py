@@ -19,14 +19,11 @@ from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
+from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
 from quire.core.turns import Turns
 from quire.core.waiting_queue import WaitingQueue
 from quire.errors import RequestError, RequestTooLargeError
-
-LOOKUP_TOKENS = 2**17
-"""Prompt tokens that one step looks up in the prefix cache before it looks up no further prompt, so that its time does
-not grow with the queue. Hashing so many takes some tens of milliseconds."""
 
 
 class Scheduler:
@@ -43,7 +40,7 @@ class Scheduler:
         self.kv = kv
         self.requests: dict[int, Request] = {}
         self.running: list[Request] = []  # in order
-        self.in_flight: deque[_Flight] = deque()
+        self.in_flight: deque[StepInFlight] = deque()
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, at first admissions
         self._waiting = WaitingQueue()
@@ -109,7 +106,7 @@ class Scheduler:
         """The next step, or None where nothing can run now."""
         if self.trials.advance():
             self.restart()
-        step = _Step(self.config.max_num_batched_tokens)
+        step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
         head = self._waiting.head()
@@ -201,7 +198,7 @@ class Scheduler:
 
     # -- choosing ------------------------------------------------------------------------------------------
 
-    def _choose_decodes(self, step: _Step) -> None:
+    def _choose_decodes(self, step: PendingStep) -> None:
         """One token for every decoding request; those with more to compute are part-way."""
         for request in list(self.running):
             remaining = request.num_remaining
@@ -213,11 +210,11 @@ class Scheduler:
                 step.choose(request, 1)
                 step.num_decodes += 1
 
-    def _limit_prefill(self, step: _Step) -> None:
+    def _limit_prefill(self, step: PendingStep) -> None:
         if self._latency and step.num_decodes:
             step.budget = min(step.budget, self._latency.budget(step.budget))
 
-    def _choose_prefills(self, step: _Step, head: Request | None) -> None:
+    def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
         """Further chunks of the prompts that are part-way, the oldest first.
 
         Those behind the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
@@ -237,7 +234,7 @@ class Scheduler:
             if remaining:
                 step.partial.append(request)
 
-    def _choose_waiting(self, step: _Step, now: float) -> None:
+    def _choose_waiting(self, step: PendingStep, now: float) -> None:
         """Admit waiting requests in order; the head of the queue is never bypassed for blocks.
 
         At most `max_num_seqs` are held for another's prefix at once: no more could run when it is there.
@@ -255,7 +252,7 @@ class Scheduler:
         for request in aside:
             self._waiting.push(request)
 
-    def _choose_drafts(self, step: _Step, most: int) -> None:
+    def _choose_drafts(self, step: PendingStep, most: int) -> None:
         """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks.
 
         Self-tuning gives none beside prompts: as a rule such a step is bound by arithmetic, where a draft's row costs
@@ -278,7 +275,9 @@ class Scheduler:
                 count = self._reserve_drafts(request, count)
                 step.choose(request, count)
 
-    def _self_tuned(self, lengths: DraftLengths, step: _Step, decodes: list[Request], room: list[int]) -> list[int]:
+    def _self_tuned(
+        self, lengths: DraftLengths, step: PendingStep, decodes: list[Request], room: list[int]
+    ) -> list[int]:
         """How many drafts each of them gets in a step that is tuned."""
         states = [request.draft_state for request in decodes]
         counts = lengths.choose(states, room, step.budget, len(step.chosen))
@@ -294,12 +293,12 @@ class Scheduler:
             return count
         return min(count, len(request.table) * self.kv.block_size - known)
 
-    def _chunk(self, remaining: int, step: _Step, chosen: int = 0) -> int:
+    def _chunk(self, remaining: int, step: PendingStep, chosen: int = 0) -> int:
         """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
         count = min(remaining, step.budget, self._max_chunk - chosen)
         return count if self._chunked or count == remaining else 0
 
-    def _admit(self, request: Request, step: _Step, now: float) -> bool:
+    def _admit(self, request: Request, step: PendingStep, now: float) -> bool:
         """Give a waiting request its first chunk; False if it must go on waiting."""
         seats_taken = len(self.running) >= self.config.max_num_seqs
         if seats_taken and not self._outranked(request):
@@ -324,7 +323,7 @@ class Scheduler:
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.looks_ahead) // size
         return self._waiting.hold(request, cached, (len(request.tokens) - 1) // size)
 
-    def _admit_match(self, request: Request, match: Match, step: _Step, now: float, seats_taken: bool) -> bool:
+    def _admit_match(self, request: Request, match: Match, step: PendingStep, now: float, seats_taken: bool) -> bool:
         cached = match.num_blocks * self.kv.block_size + match.partial_tokens
         remaining = len(request.tokens) - cached
         count = self._chunk(remaining, step)
@@ -345,12 +344,12 @@ class Scheduler:
             step.partial.append(request)
         return True
 
-    def _too_many_partial(self, request: Request, step: _Step) -> bool:
+    def _too_many_partial(self, request: Request, step: PendingStep) -> bool:
         """Whether no further prompt may be part-way; those that come after the request do not stand in its way."""
         before = sum(other.order < request.order for other in step.partial)
         return before >= self.config.max_num_partial_prefills
 
-    def _make_room(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: _Step) -> bool:
+    def _make_room(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: PendingStep) -> bool:
         """Whether there is a seat, and room for the locked match to grow to `num_tokens`.
 
         Preempts those that the request outranks, where that will do.
@@ -390,7 +389,7 @@ class Scheduler:
 
     # -- preemption ----------------------------------------------------------------------------------------
 
-    def _reserve(self, request: Request, count: int, step: _Step) -> bool:
+    def _reserve(self, request: Request, count: int, step: PendingStep) -> bool:
         """Blocks for a running request's next `count` tokens; preempts later ones, and yields if there are none."""
         while not self.kv.reserve(request, request.num_computed + count):
             victim = self._victim(request)
@@ -430,7 +429,7 @@ class Scheduler:
         ref_counts = self.kv.pool.ref_counts
         return sum(count == ref_counts[block] for block, count in holders.items())
 
-    def _preempt(self, victim: Request, step: _Step) -> None:
+    def _preempt(self, victim: Request, step: PendingStep) -> None:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""
         step.withdraw(victim)
         self.running.remove(victim)
@@ -444,10 +443,10 @@ class Scheduler:
 
     # -- plans ---------------------------------------------------------------------------------------------
 
-    def _plan(self, step: _Step) -> StepPlan:
+    def _plan(self, step: PendingStep) -> StepPlan:
         plan = StepPlan(self._next_number, [], ended=self._ended, let_go=self._let_go)
         decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
-        flight = _Flight(plan.number, [], decodes, step.tuned)
+        flight = StepInFlight(plan.number, [], decodes, step.tuned)
         self._next_number += 1
         self._ended, self._let_go = [], []
         for request, count in step.chosen.items():
@@ -585,43 +584,6 @@ class Scheduler:
             cached_tokens=request.num_cached,
             stats=request.stats,
         )
-
-
-class _Step:
-    """The step being made: tokens chosen for each request, and what is left of the budget."""
-
-    __slots__ = ("budget", "chosen", "lookup", "num_decodes", "part_way", "partial", "tuned")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
-        self.chosen: dict[Request, int] = {}
-        self.num_decodes = 0
-        self.partial: list[Request] = []  # prompts that will still be part-way after this step
-        self.part_way: list[Request] = []  # those that were before it
-        self.tuned = False  # nobody has more than one token beside drafts, and somebody may be drafted
-
-    def choose(self, request: Request, count: int) -> None:
-        self.chosen[request] = self.chosen.get(request, 0) + count
-        self.budget -= count
-
-    def withdraw(self, request: Request) -> None:
-        self.budget += self.chosen.pop(request, 0)
-
-
-class _Flight:
-    """A step in flight: its requests, each with its count of preemptions when the step was planned.
-
-    `num_decodes` counts the tokens of those that decode, drafts included; for `tuned` see `_Step`.
-    """
-
-    __slots__ = ("num_decodes", "number", "requests", "tuned")
-
-    def __init__(self, number: int, requests: list[tuple[Request, int]], num_decodes: int, tuned: bool) -> None:
-        self.number = number
-        self.requests = requests
-        self.num_decodes = num_decodes
-        self.tuned = tuned
 
 
 def _uncertain(span: Span) -> int:
