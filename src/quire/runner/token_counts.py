@@ -113,7 +113,7 @@ class DeviceMasks(_DeviceRows):
         row = self._take()
         [ids] = self._device.upload(np.fromiter(allowed, np.int64, len(allowed)))
         self._rows[row] = -torch.inf
-        self._rows[row].index_fill_(0, ids, torch.inf)
+        self._rows[row].scatter_(0, ids, torch.inf)
         return row
 
 
