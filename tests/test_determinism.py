@@ -90,11 +90,15 @@ def prompts() -> list[list[int]]:
 
 
 def params(index: int) -> SamplingParams:
-    """Every other request is greedy; the others differ in their filters. All report log-probabilities."""
+    """Every other request is greedy; the others differ in their filters. All report log-probabilities.
+
+    Earlier ones are more urgent, so that they preempt others where they come after them.
+    """
     if index % 2 == 0:
-        return SamplingParams(temperature=0.0, seed=0, logprobs=2, ignore_eos=True).resolved()
+        return SamplingParams(temperature=0.0, seed=0, logprobs=2, ignore_eos=True, priority=index).resolved()
+    top_p = 0.95 if index % 4 == 1 else 1.0
     return SamplingParams(
-        temperature=0.9, top_p=0.95 if index % 4 == 1 else 1.0, seed=index, logprobs=2, repetition_penalty=1.1
+        temperature=0.9, top_p=top_p, seed=index, logprobs=2, repetition_penalty=1.1, priority=index
     ).resolved()
 
 
@@ -158,11 +162,12 @@ def assert_switches_change_nothing(
                 max_model_len=320,
                 max_num_batched_tokens=switches.chunk,
                 max_num_seqs=8,
+                scheduling_policy="priority",
                 check_invariants=True,
             )
         )
         cold = run(engine, order)
-        warm = run(engine, order[::-1], first_id=100, stagger=1)
+        warm = run(engine, order[::-1], first_id=100, stagger=2)
         assert cold == alone, f"cold, {switches}"
         assert warm == alone, f"warm, {switches}"
         assert (engine.stats.cached_tokens > 0) == (switches.prefix_cache != "off")
