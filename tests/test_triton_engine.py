@@ -196,6 +196,7 @@ def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
             assert got == pytest.approx(want, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "DTYPES", (torch.float16,))
     monkeypatch.setattr(self_test, "QUANTIZATIONS", (Quantization("int8"),))
