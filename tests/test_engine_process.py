@@ -303,7 +303,9 @@ async def test_the_engine_dies_with_its_supervisor(server):
 async def test_the_live_document_tells_of_requests_steps_blocks_and_prefixes(slow_server):
     client = await slow_server.ready_client()
     text = "def fib(n):\n    return n\n" * 8
-    await asyncio.gather(*(run(client, text + tail, SamplingParams(max_tokens=5, ignore_eos=True)) for tail in ("x", "y")))
+    await asyncio.gather(
+        *(run(client, text + tail, SamplingParams(max_tokens=5, ignore_eos=True)) for tail in ("x", "y"))
+    )
     task = asyncio.create_task(run(client, text, ENDLESS, name="cmpl-live"))
     await until(lambda: any(tokens_so_far(client)))
     live = json.loads(await client.inspect("live"))
