@@ -1,16 +1,21 @@
 """Shared by all tests: one thread, since the tests' matrices are tiny and a second thread only waits; Triton's kernels
 in its interpreter, which must be chosen before they are imported; and of hypothesis the same examples in every run, on
-a machine that may be slow (fewer of them where they are run for each of many mutants)."""
+a machine that may be slow (fewer of them where they are run for each of many mutants). Ctrl-C is handled as in a
+terminal: a shell starts what it puts in the background with SIGINT ignored."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 import hypothesis
 import torch
 
 torch.set_num_threads(1)
 os.environ["TRITON_INTERPRET"] = "1"
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile(
     "quire", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
