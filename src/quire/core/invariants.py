@@ -27,7 +27,7 @@ Scheduler
     holders first   Among equals in priority, who holds blocks does not wait behind who holds none.
     budgets         No step has more tokens or requests than it may.
     resumption      A request that was preempted goes on with the tokens that it would have had.
-    no starvation   Every request is served in the end, in the order of (priority, arrival).
+    no starvation   Every request is served in the end, in the order of (priority, turn, arrival).
 
 Requests
     one end         Each that was accepted ends once, with its tokens in order, none missing, none after the end;

@@ -354,14 +354,17 @@ class Scheduler:
 
         Preempts those that the request outranks, where that will do.
         """
-        while seats_taken or self._blocks_to_start(request, match, num_tokens) > self.kv.num_available:
+        while True:
+            missing = self._blocks_to_start(request, match, num_tokens) - self.kv.num_available
+            if not seats_taken and missing <= 0:
+                return True
             outranked = self._outranked(request)
-            available = self.kv.num_available + self._held_by(outranked)
-            if not outranked or self.kv.num_deferred or self._blocks_to_start(request, match, num_tokens) > available:
+            if not outranked or self.kv.num_deferred:
+                return False
+            if missing > 0 and missing > self._blocks_of_these_alone(outranked):
                 return False
             self._preempt(outranked[0], step)
             seats_taken = False
-        return True
 
     def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         """Blocks beside the match that must be available before a request starts with `num_tokens`.
@@ -423,7 +426,7 @@ class Scheduler:
                 outranked.append(other)
         return outranked
 
-    def _held_by(self, requests: list[Request]) -> int:
+    def _blocks_of_these_alone(self, requests: list[Request]) -> int:
         """Blocks that only these requests hold: so many come free when all of them are preempted."""
         holders = Counter(block for request in requests for block in request.table if block != NULL_BLOCK)
         ref_counts = self.kv.pool.ref_counts

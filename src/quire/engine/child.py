@@ -13,7 +13,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -54,9 +54,7 @@ async def spawn(
         *command,
         stdin=PIPE,
         stdout=2,  # what a library prints must not get among a command's output
-        start_new_session=True,
-        pass_fds=fds,
-        env={**os.environ, **(environment or {})},
+        **_own_session(fds, environment),
     )
     if process.stdin is not None:
         process.stdin.write(_told(start))
@@ -82,14 +80,17 @@ def spawn_quietly(
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        pass_fds=fds,
-        env={**os.environ, **(environment or {})},
+        **_own_session(fds, environment),
     )
     if process.stdin is not None:
         with process.stdin, contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it will see that
             process.stdin.write(told)
     return process
+
+
+def _own_session(fds: Sequence[int], environment: Mapping[str, str] | None) -> dict[str, Any]:
+    """Arguments of `Popen` for a child in a session of its own."""
+    return {"start_new_session": True, "pass_fds": fds, "env": {**os.environ, **(environment or {})}}
 
 
 def _told(start: msgspec.Struct) -> bytes:
