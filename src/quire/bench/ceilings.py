@@ -63,7 +63,7 @@ def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7, device: t
     read = READ_BYTES / _best(big.sum, repeat)
     x, weight = (torch.randn(SQUARE, SQUARE).to(dtype) for _ in range(2))
     matrix = 2 * SQUARE**3 / _best(lambda: torch.nn.functional.linear(x, weight), repeat)
-    return Machine(threads, read, matrix, max(matrix, _int8_rate(2 * repeat)))
+    return Machine(threads, read, matrix, max(matrix, _int8_rate(2 * repeat, INT8_SQUARE)))
 
 
 def _measure_gpu(dtype: torch.dtype, repeat: int, device: torch.device) -> Machine:
@@ -77,7 +77,7 @@ def _measure_gpu(dtype: torch.dtype, repeat: int, device: torch.device) -> Machi
     read = _gpu_copy_rate(device, repeat, finished)
     x, weight = (torch.randn(GPU_SQUARE, GPU_SQUARE, device=device).to(dtype) for _ in range(2))
     matrix = 2 * GPU_SQUARE**3 / _best(finished(lambda: torch.nn.functional.linear(x, weight)), repeat)
-    return Machine(0, read, matrix, max(matrix, _int8_rate(repeat, device, GPU_SQUARE, finished)))
+    return Machine(0, read, matrix, max(matrix, _int8_rate(repeat, GPU_SQUARE, device, finished)))
 
 
 def _gpu_copy_rate(
@@ -91,8 +91,8 @@ def _gpu_copy_rate(
 
 def _int8_rate(
     repeat: int,
+    square: int,
     device: torch.device | str = "cpu",
-    square: int = INT8_SQUARE,
     finished: Callable[[Callable[[], object]], Callable[[], object]] = lambda call: call,
 ) -> float:
     """Rate of a product of 8-bit integers with sums of 32 bits; 0 where torch (whose private API it is) has none."""
