@@ -1,4 +1,5 @@
-"""`make gpu-check` where there is no GPU: its counting, its tables, its processes, and a rehearsal of all of it."""
+"""`make gpu-check` where there is no GPU: its counting, its tables, its processes, and rehearsals: of one workload, and
+of all of it (slow)."""
 
 from __future__ import annotations
 
@@ -36,8 +37,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
     """Exit code, folder and output of a rehearsal."""
-    out = tmp_path_factory.mktemp("out")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--seconds", "1000", "--out", str(out)]
+    return rehearse(tmp_path_factory.mktemp("out"))
+
+
+def rehearse(out: Path, *options: str) -> tuple[int, Path, str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--seconds", "1000", "--out", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
     return done.returncode, out, done.stdout + done.stderr
 
@@ -45,6 +49,21 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]
 # -- the rehearsal -------------------------------------------------------------------------------------------
 
 
+def test_a_workload_can_be_rehearsed_by_itself(tmp_path: Path) -> None:
+    code, out, printed = rehearse(tmp_path, "--only", "A")
+    records = json.loads((out / "results-gpu.json").read_text())
+    assert code == 0, printed
+    ended = {record["section"]: record["status"] for record in records if record["kind"] == "section"}
+    assert ended == dict.fromkeys(("device", "A 0.6B", "A 14B"), "done")
+    figures = [one for one in records if one["kind"] == "figure"]
+    assert [(one["workload"], one["model"]) for one in figures] == [("A", "0.6B"), ("A", "14B")]
+    assert all(one["share"] > 0 and one["host_ms"] > 0 for one in figures)
+    page = (out / "gpu.md").read_text()
+    assert "CPU (rehearsal)" in page and "| A | 14B |" in page and "failed" not in page
+    assert page.splitlines()[1] in printed
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # a minute, where nothing else runs
 def test_a_rehearsal_runs_every_section_and_passes_every_check(rehearsal: tuple[int, Path, str]) -> None:
     code, out, printed = rehearsal
@@ -59,6 +78,7 @@ def test_a_rehearsal_runs_every_section_and_passes_every_check(rehearsal: tuple[
     }
 
 
+@pytest.mark.slow
 def test_a_rehearsal_measures_every_workload_against_its_bound(rehearsal: tuple[int, Path, str]) -> None:
     _, out, _ = rehearsal
     figures = [one for one in json.loads((out / "results-gpu.json").read_text()) if one["kind"] == "figure"]
@@ -77,6 +97,7 @@ def test_a_rehearsal_measures_every_workload_against_its_bound(rehearsal: tuple[
     )
 
 
+@pytest.mark.slow
 def test_a_rehearsal_drafts_from_a_recording_and_says_what_it_brings(rehearsal: tuple[int, Path, str]) -> None:
     _, out, _ = rehearsal
     figures = figures_of("G", out)
@@ -92,6 +113,7 @@ def test_a_rehearsal_drafts_from_a_recording_and_says_what_it_brings(rehearsal: 
         assert drafted["ratio"] == pytest.approx(drafted["value"] / none["value"])
 
 
+@pytest.mark.slow
 def test_a_rehearsal_says_what_it_costs_to_draft_with_a_head(rehearsal: tuple[int, Path, str]) -> None:
     _, out, _ = rehearsal
     figures = figures_of("G heads", out)
@@ -113,6 +135,7 @@ def figures_of(section: str, out: Path) -> list[dict[str, Any]]:
     return [one for one in records if one["kind"] == "figure" and one["section"] == section]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_writes_its_tables(rehearsal: tuple[int, Path, str]) -> None:
     _, out, printed = rehearsal
     page = (out / "gpu.md").read_text()

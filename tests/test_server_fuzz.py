@@ -1,4 +1,4 @@
-"""Half a minute of mixed traffic, good and bad, timed by a seed; then the books must balance.
+"""Some seconds of mixed traffic, good and bad, timed by a seed; then the books must balance.
 
 The invariants of blocks (`quire.core.invariants`) are checked by the engine after every step
 (`--check-invariants`), those of requests from outside.
@@ -207,10 +207,10 @@ FLAGS = ["--check-invariants", "--num-kv-blocks", "300", "--max-num-seqs", "16",
 
 
 @pytest.mark.timeout(240)
-def test_half_a_minute_of_mixed_traffic_leaves_the_books_balanced():
+def test_mixed_traffic_leaves_the_books_balanced():
     with ServeProcess(*FLAGS, "--admin") as server:
         files = {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in server.pids("all")}
-        wrong, done = fuzz(server, seed=1, seconds=30, clients=12)
+        wrong, done = fuzz(server, seed=1, seconds=12, clients=12)
         assert not wrong, "\n".join(wrong[:20])
         assert min(done.values()) > 5 and len(done) == 5, done
         wait_until(lambda: balanced(server))

@@ -38,6 +38,15 @@ METHODS = ("draft_model", "eagle", "eagle3", "mtp", "itself")
 TARGETS = {"eagle3": "deep", "mtp": "mtp"}
 """What some draft for; the others, for `target`."""
 
+ALWAYS = {"itself": (0, 1, 2), "draft_model": (1,), "eagle": (0,), "eagle3": (1,), "mtp": (2,)}
+"""The depths of overlap that a method is tested at; `make test-slow` adds the others."""
+
+AT_DEPTHS = [
+    pytest.param(depth, method, id=f"{depth}-{method}", marks=() if depth in ALWAYS[method] else pytest.mark.slow)
+    for depth in (0, 1, 2)
+    for method in METHODS
+]
+
 UNDRAFTED = (7, 9, 10, 13)
 """Requests of `test_speculation` with bad_words, with min_tokens, and without speculation."""
 
@@ -122,8 +131,7 @@ def test_the_classic_rule_waits(folders):
 # -- the contract --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("depth", "method"), AT_DEPTHS)
 def test_drafts_change_nothing_at_any_depth_of_overlap(folders, alone, method, depth):
     outcomes = alone[TARGETS.get(method, "target")]
     cache = ("hash", "radix", "off")[depth]
@@ -134,7 +142,9 @@ def test_drafts_change_nothing_at_any_depth_of_overlap(folders, alone, method, d
     assert engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
-@pytest.mark.parametrize("drafts", range(1, 9))
+@pytest.mark.parametrize(
+    "drafts", [1, 2, 5, 8, *(pytest.param(drafts, marks=pytest.mark.slow) for drafts in (3, 4, 6, 7))]
+)
 def test_drafts_of_any_length_change_nothing(folders, alone, drafts):
     engine = start(folders, "itself", drafts, max_num_batched_tokens=80)
     assert [run(engine, [index])[0] for index in (1, 2, 5)] == [alone["target"][index] for index in (1, 2, 5)]
@@ -142,8 +152,7 @@ def test_drafts_of_any_length_change_nothing(folders, alone, drafts):
     assert engine.stats.accepted == engine.stats.drafted > 100
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("depth", "method"), AT_DEPTHS)
 def test_drafts_change_nothing_while_requests_preempt_each_other(folders, alone, method, depth):
     engine = start(folders, method, num_kv_blocks=20, max_num_batched_tokens=40)
     engine._depth = depth
@@ -213,10 +222,9 @@ def test_the_drafts_are_those_of_the_host(folders, method):
         with mock.patch.object(methods, "DeviceDraftingProposer", kind):
             engine = start(folders, method, 3, max_num_batched_tokens=50, prefix_cache="hash")
         counts = []
-        for index in range(12):
-            if index not in UNDRAFTED:
-                run(engine, [index])
-                counts.append((engine.stats.drafted, engine.stats.accepted))
+        for index in (1, 8, 11, 12):  # short, in chunks, and two of which the second finds blocks of the first
+            run(engine, [index])
+            counts.append((engine.stats.drafted, engine.stats.accepted))
         assert drafted_on_device(engine) == (kind is DeviceDraftingProposer)
         found.append(counts)
     assert found[0] == found[1]
@@ -300,16 +308,15 @@ class Recorded(DeviceProposer):
 
 
 @pytest.mark.parametrize("choice", ["right", "wrong", "right, then wrong", "random", "failing"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_whatever_is_drafted_the_output_is_the_same(folders, alone, choice, overlap):
-    for drafts in (1, 3, 8):
-        proposer = Recorded(alone["target"], CHOICES[choice])
-        engine = start(folders, "ngram", drafts, proposer=proposer, async_scheduling=overlap, max_num_batched_tokens=64)
-        assert run(engine, range(16)) == alone["target"]
-        assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == alone["target"]
-        assert (engine.stats.drafted > 0) == (choice != "failing")
-        if choice == "right":
-            assert engine.stats.accepted > 200
+@pytest.mark.parametrize(("overlap", "drafts"), [(False, 3), (True, 1), (True, 8)])
+def test_whatever_is_drafted_the_output_is_the_same(folders, alone, choice, overlap, drafts):
+    proposer = Recorded(alone["target"], CHOICES[choice])
+    engine = start(folders, "ngram", drafts, proposer=proposer, async_scheduling=overlap, max_num_batched_tokens=64)
+    assert run(engine, range(16)) == alone["target"]
+    assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == alone["target"]
+    assert (engine.stats.drafted > 0) == (choice != "failing")
+    if choice == "right":
+        assert engine.stats.accepted > 200
 
 
 @pytest.mark.parametrize(
@@ -429,8 +436,17 @@ class _Scarce(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", ["itself", "eagle"])
-@pytest.mark.parametrize("share", [0.001, 0.002, 0.004])
+@pytest.mark.parametrize(
+    ("share", "method"),
+    [
+        (0.002, "itself"),
+        (0.004, "eagle"),
+        *(
+            pytest.param(share, method, marks=pytest.mark.slow)
+            for share, method in ((0.001, "itself"), (0.001, "eagle"), (0.002, "eagle"), (0.004, "itself"))
+        ),
+    ],
+)
 def test_wherever_memory_runs_out_no_request_gets_other_tokens(folders, alone, method, share):
     device = ScarceDevice()
     engine = start(folders, method, device=device, cuda_graphs="off", max_num_batched_tokens=64)
@@ -473,7 +489,7 @@ def test_a_request_that_does_not_fit_alone_ends_alone(folders, alone):
 def test_requests_may_be_aborted_at_any_time(folders, alone):
     engine = start(folders, "itself", num_kv_blocks=40)
     draw = random.Random(2)
-    for round in range(4):
+    for round in range(2):
         for index in range(16):
             engine.add(request(index, 100 * round + index))
         tokens: dict[int, list[int]] = {}

@@ -15,7 +15,7 @@ from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import attention
 from tests.test_cpu_attention import LAYER, Request, Span, batch_of, poisoned_cache
-from tests.triton_compile import EACH_ARCHITECTURE, compile_all
+from tests.triton_compile import compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 SPLIT = 128
@@ -163,7 +163,7 @@ def alone(request: Request, how: KVCacheDtype, window: int | None) -> torch.Tens
     [
         (torch.float32, "auto", None, (2, 1, 64), True),
         (torch.float16, "int8", 150, (3, 1, 32), False),
-        (torch.float16, "fp8", None, (2, 1, 48), True),
+        pytest.param(torch.float16, "fp8", None, (2, 1, 48), True, marks=pytest.mark.slow),
         pytest.param(torch.float32, "auto", None, (2, 1, 64), False, marks=pytest.mark.slow),
         pytest.param(torch.float16, "int8", 150, (3, 1, 32), True, marks=pytest.mark.slow),
         pytest.param(torch.float16, "fp8", None, (2, 1, 48), False, marks=pytest.mark.slow),
@@ -303,7 +303,9 @@ def launch_all() -> None:
     launch(16, 4, 4, True, "fp8")
 
 
-@EACH_ARCHITECTURE
+@pytest.mark.parametrize(
+    "arch", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_kernels_compile_for_gpus(arch: int) -> None:
     found = compile_all("tests.test_triton_attention", arch)
     instruction = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[arch]

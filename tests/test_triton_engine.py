@@ -103,14 +103,14 @@ def setting(request, tmp_path_factory) -> tuple[str, dict[str, Any]]:
     return str(save_checkpoint(folder, "qwen3", dtype=dtype, num_hidden_layers=1)), options
 
 
-def test_nothing_around_a_request_changes_its_tokens(setting):
+@pytest.mark.parametrize("order", [[1, 2], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)], ids=["two", "four"])
+def test_nothing_around_a_request_changes_its_tokens(setting, order):
     folder, options = setting
     engine = start(folder, options, block_size=32, prefix_cache="off", cuda_graphs="off", async_scheduling=False)
     alone = {}
-    for index in range(len(prompts())):
+    for index in order:
         alone |= run(engine, [index])
     assert all(len(tokens) == MAX_TOKENS for tokens in alone.values())
-    order = list(range(len(prompts())))
     together = start(folder, options, num_kv_blocks=3, check_invariants=True)
     assert run(together, order) == alone
     assert run(together, order[::-1], stagger=1) == alone
@@ -129,6 +129,7 @@ class Branching(ReplayProposer):
         return made
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing(setting):
     folder, options = setting
     order = list(range(len(prompts())))
@@ -142,6 +143,7 @@ def test_drafts_change_nothing(setting):
         assert engine.stats.drafted > engine.stats.accepted > 5
 
 
+@pytest.mark.slow
 def test_drafts_that_stay_on_the_device_change_nothing(setting):
     """The target is its own draft model: without quantization all are accepted."""
     folder, options = setting

@@ -101,8 +101,9 @@ def attend(q: torch.Tensor, kv: KVCache, batch: RaggedBatch, width: int) -> torc
         (torch.float32, "auto", (4, 32, 8), 16, 227),
         (torch.float32, "int8", (7, 48, 20), 256, 227),
         (torch.float16, "auto", V2_LITE, 16, 227),
-        (torch.float16, "auto", (128, 16, 8), 64, 227),
-        (torch.float16, "fp8", (70, 64, 16), 32, 99),
+        pytest.param(torch.float16, "auto", (128, 16, 8), 64, 227, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "fp8", (70, 64, 16), 32, 99, marks=pytest.mark.slow),
+        (torch.float16, "fp8", (20, 64, 16), 32, 99),
         (torch.float16, "int8", (3, 32, 8), 16, 99),
     ],
 )
@@ -155,10 +156,10 @@ def in_chunks(
     "dtype, how, side_by_side",
     [
         (torch.float32, "auto", True),
-        (torch.float16, "auto", True),
-        (torch.float16, "auto", False),
-        (torch.float16, "int8", True),
         (torch.float16, "fp8", False),
+        pytest.param(torch.float16, "auto", True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "auto", False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "int8", True, marks=pytest.mark.slow),
     ],
 )
 def test_bits_depend_on_the_request_alone(

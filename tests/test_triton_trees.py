@@ -83,8 +83,9 @@ class DeviceWorld(World):
         (torch.float32, "auto", (4, 2, 32), None, 1),
         (torch.float32, "int8", (7, 1, 16), 20, 64),
         (torch.float16, "auto", (4, 2, 16), 3, 64),
-        (torch.float16, "fp8", (10, 2, 24), None, 16),
-        (torch.float16, "int8", (70, 1, 16), 140, 1),
+        pytest.param(torch.float16, "fp8", (10, 2, 24), None, 16, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "int8", (70, 1, 16), 140, 1, marks=pytest.mark.slow),
+        (torch.float16, "fp8", (6, 2, 24), 140, 16),
     ],
 )
 def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
@@ -97,16 +98,16 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
 ) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", programs)  # whose splits lie side by side, or one after the other
     torch.manual_seed(0)
-    for seed in range(2):
-        check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"{seed} {shape}"), most=12)
+    check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"0 {shape}"), most=12)
 
 
 @pytest.mark.parametrize(
     "dtype, stored, shape, programs",
     [
         (torch.float32, "auto", (4, 32, 8), 64),
-        (torch.float16, "fp8", (16, 24, 16), 64),
-        (torch.float16, "int8", (70, 16, 8), 1),
+        pytest.param(torch.float16, "fp8", (16, 24, 16), 64, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "int8", (70, 16, 8), 1, marks=pytest.mark.slow),
+        (torch.float16, "int8", (6, 16, 8), 1),
     ],
 )
 def test_a_row_of_a_tree_has_the_bits_of_its_path_alone_in_latent_attention(
@@ -161,10 +162,8 @@ def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it() -> None:
 def test_what_another_model_keeps_in_the_same_blocks_changes_nothing() -> None:
     trees = Tree([-1, 0, 0, 1, 2]).paths
     for kind in (
-        Heads((4, 2, 16), torch.float16, "auto", None),
         Heads((4, 2, 16), torch.float32, "fp8", 20),
         Latent((4, 32, 8), torch.float16, "auto", None),
-        Latent((4, 24, 16), torch.float16, "int8", None),
     ):
         outs = []
         for where in ("alone", "first", "behind"):

@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 
 ARCHITECTURES = (80, 90, 100)
-EACH_ARCHITECTURE = pytest.mark.parametrize("arch", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
+EACH_ARCHITECTURE = pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHITECTURES]
+)
 
 
 class NoDevice:
