@@ -30,11 +30,14 @@ COMPILE := $(PYTHON) scripts/compile_kernels.py $(KERNELS) --compiler $(CXX) --o
 SANITIZED := build/sanitize
 # What makes mutants: not in .venv, since nothing else needs it.
 OPERATORS := build/mutants
-# Tests that neither talk to other processes nor look at a clock: they may run beside one another.
-COMPUTE := tests/core $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
-    cpu_* triton_* models_* ops* quantization* sampling_* determinism experts latent* layers device* engine_properties \
-    memory_plan runner_batch checkpoint_* chat_template tokenizer config recorder timeline speculation* trees demo_* \
-    gpu_check)))
+# Tests that look at no clock and share nothing but the processor: they may run beside one another. Those that take
+# longest come first, so that at the end no process is left with one of them.
+CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
+    speculation_* server_page server_e2e speculation triton_* determinism engine_failures cli_serve cli_generate \
+    server_http_process cli_doctor cpu_* engine_properties gpu_check models_* ops* \
+    quantization* sampling_* experts latent* layers device* trees demo_* memory_plan runner_batch \
+    checkpoint_* chat_template tokenizer config recorder timeline bench llm engine_resume detokenizer \
+    tokenizer_trial reading cli_options server_app server_hosts server_metrics server_protocol server_responses))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \
@@ -71,8 +74,9 @@ test: $(DEV) kernels  ## formatting, lint, types, import contract, and all tests
 	@$(STEP) "Without asserts (python -O)" $(BIN)/python -O -m quire.cli.main generate demo \
 	    "def add(a, b):" --max-tokens 8 --temperature 0 --quiet
 ifeq ($(TESTS),)
-	@$(STEP) "Tests that only compute, side by side (pytest)" $(BIN)/python -m pytest -n auto --dist loadscope $(COMPUTE)
-	@$(STEP) "All other tests (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTE))
+	@$(STEP) "Tests that look at no clock, side by side (pytest)" $(BIN)/python -m pytest -n auto --dist loadscope \
+	    --no-loadscope-reorder $(CLOCKLESS)
+	@$(STEP) "All other tests, one after the other (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(CLOCKLESS))
 else
 	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest $(TESTS)
 endif

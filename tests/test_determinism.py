@@ -175,9 +175,17 @@ def assert_switches_change_nothing(
     assert preemptions > 0
 
 
-@pytest.mark.parametrize("setting", IN_FULL, indirect=True)
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("cache", ["radix", "hash", "off"])
+CACHES, BLOCK_SIZES = ("radix", "hash", "off"), (16, 32, 64)
+EVERY_PAIR = [
+    pytest.param(setting, size, cache, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow)
+    for i, setting in enumerate(IN_FULL)
+    for j, size in enumerate(BLOCK_SIZES)
+    for k, cache in enumerate(CACHES)
+]
+"""Each setting meets each block size and each kind of cache, and these each other; `make test-slow` adds the rest."""
+
+
+@pytest.mark.parametrize(("setting", "block_size", "cache"), EVERY_PAIR, indirect=["setting"])
 def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size, cache):
     rest = itertools.product([40, 173, 2048], [False, True])
     product = [Switches(block_size, cache, chunk, small, overlap=chunk != 173) for chunk, small in rest]
