@@ -186,6 +186,21 @@ class SpanKernels(Kernels):
 
     reads_spans = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: tuple[object, tuple[int, RaggedBatch]] | None = None
+
+    def _host(self, batch: RaggedBatch, kv: KVCache) -> tuple[int, RaggedBatch]:
+        """See `_on_host`. The layers of a step share one, and what is planned for it; a replay's numbers differ."""
+        spans = batch.spans
+        assert isinstance(spans, DeviceSpans)
+        read = [batch.token_ids, batch.positions, batch.slots, spans.row_starts, spans.context_lens, spans.table_rows]
+        read += [spans.block_tables, *((trees.bases, trees.depths, trees.paths) if (trees := spans.trees) else ())]
+        seen = kv.numbers.data_ptr(), [(part.data_ptr(), part.shape, part.numpy().tobytes()) for part in read]
+        if self._known is None or self._known[0] != seen:
+            self._known = seen, _on_host(batch)
+        return self._known[1]
+
     def rotate_and_store(
         self,
         qkv: Tensor,
@@ -195,7 +210,7 @@ class SpanKernels(Kernels):
         batch: RaggedBatch,
         layer: int,
     ) -> Tensor:
-        real, host = _on_host(batch)
+        real, host = self._host(batch, kv)
         if not real:
             return qkv.view(len(qkv), -1, kv.head_dim)[:, : -2 * kv.kv_heads]
         cos, sin = tables
@@ -204,11 +219,11 @@ class SpanKernels(Kernels):
     def attend(
         self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
     ) -> Tensor:
-        real, host = _on_host(batch)
+        real, host = self._host(batch, kv)
         return _padded(batch, super().attend(q[:real], kv, host, layer, scale, window) if real else q.flatten(1)[:0])
 
     def attend_latent(self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int) -> Tensor:
-        real, host = _on_host(batch)
+        real, host = self._host(batch, kv)
         return _padded(
             batch, super().attend_latent(q[:real], kv, host, layer, scale, width) if real else q[:0, :, :width]
         )
@@ -220,7 +235,7 @@ def _padded(batch: RaggedBatch, out: Tensor) -> Tensor:
 
 
 def _on_host(batch: RaggedBatch) -> tuple[int, RaggedBatch]:
-    """The number of real rows, and the batch as kernels on a CPU read it. Made anew each time: a replay's differs."""
+    """The number of real rows, and the batch as kernels on a CPU read it."""
     spans = batch.spans
     assert isinstance(spans, DeviceSpans)
     row_starts, contexts = spans.row_starts.tolist(), spans.context_lens.tolist()
