@@ -199,8 +199,17 @@ def plain(request, tmp_path_factory) -> tuple[str, dict[str, Any], list[Outcome]
     return folder, options, outcomes
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("plain", ["bfloat16", "float32"], indirect=True)
+@pytest.mark.parametrize(
+    ("plain", "choice"),
+    [
+        *(("bfloat16", choice) for choice in CHOICES),
+        *(
+            pytest.param("float32", choice, marks=() if choice in ("right, then wrong", "trees") else pytest.mark.slow)
+            for choice in CHOICES
+        ),
+    ],
+    indirect=["plain"],
+)
 def test_whatever_is_drafted_the_output_is_the_same(plain, choice):
     folder, options, outcomes = plain
     for drafts in (1, 3, 8):
@@ -226,8 +235,16 @@ def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
         assert proposer.num_drafts > 100
 
 
-@pytest.mark.parametrize("plain", ["bfloat16", "sliding window"], indirect=True)
-@pytest.mark.parametrize("choice", ["right, then wrong", "trees"])
+@pytest.mark.parametrize(
+    ("plain", "choice"),
+    [
+        ("bfloat16", "trees"),
+        ("sliding window", "right, then wrong"),
+        pytest.param("bfloat16", "right, then wrong", marks=pytest.mark.slow),
+        pytest.param("sliding window", "trees", marks=pytest.mark.slow),
+    ],
+    indirect=["plain"],
+)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_drafts_change_nothing_while_requests_preempt_each_other(plain, choice, depth):
     folder, options, outcomes = plain
@@ -327,7 +344,9 @@ def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overla
 
 
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
-@pytest.mark.parametrize("drafts", range(1, 9))
+@pytest.mark.parametrize(
+    "drafts", [1, 2, 5, 8, *(pytest.param(drafts, marks=pytest.mark.slow) for drafts in (3, 4, 6, 7))]
+)
 def test_drafts_of_any_length_change_nothing_alone_and_in_company(plain, drafts):
     folder, options, outcomes = plain
     for choice in ("right, then wrong", "trees"):

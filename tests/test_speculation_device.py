@@ -38,7 +38,7 @@ METHODS = ("draft_model", "eagle", "eagle3", "mtp", "itself")
 TARGETS = {"eagle3": "deep", "mtp": "mtp"}
 """What some draft for; the others, for `target`."""
 
-ALWAYS = {"itself": (0, 1, 2), "draft_model": (1,), "eagle": (0,), "eagle3": (1,), "mtp": (2,)}
+ALWAYS = {"itself": (1,), "draft_model": (1,), "eagle": (0,), "eagle3": (1,), "mtp": (2,)}
 """The depths of overlap that a method is tested at; `make test-slow` adds the others."""
 
 AT_DEPTHS = [
@@ -308,7 +308,7 @@ class Recorded(DeviceProposer):
 
 
 @pytest.mark.parametrize("choice", ["right", "wrong", "right, then wrong", "random", "failing"])
-@pytest.mark.parametrize(("overlap", "drafts"), [(False, 3), (True, 1), (True, 8)])
+@pytest.mark.parametrize(("overlap", "drafts"), [(False, 3), (True, 8), pytest.param(True, 1, marks=pytest.mark.slow)])
 def test_whatever_is_drafted_the_output_is_the_same(folders, alone, choice, overlap, drafts):
     proposer = Recorded(alone["target"], CHOICES[choice])
     engine = start(folders, "ngram", drafts, proposer=proposer, async_scheduling=overlap, max_num_batched_tokens=64)
@@ -339,7 +339,15 @@ def test_nonsense_costs_speed_and_nothing_else(folders, alone, answer):
     assert run(engine, range(16)) == alone["target"]
 
 
-@pytest.mark.parametrize("what", ["propose", "follow", "start", "end", "restart", "settle"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "propose",
+        "follow",
+        "restart",
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("start", "end", "settle")),
+    ],
+)
 def test_a_proposer_that_fails_costs_speed_and_nothing_else(folders, alone, what, caplog):
     engine = start(folders, "eagle", max_num_batched_tokens=40, num_kv_blocks=20)
     assert engine.speculation is not None

@@ -162,7 +162,7 @@ def alone(request: Request, how: KVCacheDtype, window: int | None) -> torch.Tens
     "dtype, how, window, shape, side_by_side",
     [
         (torch.float32, "auto", None, (2, 1, 64), True),
-        (torch.float16, "int8", 150, (3, 1, 32), False),
+        pytest.param(torch.float16, "int8", 150, (3, 1, 32), False, marks=pytest.mark.slow),
         pytest.param(torch.float16, "fp8", None, (2, 1, 48), True, marks=pytest.mark.slow),
         pytest.param(torch.float32, "auto", None, (2, 1, 64), False, marks=pytest.mark.slow),
         pytest.param(torch.float16, "int8", 150, (3, 1, 32), True, marks=pytest.mark.slow),

@@ -103,7 +103,9 @@ def setting(request, tmp_path_factory) -> tuple[str, dict[str, Any]]:
     return str(save_checkpoint(folder, "qwen3", dtype=dtype, num_hidden_layers=1)), options
 
 
-@pytest.mark.parametrize("order", [[1, 2], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    "order", [[0, 1, 3], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)], ids=["three", "four"]
+)
 def test_nothing_around_a_request_changes_its_tokens(setting, order):
     folder, options = setting
     engine = start(folder, options, block_size=32, prefix_cache="off", cuda_graphs="off", async_scheduling=False)
@@ -191,11 +193,10 @@ def test_a_row_of_a_growing_tree_reads_ancestors_that_lie_behind_it():
 def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
     folder = str(save_checkpoint(tmp_path, "qwen3", dtype=torch.float32, num_hidden_layers=1))
     plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=32, **INT4))
-    ours, theirs = run(start(folder, INT4), [0, 2]), run(plain, [0, 2])
-    for index in (0, 2):
-        assert [token for token, _ in ours[index]] == [token for token, _ in theirs[index]]
-        for (_, [got, *_]), (_, [want, *_]) in zip(ours[index], theirs[index], strict=True):
-            assert got == pytest.approx(want, abs=1e-4)
+    ours, theirs = run(start(folder, INT4), [2])[2], run(plain, [2])[2]
+    assert [token for token, _ in ours] == [token for token, _ in theirs]
+    for (_, [got, *_]), (_, [want, *_]) in zip(ours, theirs, strict=True):
+        assert got == pytest.approx(want, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -222,7 +222,7 @@ def test_pairs_are_ordered_by_expert_and_no_tile_has_rows_of_two() -> None:
 # Quantized experts
 
 
-@pytest.mark.parametrize("how", ["int8", "int4/32", "int4/64"])
+@pytest.mark.parametrize("how", ["int8", "int4/32", pytest.param("int4/64", marks=pytest.mark.slow)])
 def test_quantized_experts_have_the_bits_of_looped_ones(how: str) -> None:
     gate_up = [quantized_weight(how, 2 * 64, 192, seed) for seed in range(3)]
     down = [quantized_weight(how, 192, 64, seed) for seed in range(3, 6)]

@@ -273,6 +273,7 @@ def test_rows_of_padding_write_to_the_null_block_alone() -> None:
 # -- the whole engine ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_engine_gives_the_tokens_of_the_plain_kernels_whatever_is_around_a_request(tmp_path) -> None:
     """With the prefix cache, which copies the head of a block."""
     sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
