@@ -79,13 +79,13 @@ void some_loops(int count, unsigned seed) {
     }
 }
 
-void loops() { some_loops(1000, 1); }
+void loops() { some_loops(500, 1); }
 
 void loops_in_disorder() {
     quire_disorder(12345);
-    some_loops(400, 2);
+    some_loops(150, 2);
     quire_disorder(987654321);
-    some_loops(400, 3);
+    some_loops(150, 3);
 }
 
 // All of them are served, by the team or by themselves.
