@@ -19,6 +19,7 @@ from benchmarks.common import Options, json_line, machine, options_from, tell  #
 NAMES = (
     "cells",
     "cpu",
+    "busy",
     "sparse",
     "speculation",
     "profile_step",

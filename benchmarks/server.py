@@ -118,7 +118,7 @@ def serving(options: Options, model: str, *arguments: str) -> Iterator[Server]:
         server.process.wait()
 
 
-def _together(server: Server, prompts: list[list[int]], count: int) -> list[list[tuple[float, str]]]:
+def together(server: Server, prompts: list[list[int]], count: int) -> list[list[tuple[float, str]]]:
     """Run streams at once."""
 
     async def run() -> list[list[tuple[float, str]]]:
@@ -163,8 +163,8 @@ def _way_of_a_token(result: Result, options: Options) -> None:
     tell("server: a token's way")
     generator = random.Random(1)
     with serving(options, "demo", "--admin") as server:
-        _together(server, [tokens(generator, 32) for _ in range(STREAMS)], 20)  # warm up
-        streams = _together(server, [tokens(generator, 32) for _ in range(STREAMS)], 100)
+        together(server, [tokens(generator, 32) for _ in range(STREAMS)], 20)  # warm up
+        streams = together(server, [tokens(generator, 32) for _ in range(STREAMS)], 100)
         made: dict[str, list[float]] = {}
         for step in server.get("/debug/steps")[1]["steps"]:
             end = step["begin"] + step["schedule_seconds"] + step["seconds"]
@@ -247,7 +247,7 @@ def _beside_a_long_prompt(result: Result, options: Options, folder: str) -> None
     arguments = ["--target-itl-ms", str(TARGET_MS), "--prefix-cache", "off", "--max-model-len", str(length + 512)]
     with serving(options, folder, *arguments) as server:
         prompts = [tokens(generator, 32) for _ in range(STREAMS)]
-        _together(server, prompts, 8)  # warm up
+        together(server, prompts, 8)  # warm up
         span: list[float] = []
 
         def intrude() -> None:
@@ -258,7 +258,7 @@ def _beside_a_long_prompt(result: Result, options: Options, folder: str) -> None
 
         intruder = threading.Thread(target=intrude)
         intruder.start()
-        streams = _together(server, prompts, 40 if options.quick else 420)
+        streams = together(server, prompts, 40 if options.quick else 420)
         intruder.join()
     gaps: dict[bool, list[float]] = {True: [], False: []}
     for stream in streams:

@@ -28,7 +28,7 @@ KERNELS = ROOT / "src" / "quire" / "ops" / "cpu"
 SOURCES = KERNELS / "src"
 SETS = runpy.run_path(str(KERNELS / "instruction_sets.py"))
 OPTIONS = (
-    *("-std=c++17", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-fPIC"),
+    *("-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-fPIC"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"),
 )
 

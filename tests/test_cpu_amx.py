@@ -16,6 +16,7 @@ from quire.ops import Kernels
 from quire.ops.cpu import experts, instruction_sets, library, linear
 from quire.ops.cpu import rows as row_kernels
 from quire.ops.cpu.instruction_sets import INSTRUCTION_SETS
+from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.cpu.library import Library
 from quire.ops.experts import Experts, HeadProducts, LoopedExperts, LoopedHeads
 from quire.ops.linear import Product
@@ -31,6 +32,8 @@ ROWS = (1, 4, 5, 16, 17, 33, 50)
 
 class InTiles(Kernels):
     """The products of the emulating library, and the experts' and heads'; the rest is torch's."""
+
+    threads = CpuKernels.threads
 
     def __init__(self, lib: Library) -> None:
         self._lib, self._scratch = lib, Scratch()
@@ -87,7 +90,7 @@ def test_where_linux_refuses_tile_registers_the_next_best_is_taken(
 def compiled(compiler: str, isa: str, folder: Path) -> Path:
     """A library of the products and what is made of them, for any machine: tile registers are emulated."""
     script = runpy.run_path(str(ROOT / "scripts" / "compile_kernels.py"), run_name="options")
-    names = ("experts.cpp", "library.cpp", "linear.cpp", "pack.cpp", "route.cpp", "rows.cpp")
+    names = ("experts.cpp", "library.cpp", "linear.cpp", "pack.cpp", "route.cpp", "rows.cpp", "team.cpp")
     sources = [str(script["SOURCES"] / name) for name in names]
     flags = [*script["OPTIONS"], *INSTRUCTION_SETS[isa].options, "-O1", "-DQUIRE_EMULATE_AMX"]
     path = folder / "lib_amx.so"
@@ -183,12 +186,9 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: Kernel
         for first in (0, 150 - rows):
             part = slice(first, first + rows)
             assert torch.equal(product.matmul(x[part]), whole[part]), (rows, first)
-    torch.set_num_threads(3)
-    try:
+    with tiles.threads(3):
         assert torch.equal(product.matmul(x), whole)
         assert torch.equal(product.matmul(x[:7]), whole[:7])
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("form", [torch.bfloat16, *SCHEMES[:2]], ids=str)

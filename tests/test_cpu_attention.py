@@ -143,21 +143,16 @@ def test_bits_depend_on_the_request_alone(
     window: int | None,
 ) -> None:
     request = Request(LENGTH, shape, dtype, seed=1)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with kernels.threads(2):
         whole = in_chunks(kernels, request, [LENGTH], 16, stored, window)
-        assert whole.isfinite().all()
-        torch.set_num_threads(1)
-        for size, lengths in (
-            (16, [LENGTH]),
-            (64, [1, 2, 3, 5, 7, 9, 127, 130, 16]),
-            (256, [150, 120, *[1] * 5, 25]),
-        ):
-            out = in_chunks(kernels, request, lengths, size, stored, window)
-            assert torch.equal(out, whole), f"blocks of {size}, chunks {lengths}"
-    finally:
-        torch.set_num_threads(threads)
+    assert whole.isfinite().all()
+    for size, lengths in (
+        (16, [LENGTH]),
+        (64, [1, 2, 3, 5, 7, 9, 127, 130, 16]),
+        (256, [150, 120, *[1] * 5, 25]),
+    ):
+        out = in_chunks(kernels, request, lengths, size, stored, window)
+        assert torch.equal(out, whole), f"blocks of {size}, chunks {lengths}"
 
 
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])

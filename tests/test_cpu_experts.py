@@ -92,11 +92,8 @@ def test_a_tokens_route_does_not_depend_on_the_other_tokens_or_on_threads(kernel
     assert torch.equal(ids[3], experts.route(logits[3:4], how, bias)[0][0])
     for part in (slice(4, 5), slice(4, 17), slice(50, 90)):
         assert all(map(torch.equal, kernels.route(logits[part], how, bias), (ids[part], weights[part])))
-    torch.set_num_threads(2)
-    try:
+    with kernels.threads(2):
         assert all(map(torch.equal, kernels.route(logits[4:], how, bias), (ids[4:], weights[4:])))
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_what_does_not_fit_a_router_is_refused(kernels: Kernels) -> None:
@@ -167,12 +164,9 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens_or_on_threads(kernels: 
         for first in (8, 200 - rows):
             part = slice(first, min(200, first + rows))
             assert torch.equal(layer(x[part], ids[part], weights[part]), whole[part]), (rows, first)
-    torch.set_num_threads(2)
-    try:
+    with kernels.threads(2):
         assert torch.equal(layer(x[8:], ids[8:], weights[8:]), whole[8:])
         assert torch.equal(layer(x[:1], ids[:1], weights[:1]), whole[:1])
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_more_tokens_than_are_worked_on_at_a_time(kernels: Kernels) -> None:
@@ -241,11 +235,8 @@ def test_heads_bits_do_not_depend_on_threads(kernels: Kernels) -> None:
     layer = kernels.heads([draw_product(kernels, (64, 96), torch.bfloat16, head) for head in range(7)])
     x = draw(100, 7, 96, dtype=torch.bfloat16)
     alone = layer(x)
-    torch.set_num_threads(2)
-    try:
+    with kernels.threads(2):
         assert torch.equal(layer(x), alone)
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_what_is_not_a_row_for_each_head_is_refused(kernels: Kernels) -> None:

@@ -182,21 +182,17 @@ def test_bits_depend_on_the_request_alone(
 ) -> None:
     torch.manual_seed(0)
     request = Request(LENGTH, shape, dtype, seed=1)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with kernels.threads(2):
         whole = in_chunks(kernels, request, shape, [LENGTH], 16, stored)
-        assert whole.isfinite().all()
-        for count, size, lengths, alone in (
-            (1, 16, [LENGTH], True),
-            (1, 64, [1, 2, 3, 5, 7, 9, 127, 130, 420, *[1] * 3, 393], False),
-            (2, 256, [510, 1, 1, 1, 1, 510, 70, *[1] * 6], True),  # one token at a time: items share its splits
-        ):
-            torch.set_num_threads(count)
+    assert whole.isfinite().all()
+    for count, size, lengths, alone in (
+        (1, 16, [LENGTH], True),
+        (1, 64, [1, 2, 3, 5, 7, 9, 127, 130, 420, *[1] * 3, 393], False),
+        (2, 256, [510, 1, 1, 1, 1, 510, 70, *[1] * 6], True),  # one token at a time: items share its splits
+    ):
+        with kernels.threads(count):
             out = in_chunks(kernels, request, shape, lengths, size, stored, alone)
-            assert torch.equal(out, whole), f"blocks of {size}, chunks {lengths}"
-    finally:
-        torch.set_num_threads(threads)
+        assert torch.equal(out, whole), f"blocks of {size}, chunks {lengths}"
 
 
 def test_one_token_has_the_same_bits_whoever_shares_its_splits(kernels: CpuKernels) -> None:
@@ -204,14 +200,11 @@ def test_one_token_has_the_same_bits_whoever_shares_its_splits(kernels: CpuKerne
     request, kv = Request(length, shape, torch.bfloat16, seed=1), poisoned_cache(158, shape, 16, torch.bfloat16, "auto")
     tables = [torch.randperm(157) + 1]
     store(kernels, request.rows, shape, kv, batch_of([(0, length)], tables, 16))
-    threads, outputs = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    outputs = []
+    for count in (1, 2, 3):
+        with kernels.threads(count):
             decode = batch_of([(length - 1, 1)], tables, 16)
             outputs.append(kernels.attend_latent(request.q[-1:], kv, decode, LAYER, 0.1, 32))
-    finally:
-        torch.set_num_threads(threads)
     pair = batch_of([(length - 2, 2)], tables, 16)
     assert torch.equal(kernels.attend_latent(request.q[-2:], kv, pair, LAYER, 0.1, 32)[1:], outputs[0])
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])

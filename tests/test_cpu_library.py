@@ -108,24 +108,14 @@ def test_amx_that_multiplies_wrongly_is_told_of_and_not_chosen(monkeypatch: pyte
 
 @needs_library
 @pytest.mark.parametrize("isa", library.usable())
-def test_torch_decides_how_many_threads_the_kernels_have(isa: str) -> None:
-    lib, before = Library(isa, {}), torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert lib.threads() == threads
-    finally:
-        torch.set_num_threads(before)
-
-
-@needs_library
-def test_one_openmp_runtime_is_in_the_process() -> None:
-    for isa in library.usable():
-        Library(isa, {})
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    names = [Path(line.split()[-1]).name for line in maps if line.split()[-1].startswith("/")]
-    runtimes = {name for name in names if name.startswith(("libgomp", "libomp", "libiomp"))}
-    assert len(runtimes) == 1, runtimes
+def test_the_kernels_have_as_many_threads_as_they_are_told_and_torch_has_one_meanwhile(isa: str) -> None:
+    kernels, lib, before = CpuKernels(isa), Library(isa, {}), torch.get_num_threads()
+    with kernels.threads(3):
+        assert (lib.threads(), torch.get_num_threads()) == (3, 1)
+        with kernels.threads(2):
+            assert lib.threads() == 2
+        assert lib.threads() == 3
+    assert (lib.threads(), torch.get_num_threads()) == (1, before)
 
 
 @needs_library

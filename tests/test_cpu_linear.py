@@ -97,12 +97,9 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(kernels: Kern
             for first in (0, 300 - rows):
                 part = slice(first, first + rows)
                 assert torch.equal(product.matmul(x[part]), whole[part]), (product, dtype, rows, first)
-        torch.set_num_threads(2)
-        try:
+        with kernels.threads(2):
             assert torch.equal(product.matmul(x), whole)
             assert torch.equal(product.matmul(x[:7]), whole[:7])
-        finally:
-            torch.set_num_threads(1)
 
 
 def test_quantized_products_give_the_same_bits_on_every_instruction_set_with_fused_multiply_adds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,11 +31,9 @@ def kernels(request: pytest.FixtureRequest) -> CpuKernels:
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest, kernels: CpuKernels) -> Iterator[int]:
+    with kernels.threads(request.param):
+        yield request.param
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,6 @@ VOCABS = (1, 2, 15, 16, 17, 255, 256, 257, 1000, 4096, 20_001)
 @pytest.fixture(params=library.usable())
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return CpuKernels(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def noise(rows: int, vocab: int, seed: int = 0) -> Tensor:
@@ -143,19 +135,18 @@ def test_a_large_vocabulary_samples_what_the_reference_samples(kernels: Kernels)
             assert torch.equal(kernels.sample(logits, filters), Kernels().sample(logits, filters))
 
 
-def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads(kernels: Kernels, threads: None) -> None:
+def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads(kernels: Kernels) -> None:
     draw, rows, vocab = random.Random(2), 24, 10_007
     logits, filters = make_logits(rows, vocab, draw), make_filters(rows, vocab, draw)
     ids = torch.arange(rows)
-    torch.set_num_threads(1)
     tokens, scores = kernels.sample(logits, filters), kernels.token_scores(logits, ids, ids, 5)
     for number in (1, 2):
-        torch.set_num_threads(number)
-        for size in (1, 2, 5, rows):
-            index = torch.tensor(draw.sample(range(rows), size))
-            assert torch.equal(kernels.sample(logits[index], filters.of(index)), tokens[index])
-            part = kernels.token_scores(logits, index, index, 5)
-            assert all(torch.equal(one, whole[index]) for one, whole in zip(part, scores, strict=True))
+        with kernels.threads(number):
+            for size in (1, 2, 5, rows):
+                index = torch.tensor(draw.sample(range(rows), size))
+                assert torch.equal(kernels.sample(logits[index], filters.of(index)), tokens[index])
+                part = kernels.token_scores(logits, index, index, 5)
+                assert all(torch.equal(one, whole[index]) for one, whole in zip(part, scores, strict=True))
 
 
 def test_log_probabilities_are_those_of_the_reference(kernels: Kernels) -> None:

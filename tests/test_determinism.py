@@ -75,9 +75,9 @@ class Switches(NamedTuple):
 
 
 PART = [
-    Switches(16, "radix", 40, True, overlap=True),
+    Switches(16, "radix", 40, True, threads=4, overlap=True),
     Switches(32, "hash", 2048, False, threads=2),
-    Switches(64, "off", 173, True),
+    Switches(64, "off", 173, True, threads=3),
 ]
 
 

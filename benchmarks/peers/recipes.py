@@ -19,6 +19,9 @@ CPU_BUILDS = ["--retries", "1", "--extra-index-url", "https://download.pytorch.o
 
 WEIGHTS = ("bf16", "int8", "int4")
 
+STAMP = "complete.json"
+"""The file that says that an environment is complete."""
+
 ROOT = Path(__file__).resolve().parents[2]
 """Where the engines' scripts are started, so that they can import one another."""
 
@@ -95,6 +98,12 @@ RECIPES = (
 )
 
 
+def is_installed(recipe: Recipe, work: Path) -> bool:
+    """Whether its environment is there already."""
+    stamp = _folder(recipe, work) / STAMP
+    return recipe is QUIRE or (stamp.exists() and stamp.read_text("utf-8").strip() == _contents(recipe))
+
+
 def environment(recipe: Recipe, work: Path) -> Path:
     """The Python of an engine's environment, which is made at the first call. Quire's is the one that runs this.
 
@@ -103,10 +112,9 @@ def environment(recipe: Recipe, work: Path) -> Path:
     """
     if recipe is QUIRE:
         return Path(sys.executable)
-    folder = work / "environments" / recipe.script.removeprefix("run_")
-    stamp, python = folder / "complete.json", folder / "bin" / "python"
-    wanted = json.dumps({"packages": list(recipe.packages), "drop": list(recipe.drop)})
-    if stamp.exists() and stamp.read_text("utf-8").strip() == wanted:
+    folder = _folder(recipe, work)
+    python = folder / "bin" / "python"
+    if is_installed(recipe, work):
         return python
     log = log_file(work, f"install-{folder.name}")
     tell(f"installing {recipe.name}, which takes minutes; see {log}")
@@ -118,8 +126,17 @@ def environment(recipe: Recipe, work: Path) -> Path:
     run([*pip, "install", *recipe.packages], log, recipe.build)
     if recipe.drop:
         run([*pip, "uninstall", "-y", *recipe.drop], log)
-    stamp.write_text(wanted, "utf-8")
+    (folder / STAMP).write_text(_contents(recipe), "utf-8")
     return python
+
+
+def _folder(recipe: Recipe, work: Path) -> Path:
+    return work / "environments" / recipe.script.removeprefix("run_")
+
+
+def _contents(recipe: Recipe) -> str:
+    """What an environment is made of."""
+    return json.dumps({"packages": list(recipe.packages), "drop": list(recipe.drop)})
 
 
 def log_file(work: Path, name: str) -> Path:

@@ -86,9 +86,7 @@ class EngineConfig:
     cpu_kernels: Literal["auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot"] = option(
         "auto", "instruction set of the compiled kernels, or torch for none; auto: the fastest that runs here"
     )
-    threads: int | None = option(
-        None, "threads of a step; default: one a core, fewer for a small model", low=1, high=1024
-    )
+    threads: int | None = option(None, "threads of a step; default: one a core", low=1, high=1024)
     max_model_len: int | None = option(
         None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1, high=2**40
     )

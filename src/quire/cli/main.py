@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         return _fail(ConfigError("standard output is closed; send it to a file or to /dev/null"), USAGE)
     _never_fail_on_encoding()
+    # On the torch path OpenMP's threads wait for one another: spinning for long takes a busy machine's processors from
+    # those that are waited for. It is read when torch is loaded, here and in the processes that are started.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
@@ -32,6 +30,7 @@ from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import choice_note, choose_kernels
+from quire.ops.threads import usable_threads
 from quire.runner.device import open_device
 from quire.runner.memory_plan import MemoryPlan, retention
 from quire.runner.model_runner import STEP_FAILED
@@ -42,10 +41,6 @@ from quire.speculate.methods import make_speculation
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-BYTES_A_THREAD = 16 * 2**20
-"""Weights that make another thread worth its waiting. Measured on 2 cores with the embedded model (7.6 MiB), six
-requests decoding: 1,147 and 1,207 tokens/s with 1 and 2 threads on an idle machine, 719 and 17 beside a busy one."""
 
 OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
 """Options that change nothing on a CPU."""
@@ -181,7 +176,7 @@ class Engine:
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
         self.model = self._load_model(report, open_checkpoint)
-        self.threads = config.threads or self._enough_threads()
+        self.threads = config.threads or usable_threads()
         spec = config.speculation
         self.speculation: Speculation | None = None
         if proposer is not None:
@@ -236,10 +231,6 @@ class Engine:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None
         return Timeline(trace, self.scheduler, kernels)
 
-    def _enough_threads(self) -> int:
-        """One a core, but no more than have something to do: threads wait for one another many times a step."""
-        return min(torch.get_num_threads(), max(1, self.model.weight_bytes // BYTES_A_THREAD))
-
     def _read_sampling_defaults(self) -> dict[str, Any]:
         """What unset sampling parameters mean: `generation_config.json`'s values, or neutral ones."""
         if self.config.generation_config == "off":
@@ -271,8 +262,6 @@ class Engine:
         """Why it is slower than it might be, and what changes nothing here although it was set."""
         config = self.config
         notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
-        if config.threads is None and self.threads < torch.get_num_threads():
-            notes.append(f"threads={self.threads}: more would mostly wait for one another in a model this small")
         if not config.deterministic:
             latent = isinstance(self.model.config.layer, LatentLayerConfig)
             notes.append(TWO_FORMS if latent else "deterministic=False changes nothing on a CPU for this model")

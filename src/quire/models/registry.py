@@ -18,6 +18,7 @@ from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Weights
 from quire.ops import Kernels, Quantization, choose_kernels
 from quire.ops.quantized import Scheme
+from quire.ops.threads import usable_threads
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": ("quire.models.deepseek_v2", "DeepseekV2"),
@@ -86,7 +87,8 @@ def build_model(
     tied = config.tie_word_embeddings
     shapes = config.tensor_shapes()
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored, config.skipped)
-    model: Model = model_class(config, weights)
+    with kernels.threads(usable_threads()):
+        model: Model = model_class(config, weights)
     weights.check_all_taken()
     model.weight_bytes -= weights.bytes_saved()
     model.expert_bytes -= weights.bytes_saved(experts=True)

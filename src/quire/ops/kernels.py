@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from quire.ops.logit_edits import Edits
 from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
+from quire.ops.threads import torch_threads
 
 
 class HeadNorm(NamedTuple):
@@ -100,6 +102,10 @@ class Kernels:
 
     def warm_up(self, vocab_size: int) -> None:
         """Compile what would otherwise be compiled when a request first needs it, for logits of this width."""
+
+    def threads(self, count: int) -> AbstractContextManager[None]:
+        """For a while, what this thread of the program computes with these kernels, so many threads compute."""
+        return torch_threads(count)
 
     # -- weights -------------------------------------------------------------------------------------------
 

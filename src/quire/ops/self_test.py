@@ -8,8 +8,7 @@ computes wrongly is seen too.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +102,7 @@ def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[in
         weight = torch.randn(shape, generator=generator).to(dtype)
         x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(dtype)
         product, on_device = _product(kernels, weight, dtype), x.to(kernels.device)
-        differing, tried = _compare_rows(product.matmul, on_device)
+        differing, tried = _compare_rows(kernels, product.matmul, on_device)
         if not _near(product.matmul(on_device), x.float() @ weight.float().T):
             differing.append("against plain torch")
         failures += [f"{shape[1]} to {shape[0]}, {where}" for where in differing]
@@ -117,7 +116,7 @@ def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
     weight = torch.randn(320, 704, generator=generator)
     x = torch.randn(2 * max(ROW_COUNTS), 704, generator=generator).to(torch.bfloat16)
     product, on_device = _product(kernels, weight, torch.bfloat16, how), x.to(kernels.device)
-    failures, cases = _compare_rows(product.matmul, on_device)
+    failures, cases = _compare_rows(kernels, product.matmul, on_device)
     if not _near(product.matmul(on_device), _product(Kernels(), weight, torch.float32, how).matmul(x.float())):
         failures.append("against plain torch")
     return Check(f"linear {how.scheme}", cases + 1, tuple(failures))
@@ -132,17 +131,19 @@ def check_norm_and_gate(kernels: Kernels, dtype: torch.dtype) -> Check:
     def compute(rows: torch.Tensor) -> torch.Tensor:
         return torch.cat([kernels.rms_norm(rows, weight, 1e-6), kernels.silu_mul(rows)], dim=1)
 
-    failures, cases = _compare_rows(compute, x)
+    failures, cases = _compare_rows(kernels, compute, x)
     return Check(f"norm and gate {_name(dtype)}", cases, tuple(failures))
 
 
-def _compare_rows(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[list[str], int]:
+def _compare_rows(
+    kernels: Kernels, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> tuple[list[str], int]:
     """The cases, in words, in which `compute` gives other bits for a part of x than for all of it; and all cases."""
     failures, cases = [], 0
-    with _threads(1):
+    with kernels.threads(1):
         whole = compute(x)
     for threads, first, counts in ((1, 0, ROW_COUNTS), (1, 7, ROW_COUNTS), (2, 0, (1, 8, 65, len(x)))):
-        with _threads(threads):
+        with kernels.threads(threads):
             for rows in counts:
                 part = slice(first, first + rows)
                 cases += 1
@@ -162,7 +163,7 @@ def check_routing(kernels: Kernels, name: str) -> Check:
         ids, weights = kernels.route(rows, routing, on_device)
         return torch.cat([ids, weights], dim=1)
 
-    failures, cases = _compare_rows(compute, logits.to(kernels.device))
+    failures, cases = _compare_rows(kernels, compute, logits.to(kernels.device))
     ids, weights = kernels.route(logits.to(kernels.device), routing, on_device)
     wanted_ids, wanted = Kernels().route(logits, routing, bias)
     if not torch.equal(ids.cpu(), wanted_ids) or not torch.allclose(weights.cpu(), wanted, rtol=1e-4):
@@ -197,7 +198,7 @@ def check_experts(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
         return compute
 
     compute, on_device = experts(kernels, dtype), x.to(kernels.device)
-    failures, cases = _compare_rows(compute, on_device)
+    failures, cases = _compare_rows(kernels, compute, on_device)
     if not _near(compute(on_device), experts(Kernels(), torch.float32)(x.float())):
         failures.append("against plain torch")
     return Check(f"experts {how.scheme if isinstance(how, Quantization) else _name(how)}", cases + 1, tuple(failures))
@@ -232,7 +233,7 @@ def _check_chunks(
     name: str, kind: type[_Attention], kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype
 ) -> Check:
     failures, cases = [], 1
-    with _threads(1):
+    with kernels.threads(1):
         whole = kind(kernels, dtype, kv_cache_dtype, 16)([CONTEXT])
     if not _near(whole, kind(Kernels(), torch.float32, kv_cache_dtype, 16)([CONTEXT])):
         failures.append("against plain torch")
@@ -240,7 +241,7 @@ def _check_chunks(
         attend = kind(kernels, dtype, kv_cache_dtype, block_size)
         for chunks in CHUNKINGS:
             cases += 1
-            with _threads(threads):
+            with kernels.threads(threads):
                 same = torch.equal(attend(chunks, neighbour), whole)
             if not same:
                 beside = f" beside {neighbour} other rows, {threads} threads" if neighbour else ""
@@ -268,9 +269,9 @@ def _check_trees(
         for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
             attention = kind(kernels, dtype, kv_cache_dtype, block_size)
             cache, leaves = attention.cache(base), _to_leaves(paths)
-            with _threads(threads):
+            with kernels.threads(threads):
                 tree = attention.behind(cache, base, range(TREE_SIZE), paths, neighbour)
-            with _threads(1):
+            with kernels.threads(1):
                 wrong = [path for path in leaves if not torch.equal(attention.behind(cache, base, path), tree[path])]
             failures += [f"block size {block_size}, tree at {base}, path {path}" for path in wrong]
             cases += len(leaves)
@@ -456,17 +457,6 @@ def _add_tree(batch: RaggedBatch, base: int, paths: Sequence[Sequence[int]], ker
 
 def _sent(numbers: list[int], kernels: Kernels) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=kernels.device)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """For a while, this many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _name(dtype: torch.dtype) -> str:

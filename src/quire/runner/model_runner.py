@@ -12,7 +12,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -121,7 +120,7 @@ class ModelRunner:
             RuntimeError: this is such a plan, and not all state was sent again.
         """
         next_number, self._next_number = self._next_number, None
-        with torch.inference_mode(), self.device.active(), _threads(self._threads):
+        with torch.inference_mode(), self.device.active(), self.model.kernels.threads(self._threads):
             begin = self.device.mark()
             self.kv.pulse[0] += 1  # a replay passes no layer
             if plan.number != next_number:
@@ -444,14 +443,3 @@ def _check_complete(plan: StepPlan, next_number: int | None) -> None:
 def _slices(length: int, size: int) -> Iterator[tuple[int, int]]:
     for start in range(0, length, size):
         yield start, min(start + size, length)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """For a while, torch uses this many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

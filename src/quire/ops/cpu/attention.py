@@ -88,7 +88,7 @@ class Step:
         if heads % kv.kv_heads or dtype != kv.dtype:
             raise ValueError(f"{heads} heads in {dtype} do not fit a cache of {kv.kv_heads} KV heads and {kv.dtype}")
         tile_rows = max(1, ROW_TILE * kv.kv_heads // heads)
-        threads = torch.get_num_threads()
+        threads = lib.threads()
         self.trees = host_trees(batch)
         self.items = plan_items(batch.row_starts, batch.context_lens, tile_rows, kv.kv_heads, threads, self.trees)
         self.tables = checked_tables(batch, kv)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +19,7 @@ from quire.ops.memory import Scratch
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
+from quire.ops.threads import torch_threads
 
 
 class CpuKernels(Kernels):
@@ -42,6 +44,16 @@ class CpuKernels(Kernels):
     def describe(self, dtype: torch.dtype) -> str:
         level = torch.backends.cpu.get_cpu_capability()  # of what is left to torch, such as the rotary tables
         return f"C++ kernels {VERSION} for {self.name}, torch {torch.__version__} with {level}"
+
+    @contextmanager
+    def threads(self, count: int) -> Iterator[None]:
+        # Torch's own threads would take turns with the team's; what is left to torch is little.
+        before = self._lib.set_threads(count)
+        try:
+            with torch_threads(1):
+                yield
+        finally:
+            self._lib.set_threads(before)
 
     def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch)

@@ -65,7 +65,7 @@ class Step:
     ) -> None:
         if dtype != kv.dtype or kv.kv_heads != 1 or kv.sides != 1:
             raise ValueError(f"latent queries in {dtype} need a cache of one plane a layer in {dtype}, not {kv.dtype}")
-        threads = torch.get_num_threads()
+        threads = lib.threads()
         self.trees = host_trees(batch)
         self.items, self.merges, left = plan(batch.row_starts, batch.context_lens, heads, threads, self.trees)
         self.tables = checked_tables(batch, kv)

@@ -1,8 +1,7 @@
 """The compiled kernels: finding the library for this machine, and calling it.
 
-The sources under `src` are compiled once for each of `instruction_sets.py`. A library is loaded with ctypes and
-shares OpenMP with torch: torch is imported first, so both use the same runtime, and `torch.set_num_threads`
-decides for both.
+The sources under `src` are compiled once for each of `instruction_sets.py`. A library is loaded with ctypes. It has
+a team of threads of its own (team.cpp), of which as many compute as `set_threads` was told by the thread that calls.
 """
 
 from __future__ import annotations
@@ -24,11 +23,16 @@ I32, I64, F32, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.
 Prototype = tuple[Any, Sequence[Any]]
 """Result type (or None) and argument types of a function."""
 
-VERSION = 6
+VERSION = 7
 """Of the kernels: raised here and in library.cpp whenever their bits, or a function's arguments, change. Part of
 the fingerprint; and a library that an older or newer source was compiled to is refused."""
 
-PROTOTYPES: dict[str, Prototype] = {"version": (I32, ()), "threads": (I32, ())}
+PROTOTYPES: dict[str, Prototype] = {
+    "version": (I32, ()),
+    "threads": (I32, ()),
+    "set_threads": (I32, (I32,)),
+    "disorder": (None, (I64,)),
+}
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """How the C++ side names data types (`DType` in simd.h)."""

@@ -14,7 +14,7 @@ from quire.ops.sampling import Filters, TokenScores
 PROTOTYPES: dict[str, Prototype] = {
     "sample": (None, (POINTER, I64, I64, *[POINTER] * 6)),
     "token_logprobs": (None, (POINTER, I64, POINTER, POINTER, I64, I64, *[POINTER] * 3)),
-    "edit_logits": (None, (POINTER, I64, POINTER, I64, *[POINTER] * 6)),
+    "edit_logits": (None, (POINTER, I64, POINTER, I64, *[POINTER] * 5)),
     "finite_rows": (None, (I32, POINTER, I64, I64, POINTER)),
 }
 
@@ -62,8 +62,6 @@ def edit_logits(lib: Library, logits: Tensor, edits: Edits) -> Tensor:
         raise TypeError("penalties on the CPU are computed from lists of the tokens seen, not from a History")
     seen, bias = _lists(edits.seen, n, vocab, True), _lists(edits.bias, n, vocab, True)
     banned = _lists(edits.banned, n, vocab, False)
-    none = Lists(torch.zeros(n + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
-    allowed = _lists(none, n, vocab, False)  # the library takes lists of allowed ids, too: masks are faster
     masks, masked = edits.masks.masks, edits.masks.requests
     if masks.dtype != torch.float32 or masks.shape[1] != vocab:
         raise ValueError(f"masks are {masks.dtype} of {masks.shape[1]} columns; they must be float32 of {vocab}")
@@ -71,7 +69,7 @@ def edit_logits(lib: Library, logits: Tensor, edits: Edits) -> Tensor:
     finite = torch.empty(n, dtype=torch.bool)
     lib.edit_logits(
         *(logits.data_ptr(), vocab, rows.data_ptr(), n, ctypes.byref(penalties)),
-        *(ctypes.byref(lists) for lists in (seen, bias, allowed, banned)),
+        *(ctypes.byref(lists) for lists in (seen, bias, banned)),
         finite.data_ptr(),
     )
     for i in masked.nonzero().flatten().tolist():

@@ -11,9 +11,9 @@
 //
 // Rows of a tree all see the same keys up to the tree's base. The tiles before it are theirs together; those from
 // there on, one or two, are packed for each row by itself, with the keys of its path.
-#include <omp.h>
 
 #include "attention_math.h"
+#include "team.h"
 
 namespace quire {
 namespace {
@@ -238,18 +238,13 @@ struct Item {
 
 template <class T, class L, class S>
 void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stride, T* out) {
-#pragma omp parallel num_threads(step.threads)
-    {
+    parallel(step.items, ONE_BY_ONE, step.threads, [&](int64_t i, int64_t, int thread) {
         Scratch<L> scratch;
-        scratch.lay_out(step.scratch + omp_get_thread_num() * step.scratch_bytes, step.most_rows, step.kv);
+        scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv);
         std::memset(scratch.tile.zeros, 0, step.kv.row_bytes());
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < step.items; i++) {
-            const int64_t* item = step.item + i * 6;
-            Item<T, L, S> work{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], layer};
-            work.run(q, q_stride, out);
-        }
-    }
+        const int64_t* item = step.item + i * 6;
+        Item<T, L, S>{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], layer}.run(q, q_stride, out);
+    });
 }
 
 template <class T>

@@ -6,15 +6,12 @@
 // token's experts are summed in one order.
 #include "experts.h"
 
-#include <omp.h>
-
 #include <algorithm>
-#include <atomic>
-#include <utility>
 #include <vector>
 
 #include "gate.h"
 #include "linear.h"
+#include "team.h"
 
 using namespace quire;
 
@@ -28,6 +25,7 @@ constexpr int64_t TURNS = 4096;              // of tokens at experts, that are w
 constexpr int64_t PIECE_BYTES = 256 * 1024;  // of a weight that a thread reads in one go
 constexpr int64_t PIECES_A_THREAD = 4;       // at least, where there are so many panels
 constexpr int64_t SUM_COLUMNS = 1024;
+constexpr int64_t SUMMED = 16;               // such columns that a thread adds up at least
 
 int64_t bytes_of(int32_t dtype) { return dtype == F32 ? 4 : 2; }
 int64_t groups_of(int64_t rows) { return (rows + GROUP_ROWS - 1) / GROUP_ROWS; }
@@ -73,27 +71,6 @@ struct Piece {
     int64_t first, last;
 };
 
-// Threads take the pieces one by one, each the next one before it does the last: so it can ask for that one's panels.
-class Queue {
-  public:
-    explicit Queue(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {}
-
-    // Multiplies pieces until none is left; to be called by all threads.
-    void work() {
-        for (size_t i = take(), next; i < pieces_.size(); i = next) {
-            next = take();
-            const Piece &piece = pieces_[i], &after = pieces_[std::min(next, pieces_.size() - 1)];
-            multiply(*piece.task, piece.first, piece.last, panel_data(*after.task->weight, after.first));
-        }
-    }
-
-  private:
-    size_t take() { return taken_.fetch_add(1, std::memory_order_relaxed); }
-
-    const std::vector<Piece> pieces_;
-    std::atomic<size_t> taken_{0};
-};
-
 // All products' pieces. Those of an expert's groups with the same panels follow one another: the panels are still in a
 // cache.
 std::vector<Piece> cut(const std::vector<Task>& tasks) {
@@ -101,7 +78,7 @@ std::vector<Piece> cut(const std::vector<Task>& tasks) {
     if (tasks.empty()) return pieces;
     const Weight& w = *tasks[0].weight;  // all have this shape
     const int64_t all = panels(w) * (int64_t)tasks.size();
-    const int64_t fair = all / (PIECES_A_THREAD * omp_get_max_threads());
+    const int64_t fair = all / (PIECES_A_THREAD * threads());
     const int64_t at_once = std::max<int64_t>(1, std::min(fair, PIECE_BYTES / panel_bytes(w)));
     for (size_t begin = 0, end; begin < tasks.size(); begin = end) {
         for (end = begin; end < tasks.size() && tasks[end].weight == tasks[begin].weight;) end++;
@@ -110,6 +87,17 @@ std::vector<Piece> cut(const std::vector<Task>& tasks) {
                 pieces.push_back({&tasks[t], panel, std::min(panel + at_once, panels(w))});
     }
     return pieces;
+}
+
+// All products. Who multiplies a piece asks for the panels of the next one while it does.
+void multiply_all(const std::vector<Task>& tasks) {
+    const std::vector<Piece> pieces = cut(tasks);
+    parallel(pieces.size(), {}, threads(), [&](int64_t first, int64_t last, int) {
+        for (int64_t i = first; i < last; i++) {
+            const Piece &piece = pieces[i], &after = pieces[std::min<size_t>(i + 1, pieces.size() - 1)];
+            multiply(*piece.task, piece.first, piece.last, panel_data(*after.task->weight, after.first));
+        }
+    });
 }
 
 // -- the workspace --------------------------------------------------------------------------------------------------
@@ -168,38 +156,29 @@ void experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     char *gate_up = workspace + room.gate_up, *active = workspace + room.active;
     const auto up = tasks_of(plan, e, e.gate_up, rows, gate_up, e.dtype, scratch);
     const auto down = tasks_of(plan, e, e.down, active, rows, F32, scratch);
-    Queue up_pieces(cut(up)), down_pieces(cut(down));
-    const int64_t groups = plan.groups.size();
+    const int64_t groups = plan.groups.size(), row = e.hidden * sizeof(T);
     const int64_t columns = (e.hidden + SUM_COLUMNS - 1) / SUM_COLUMNS;
-#pragma omp parallel
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t first = plan.groups[g].first, bytes = e.hidden * sizeof(T);
-            for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++)
-                std::memcpy(rows + turn * bytes, (const char*)s.x + plan.token_of[turn] * bytes, bytes);
-            prepare(up[g]);
+    parallel(groups, ONE_BY_ONE, threads(), [&](int64_t g, int64_t, int) {
+        const int64_t first = plan.groups[g].first;
+        for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++)
+            std::memcpy(rows + turn * row, (const char*)s.x + plan.token_of[turn] * row, row);
+        prepare(up[g]);
+    });
+    multiply_all(up);
+    parallel(groups, ONE_BY_ONE, threads(), [&](int64_t g, int64_t, int) {
+        const int64_t first = plan.groups[g].first;
+        for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++) {
+            const T* gate = (const T*)gate_up + turn * 2 * e.inner;
+            silu_mul_part(gate, gate + e.inner, (T*)active + turn * e.inner, e.inner);
         }
-        up_pieces.work();
-#pragma omp barrier
-#pragma omp for schedule(dynamic)
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t first = plan.groups[g].first;
-            for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++) {
-                const T* gate = (const T*)gate_up + turn * 2 * e.inner;
-                silu_mul_part(gate, gate + e.inner, (T*)active + turn * e.inner, e.inner);
-            }
-            prepare(down[g]);
-        }
-        down_pieces.work();
-#pragma omp barrier
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < s.tokens * columns; i++) {
-            const int64_t token = i / columns, first = i % columns * SUM_COLUMNS;
-            sum_turns((const float*)rows, &plan.turn_of[token * s.top_k], s.weights + token * s.top_k, s.top_k,
-                      e.hidden, first, std::min(first + SUM_COLUMNS, e.hidden), (T*)s.out + token * e.hidden);
-        }
-    }
+        prepare(down[g]);
+    });
+    multiply_all(down);
+    parallel_each(s.tokens * columns, {SUMMED / s.top_k}, [&](int64_t i) {
+        const int64_t token = i / columns, first = i % columns * SUM_COLUMNS;
+        sum_turns((const float*)rows, &plan.turn_of[token * s.top_k], s.weights + token * s.top_k, s.top_k, e.hidden,
+                  first, std::min(first + SUM_COLUMNS, e.hidden), (T*)s.out + token * e.hidden);
+    });
 }
 
 int64_t tokens_at_once(int64_t tokens, int64_t top_k) {
@@ -266,16 +245,15 @@ QUIRE_API int32_t quire_experts(const Experts* e, const ExpertsStep* step, char*
 }
 
 // Bytes of workspace that `quire_heads` needs now.
-QUIRE_API int64_t quire_heads_workspace(const Heads* h) { return omp_get_max_threads() * head_room(*h); }
+QUIRE_API int64_t quire_heads_workspace(const Heads* h) { return threads() * head_room(*h); }
 
 // See `HeadProducts` in ops/experts.py.
 QUIRE_API void quire_heads(const Heads* heads, char* workspace) {
     const Heads& h = *heads;
     const int64_t groups = groups_of(h.tokens), room = head_room(h);
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t item = 0; item < h.count * groups; item++) {
+    parallel(h.count * groups, ONE_BY_ONE, threads(), [&](int64_t item, int64_t, int thread) {
         const int64_t head = item / groups, group = item % groups;
         const int64_t first = group * h.tokens / groups, last = (group + 1) * h.tokens / groups;
-        multiply_head(h, head, first, last, workspace + omp_get_thread_num() * room);
-    }
+        multiply_head(h, head, first, last, workspace + thread * room);
+    });
 }

@@ -11,9 +11,9 @@
 // score and an output number have one fp32 accumulator each, and a tile's weights one sum, in ascending order; a key or
 // a tile that a row cannot see adds zeros, and merging a split that it cannot see adds zeros to what is multiplied by
 // one.
-#include <omp.h>
 
 #include "latent_math.h"
+#include "team.h"
 
 namespace quire {
 
@@ -291,6 +291,8 @@ struct LatentWork {
     }
 };
 
+constexpr int64_t MERGED_ROWS = 8;  // that a thread merges, at least
+
 // -- a layer ------------------------------------------------------------------------------------------------------
 
 // The r-th row of a row tile whose splits lie in memory.
@@ -305,22 +307,17 @@ void merge_row(const LatentStep& step, const LatentMerge& tile, int64_t r, T* ou
 
 template <class T, class L, class S>
 void attend(const LatentStep& step, int64_t layer, const T* q, int64_t q_stride, T* out) {
-#pragma omp parallel num_threads(step.threads)
-    {
+    parallel(step.items, ONE_BY_ONE, step.threads, [&](int64_t i, int64_t, int thread) {
         LatentScratch<L> scratch;
-        char* const mine = step.scratch + omp_get_thread_num() * step.scratch_bytes;
-        scratch.lay_out(mine, step.most_rows, step.kv, step.latent);
+        scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv, step.latent);
         std::memset(scratch.zeros, 0, scratch.width * sizeof(*scratch.zeros));
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < step.items; i++)
-            LatentWork<T, L, S>{step, scratch, step.item[i], layer}.run(q, q_stride, out);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < step.merges * step.most_rows; i++) {
-            const LatentMerge& tile = step.merge[i / step.most_rows];
-            const int64_t r = i % step.most_rows;
-            if (r < tile.tokens * tile.heads) merge_row(step, tile, r, out);
-        }
-    }
+        LatentWork<T, L, S>{step, scratch, step.item[i], layer}.run(q, q_stride, out);
+    });
+    parallel_each(step.merges * step.most_rows, {MERGED_ROWS}, [&](int64_t i) {
+        const LatentMerge& tile = step.merge[i / step.most_rows];
+        const int64_t r = i % step.most_rows;
+        if (r < tile.tokens * tile.heads) merge_row(step, tile, r, out);
+    });
 }
 
 template <class T>

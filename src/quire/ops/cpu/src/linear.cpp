@@ -4,12 +4,12 @@
 // int4: two quads a byte), so that a product reads it as one stream. Rows are taken in blocks of up to MAX_ROWS, whose
 // sums stay in registers while the panel streams by. Each sum takes its inputs in ascending order, so a row's bits
 // depend neither on the number of rows nor on how they are cut into blocks.
-#include <omp.h>
 
 #include <algorithm>
 #include <type_traits>
 
 #include "linear.h"
+#include "team.h"
 #include "linear_amx.h"
 
 namespace quire {
@@ -359,7 +359,7 @@ Activations lay_out(const Weight& w, int64_t rows, void* scratch) {
 
 // A panel stays in the cache for all blocks of rows; where there are few panels for many threads, it is shared out.
 int64_t parts_of_panel(const Weight& w, int64_t blocks) {
-    const int64_t wanted = (4 * omp_get_max_threads() + panels(w) - 1) / panels(w);
+    const int64_t wanted = (4 * threads() + panels(w) - 1) / panels(w);
     return std::min(blocks, wanted);
 }
 
@@ -385,21 +385,13 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
     const bool is_ready = ready(w, dtype, rows);
     if (is_ready) input.words = (uint32_t*)x;
     const int64_t parts = parts_of_panel(w, blocks.count);
-#pragma omp parallel
-    {
-        if (!is_ready) {
-#pragma omp for schedule(static)
-            for (int64_t b = 0; b < blocks.count; b++)
-                prepare(w, x, blocks, b, input);
-        }
-#pragma omp for schedule(static)
-        for (int64_t item = 0; item < panels(w) * parts; item++) {
-            const int64_t panel = item / parts, part = item % parts;
-            const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
-            const char* next = panel_data(w, std::min(panel + 1, panels(w) - 1));
-            times_blocks(w, panel, input, blocks, first, last, next, Results<Out>{y, w.out});
-        }
-    }
+    if (!is_ready) parallel_each(blocks.count, {}, [&](int64_t b) { prepare(w, x, blocks, b, input); });
+    parallel_each(panels(w) * parts, {}, [&](int64_t item) {
+        const int64_t panel = item / parts, part = item % parts;
+        const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
+        const char* next = panel_data(w, std::min(panel + 1, panels(w) - 1));
+        times_blocks(w, panel, input, blocks, first, last, next, Results<Out>{y, w.out});
+    });
 }
 
 // -- all of a product in tile registers: see linear_amx.h -----------------------------------------------------------
@@ -462,6 +454,8 @@ void times_tiled_blocks(const Weight& w, int64_t panel, const Activations& x, co
     }
 }
 
+constexpr int64_t TILED_ROWS = 8;  // that a thread prepares, at least
+
 template <class T, class Out>
 void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scratch) {
     const RowTiles tiles(rows);
@@ -470,21 +464,16 @@ void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scrat
     if (is_ready) input.words = (uint32_t*)x;
     const int64_t blocks = (tiles.count + 1) / 2, parts = parts_of_panel(w, blocks);
     const TileShapes shapes = tile_shapes(w, tiles.height);
-#pragma omp parallel
-    {
-        if (!is_ready) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++) prepare_tiled_row(w, x, row, input);
-        }
+    if (!is_ready) parallel_each(rows, {TILED_ROWS}, [&](int64_t row) { prepare_tiled_row(w, x, row, input); });
+    parallel(panels(w) * parts, {}, threads(), [&](int64_t begin, int64_t end, int) {
         configure_tiles(shapes);
-#pragma omp for schedule(static)
-        for (int64_t item = 0; item < panels(w) * parts; item++) {
+        for (int64_t item = begin; item < end; item++) {
             const int64_t panel = item / parts, part = item % parts;
             const int64_t first = part * blocks / parts, last = (part + 1) * blocks / parts;
             times_tiled_blocks(w, panel, input, tiles, first, last, Results<Out>{y, w.out});
         }
         release_tiles();
-    }
+    });
 }
 
 template <class T, class Out>
@@ -574,8 +563,7 @@ QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) {
 
 // 128 times the sum of each output's codes, of an int8 weight: `sums` [panels * 32].
 QUIRE_API void quire_sum_codes(const Weight* w, int32_t* sums) {
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < panels(*w); panel++) {
+    parallel_each(panels(*w), {}, [&](int64_t panel) {
         i32x16 total[2] = {};
         const char* data = (const char*)w->data + panel * panel_bytes(*w);
         for (int64_t j = 0; j < panel_bytes(*w); j += 128)
@@ -585,7 +573,7 @@ QUIRE_API void quire_sum_codes(const Weight* w, int32_t* sums) {
             total[half] *= 128;
             std::memcpy(sums + panel * PANEL + half * LANES, &total[half], sizeof total[half]);
         }
-    }
+    });
 }
 
 // y [rows, out] = x [rows, in] W^T + b, with y in x's data type or in fp32.

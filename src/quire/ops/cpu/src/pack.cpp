@@ -1,4 +1,5 @@
 // Dense weights into the panels that products read (see weight.h).
+#include "team.h"
 #include "weight.h"
 
 namespace quire {
@@ -8,8 +9,7 @@ namespace {
 template <class T>
 void pack(const T* const* rows, int64_t out, int64_t in, int step, T* to) {
     const int64_t padded = round_up(in, step);
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
+    parallel_each((out + PANEL - 1) / PANEL, {}, [=](int64_t panel) {
         T* p = to + panel * PANEL * padded;
         for (int64_t j = 0; j < padded; j += step)
             for (int64_t o = 0; o < PANEL; o++)
@@ -17,7 +17,7 @@ void pack(const T* const* rows, int64_t out, int64_t in, int step, T* to) {
                     const int64_t row = panel * PANEL + o;
                     *p++ = row < out && j + i < in ? rows[row][j + i] : T{};
                 }
-    }
+    });
 }
 
 }  // namespace

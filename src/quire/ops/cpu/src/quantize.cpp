@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "simd.h"
+#include "team.h"
 
 namespace quire {
 namespace {
@@ -70,15 +71,14 @@ float int8_row(const T* row, int64_t inputs, int8_t* place) {
 template <class T>
 void int8(const T* weight, int64_t outputs, int64_t inputs, int8_t* packed, float* scales) {
     const int64_t padded = (inputs + DEPTH - 1) / DEPTH * DEPTH, count = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < count; panel++) {
+    parallel_each(count, {}, [=](int64_t panel) {
         int8_t* place = packed + panel * padded * PANEL;
         std::memset(place, 0, padded * PANEL);
         for (int64_t o = 0; o < PANEL; o++) {
             int64_t output = panel * PANEL + o;
             scales[output] = output < outputs ? int8_row(weight + output * inputs, inputs, place + o * 4) : 0.0f;
         }
-    }
+    });
 }
 
 // -- int4 ---------------------------------------------------------------------------------------------------------
@@ -126,8 +126,7 @@ uint16_t int4_group(const T* weight, int group, uint8_t* place) {
 template <class T>
 void int4(const T* weight, int64_t outputs, int64_t inputs, int group, uint8_t* packed, uint16_t* scales) {
     const int64_t groups = inputs / group, count = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < count; panel++) {
+    parallel_each(count, {}, [=](int64_t panel) {
         uint8_t* place = packed + panel * inputs / 2 * PANEL;
         uint16_t* scale = scales + panel * groups * PANEL;
         std::memset(place, 0x88, inputs / 2 * PANEL);  // padding: zeros
@@ -137,7 +136,7 @@ void int4(const T* weight, int64_t outputs, int64_t inputs, int group, uint8_t* 
             for (int64_t g = 0; g < groups; g++)
                 scale[g * PANEL + o] = int4_group(row + g * group, group, place + g * group / 8 * PANEL * 4 + o * 4);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "team.h"
 
 namespace quire {
 namespace {
@@ -105,11 +106,9 @@ using namespace quire;
 // ids, weights [tokens, top_k] of logits [tokens, experts].
 QUIRE_API void quire_route(const Routing* routing, const float* logits, int64_t tokens, int64_t* ids, float* weights) {
     const Routing& how = *routing;
-#pragma omp parallel if (tokens * how.experts > SERIAL)
-    {
+    parallel(tokens, {SERIAL / how.experts}, threads(), [&](int64_t first, int64_t last, int) {
         Row row(how);
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < tokens; t++)
+        for (int64_t t = first; t < last; t++)
             row.choose(logits + t * how.experts, ids + t * how.top_k, weights + t * how.top_k);
-    }
+    });
 }

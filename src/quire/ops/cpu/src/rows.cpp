@@ -7,22 +7,18 @@
 
 #include "gate.h"
 #include "kv_store.h"
+#include "team.h"
 
 namespace quire {
 namespace {
 
-// Numbers up to which a call stays on one thread: waking another takes about as long as working on them.
+// Numbers that a thread takes at least: waking another takes about as long as working on them.
 constexpr int64_t SERIAL = 16384;
 
 // body(0) .. body(items - 1), each of which works on about `numbers` numbers.
 template <class Body>
 void for_each(int64_t items, int64_t numbers, const Body& body) {
-    if (items * numbers <= SERIAL) {
-        for (int64_t i = 0; i < items; i++) body(i);
-    } else {
-#pragma omp parallel for schedule(static)
-        for (int64_t i = 0; i < items; i++) body(i);
-    }
+    parallel_each(items, {SERIAL / numbers}, body);
 }
 
 // Calls body with a null pointer of the type that `dtype` names.

@@ -2,6 +2,7 @@
 //
 // A row is one thread's, from its first logit to its token, so its bits depend on nothing else.
 #include "logits_row.h"
+#include "team.h"
 
 namespace quire {
 namespace {
@@ -269,29 +270,21 @@ void penalize(float* row, const Lists& seen, const Penalties& by, int64_t i) {
     }
 }
 
-void mask_others(float* row, int64_t vocab, const Lists& allowed, int64_t i) {
-    const int64_t begin = allowed.starts[i], end = allowed.starts[i + 1];
-    if (begin == end) return;
-    std::vector<float> kept;
-    for (int64_t at = begin; at < end; at++) kept.push_back(row[allowed.ids[at]]);
-    std::fill(row, row + vocab, -INFINITE);
-    for (int64_t at = begin; at < end; at++) row[allowed.ids[at]] = kept[at - begin];
-}
-
 // -- hidden states ----------------------------------------------------------------------------------------------
+
+constexpr int64_t FINITE_NUMBERS = 16384;  // that a thread looks at, at least
 
 // x * 0 is 0 where x is finite, and NaN where it is not; NaN stays through the sum.
 template <class T>
 void finite_rows(const T* x, int64_t rows, int64_t size, bool* finite) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
+    parallel_each(rows, {FINITE_NUMBERS / size}, [=](int64_t row) {
         const T* p = x + row * size;
         f32x16 zeros = {};
         int64_t i = 0;
         for (; i + LANES <= size; i += LANES) zeros += load(p + i) * 0.0f;
         if (i < size) zeros += load_some(p + i, size - i) * 0.0f;
         finite[row] = !any(~equal(zeros, splat(0.0f)));
-    }
+    });
 }
 
 }  // namespace
@@ -303,51 +296,38 @@ using namespace quire;
 QUIRE_API void quire_sample(
     const float* logits, int64_t rows, int64_t vocab, const float* temperature, const float* log_min_p,
     const int64_t* top_k, const double* top_p, const int64_t* keys, int64_t* tokens) {
-#pragma omp parallel
-    {
-        Scratch scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < rows; i++) {
-            const Row row(logits + i * vocab, vocab, scratch);
-            const Draw draw{temperature[i], log_min_p[i], top_k[i], top_p[i], (uint64_t)keys[i]};
-            tokens[i] = row.finite ? sample(row, draw) : -1;
-        }
-    }
+    std::vector<Scratch> scratch(threads());
+    parallel(rows, ONE_BY_ONE, threads(), [&](int64_t i, int64_t, int thread) {
+        const Row row(logits + i * vocab, vocab, scratch[thread]);
+        const Draw draw{temperature[i], log_min_p[i], top_k[i], top_p[i], (uint64_t)keys[i]};
+        tokens[i] = row.finite ? sample(row, draw) : -1;
+    });
 }
 
 // Of some of the rows of logits [.., vocab]: values and best [n, 1 + count], ranks [n].
 QUIRE_API void quire_token_logprobs(
     const float* logits, int64_t vocab, const int64_t* rows, const int64_t* ids, int64_t n, int64_t count,
     double* values, int64_t* best, int64_t* ranks) {
-#pragma omp parallel
-    {
-        Scratch scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < n; i++) {
-            const Row row(logits + rows[i] * vocab, vocab, scratch);
-            score(row, ids[i], count, values + i * (1 + count), best + i * (1 + count), ranks + i);
-        }
-    }
+    std::vector<Scratch> scratch(threads());
+    parallel(n, ONE_BY_ONE, threads(), [&](int64_t i, int64_t, int thread) {
+        const Row row(logits + rows[i] * vocab, vocab, scratch[thread]);
+        score(row, ids[i], count, values + i * (1 + count), best + i * (1 + count), ranks + i);
+    });
 }
 
-// Changes n different rows of logits [.., vocab] in place: penalties, bias, then masks. finite: [n], whether each row
+// Changes n different rows of logits [.., vocab] in place: penalties, bias, then bans. finite: [n], whether each row
 // was so before.
 QUIRE_API void quire_edit_logits(
     float* logits, int64_t vocab, const int64_t* rows, int64_t n, const Penalties* penalties, const Lists* seen,
-    const Lists* bias, const Lists* allowed, const Lists* banned, bool* finite) {
-#pragma omp parallel
-    {
-        Scratch scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < n; i++) {
-            float* row = logits + rows[i] * vocab;
-            finite[i] = Row(row, vocab, scratch).finite;
-            penalize(row, *seen, *penalties, i);
-            for (int64_t at = bias->starts[i]; at < bias->starts[i + 1]; at++) row[bias->ids[at]] += bias->values[at];
-            mask_others(row, vocab, *allowed, i);
-            for (int64_t at = banned->starts[i]; at < banned->starts[i + 1]; at++) row[banned->ids[at]] = -INFINITE;
-        }
-    }
+    const Lists* bias, const Lists* banned, bool* finite) {
+    std::vector<Scratch> scratch(threads());
+    parallel(n, ONE_BY_ONE, threads(), [&](int64_t i, int64_t, int thread) {
+        float* row = logits + rows[i] * vocab;
+        finite[i] = Row(row, vocab, scratch[thread]).finite;
+        penalize(row, *seen, *penalties, i);
+        for (int64_t at = bias->starts[i]; at < bias->starts[i + 1]; at++) row[bias->ids[at]] += bias->values[at];
+        for (int64_t at = banned->starts[i]; at < banned->starts[i + 1]; at++) row[banned->ids[at]] = -INFINITE;
+    });
 }
 
 // finite: [rows], whether all of a row of x [rows, size] is finite.
