@@ -26,12 +26,16 @@ from benchmarks.peers import checkpoints
 from benchmarks.peers.recipes import DEFAULT_WORK, QUIRE, RECIPES, PeerError, Recipe, environment, is_installed
 from benchmarks.peers.worker import Worker
 from benchmarks.server import serving, together, with_tokenizer
-from quire.bench.cells import CELLS, WARM_UP, Cell, parse_cells
+from quire.bench.cells import WARM_UP, Cell, parse_cells
 from quire.bench.random_checkpoint import SHAPES
 
-ROUNDS = 5
+ROUNDS = 3
 NEIGHBOURS = (0, 1, 2)
-MEASURED = tuple(cell for cell in CELLS if cell.name != "decode-32")
+MEASURED = (
+    Cell("decode-1", batch=1, prompt=32, output=32),
+    Cell("decode-8", batch=8, prompt=32, output=32),
+    Cell("prefill-1k", batch=1, prompt=1024, output=1),
+)
 STREAMS = Cell("8 streams", batch=8, prompt=128, output=64)
 GOALS = {1: 0.5, 2: 0.3}
 """What Quire is to keep beside so many neighbours."""
