@@ -195,6 +195,14 @@ def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_ord
         given("--prefix-cache", "hash", "--no-enable-prefix-caching")
 
 
+def test_vllms_short_flags_are_taken() -> None:
+    assert given("-tp", "1", "-pp=1", "-dp", "1").engine == {"model": "demo"}
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported: one device"):
+        given("-tp", "2")
+    with pytest.raises(ConfigError, match="enable_expert_parallel=True is not supported: one device"):
+        given("-ep")
+
+
 @pytest.mark.parametrize("name", [name for name in VLLM_OPTIONS if name not in SAMPLING_VALUES])
 def test_every_name_of_vllms_is_a_flag_that_the_help_does_not_show(
     name: str, capsys: pytest.CaptureFixture[str]

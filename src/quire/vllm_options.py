@@ -22,6 +22,7 @@ class VllmOption:
         values: what its values are in `ours`. Others are the same there where `ours` has the same type.
         same: without `ours`: values that ask for what Quire does anyway; None: any of them changes nothing.
         why: without `ours`: why other values are refused.
+        short: how its flag may be written, too.
     """
 
     kind: Any
@@ -29,14 +30,15 @@ class VllmOption:
     values: Mapping[Any, Any] = field(default_factory=dict)
     same: tuple[Any, ...] | None = ()
     why: str = ""
+    short: tuple[str, ...] = ()
 
 
-def _one(why: str = "one device computes a model, so far") -> VllmOption:
-    return VllmOption(kind=int, same=(1,), why=why)
+def _one(*short: str) -> VllmOption:
+    return VllmOption(kind=int, same=(1,), why="one device computes a model, so far", short=short)
 
 
-def _off(why: str) -> VllmOption:
-    return VllmOption(kind=bool, same=(False,), why=why)
+def _off(why: str, *short: str) -> VllmOption:
+    return VllmOption(kind=bool, same=(False,), why=why, short=short)
 
 
 def _only(kind: Any, *same: Any, why: str) -> VllmOption:
@@ -53,7 +55,7 @@ _NO_LORA = "adapters are not there yet"
 
 VLLM_OPTIONS: dict[str, VllmOption] = {
     # the same under another name or value
-    "api_server_count": VllmOption(kind=int, ours="api_workers"),
+    "api_server_count": VllmOption(kind=int, ours="api_workers", short=("-asc",)),
     "disable_log_requests": VllmOption(kind=bool, ours="log_requests", values={True: False, False: True}),
     "dtype": VllmOption(kind=str, ours="dtype", values={"half": "float16", "float": "float32"}),
     "enable_log_requests": VllmOption(kind=bool, ours="log_requests", values={True: True, False: False}),
@@ -63,15 +65,15 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "kv_cache_memory_bytes": VllmOption(kind=str, ours="kv_cache_memory"),
     "num_gpu_blocks_override": VllmOption(kind=int, ours="num_kv_blocks"),
     # on several devices
-    "data_parallel_size": _one(),
-    "data_parallel_size_local": _one(),
-    "decode_context_parallel_size": _one(),
+    "data_parallel_size": _one("-dp"),
+    "data_parallel_size_local": _one("-dpl"),
+    "decode_context_parallel_size": _one("-dcp"),
     "distributed_executor_backend": _only(str, "mp", "uni", why="one device computes a model, so far"),
-    "enable_expert_parallel": _off("one device computes a model, so far"),
+    "enable_expert_parallel": _off("one device computes a model, so far", "-ep"),
     "nnodes": _one(),
-    "pipeline_parallel_size": _one(),
-    "prefill_context_parallel_size": _one(),
-    "tensor_parallel_size": _one(),
+    "pipeline_parallel_size": _one("-pp"),
+    "prefill_context_parallel_size": _one("-pcp"),
+    "tensor_parallel_size": _one("-tp"),
     "worker_use_ray": _off("one device computes a model, so far"),
     # what changes nothing here
     "disable_custom_all_reduce": _any(bool),
@@ -95,7 +97,7 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "lora_modules": _only(str, why=_NO_LORA),
     "max_logprobs": _only(int, 20, why="at most 20 can be asked for"),
     "max_long_partial_prefills": _only(int, 1, why="see max_num_partial_prefills"),
-    "num_scheduler_steps": _one("every step is scheduled; async_scheduling hides what that takes"),
+    "num_scheduler_steps": _only(int, 1, why="every step is scheduled; async_scheduling hides what that takes"),
     "override_generation_config": _only(Mapping[str, Any], {}, why="set what is to be sampled with each request"),
     "preemption_mode": _only(str, "recompute", why=_NO_SWAP),
     "rope_scaling": _only(Mapping[str, Any], {}, why=_OWN),

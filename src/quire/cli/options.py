@@ -83,7 +83,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     for name, option in VLLM_OPTIONS.items():
         taken = name in SamplingParams.__struct_fields__ or _flag(name) in flags
         if not taken and (option.ours is None or _flag(option.ours) in flags):
-            _add_flag(group, name, option.kind, argparse.SUPPRESS, None)
+            _add_flag(group, name, option.kind, argparse.SUPPRESS, None, option.short)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -113,15 +113,17 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, default: Any) -> None:
+def _add_flag(
+    group: argparse._ArgumentGroup, name: str, hint: Any, text: str, default: Any, short: Sequence[str] = ()
+) -> None:
     """One option's flag. It is absent from the namespace unless given, so that defaults stay in one place."""
-    flag = _flag(name)
+    flags = (*short, _flag(name))
     text = text.replace("%", "%%")
     if default is not None:
         text += f" (default: {_shown(default)})"
     if hint is bool:
         boolean = argparse.BooleanOptionalAction
-        group.add_argument(flag, action=boolean, default=argparse.SUPPRESS, help=text)
+        group.add_argument(*flags, action=boolean, default=argparse.SUPPRESS, help=text)
         return
 
     def convert(given: str) -> Any:
@@ -132,9 +134,9 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, d
 
     if _takes_texts(hint):
         text += " (may be repeated)"
-        group.add_argument(flag, action="append", default=argparse.SUPPRESS, metavar="TEXT", help=text)
+        group.add_argument(*flags, action="append", default=argparse.SUPPRESS, metavar="TEXT", help=text)
     else:
-        group.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=_metavar(hint), help=text)
+        group.add_argument(*flags, type=convert, default=argparse.SUPPRESS, metavar=_metavar(hint), help=text)
 
 
 def _shown(default: Any) -> str:
