@@ -19,8 +19,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tokenizers
 import torch
@@ -69,11 +71,15 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
     "order": [{}, {"scheduling_policy": "priority"}],
     "overlap": [{"async_scheduling": False}, {"async_scheduling": True}],
     "pace": [{}, {}, {"target_itl_ms": 1.0}],
+    "threads": [{"threads": 1}, {"threads": 1}, {"threads": 3}],
 }
 """What must change no bit."""
 
 POOLS = (0, 0, 0, 2, 30)
 """Blocks beyond those that the longest request needs."""
+
+OWNERS = (1, 1, 3)
+"""Tenants, who share no cached prefixes and take turns."""
 
 DRAFTS: list[tuple[dict[str, Any], str]] = [
     *[({}, "")] * 4,
@@ -107,6 +113,7 @@ class Ask:
     params: SamplingParams
     arrives: int
     aborted: int | None = None
+    owner: str = ""
 
 
 @dataclass
@@ -156,6 +163,10 @@ class Fuzz:
             switches["speculative_config"] = {"adaptive": False, **spec, **self._draft_model(spec, model)}
         switches["num_kv_blocks"] = 1 + CONTEXT // switches["block_size"] + 1 + luck("pool").choice(POOLS)
         asks = draw_asks(luck("requests"), switches.get("scheduling_policy") == "priority")
+        owners = luck("owners")
+        tenants = [f"tenant {number}" for number in range(owners.choice(OWNERS))]
+        for ask in asks if len(tenants) > 1 else ():
+            ask.owner = owners.choice(tenants)
         steps = luck("clears")
         return Case(seed, model, numbers, switches, asks, {steps.randrange(60) for _ in range(steps.choice([0, 0, 3]))})
 
@@ -208,7 +219,8 @@ class Fuzz:
         while todo or not llm.idle:
             while todo and todo[0].arrives <= step:
                 ask = todo.pop(0)
-                asks[llm.add_request(ask.prompt, ask.params)] = ask
+                with mock.patch.object(llm._frontend, "submit", partial(llm._frontend.submit, tenant=ask.owner)):
+                    asks[llm.add_request(ask.prompt, ask.params)] = ask
             for name, ask in asks.items():
                 if ask.aborted is not None and ask.arrives + ask.aborted == step and name not in outputs:
                     aborted.add(name)
@@ -235,11 +247,10 @@ class Fuzz:
     def _engine(self, case: Case, **options: Any) -> LLM:
         return LLM(
             self.checkpoint(case.model),
-            threads=1,
             max_model_len=CONTEXT,
             check_invariants=True,
             **case.numbers,
-            **options,
+            **{"threads": 1, **options},
         )
 
     def _look(self, llm: LLM) -> None:
@@ -254,6 +265,7 @@ class Fuzz:
         assert kv.num_available == kv.num_usable and not kv.num_deferred, "blocks are left over"
         self.seen["requests"] += sum(ask.params.n for ask in case.asks)
         self.seen["aborted"] += aborted
+        self.seen["several owners"] += len({ask.owner for ask in case.asks}) > 1
         self.seen["preempted"] += stats.preemptions
         self.seen["cached tokens"] += stats.cached_tokens
         self.seen["drafted"] += stats.drafted
