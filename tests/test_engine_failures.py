@@ -19,6 +19,7 @@ from quire.core.invariants import check
 from quire.core.kv_manager import KVManager
 from quire.core.request import RequestUpdate
 from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.engine.executor import InlineExecutor
 from quire.ops import Kernels
@@ -370,11 +371,14 @@ def test_a_second_ctrl_c_ends_a_batch_in_the_middle_of_a_step_and_leaves_an_engi
     llm = LLM(folder, async_scheduling=overlap, threads=1, max_model_len=64, check_invariants=True)
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
     forward, calls, main = llm.model.forward, [], threading.main_thread().ident
+    submit, submitted = llm._engine.executor.submit, []
     came_through, waited = threading.Event(), []
 
     def pressed(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
+            while overlap and len(submitted) < 4:  # then it waits for this step; before, the first comes through
+                time.sleep(0.001)
             signal.pthread_kill(main, signal.SIGINT)
             while not llm._interrupts._num_held:  # two signals before the first is handled are one
                 time.sleep(0.001)
@@ -383,6 +387,12 @@ def test_a_second_ctrl_c_ends_a_batch_in_the_middle_of_a_step_and_leaves_an_engi
                 waited.append(came_through.wait(60))
         return forward(*args)
 
+    def counted(plan: StepPlan) -> Any:
+        pending = submit(plan)
+        submitted.append(plan)
+        return pending
+
+    monkeypatch.setattr(llm._engine.executor, "submit", counted)
     monkeypatch.setattr(llm.model, "forward", pressed)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, PARAMS)
