@@ -1,9 +1,9 @@
 """Beside other work: how much of its quiet speed an engine keeps while other processes keep cores busy.
 
 Random bf16 weights in the shape of Qwen3-0.6B. Neighbours are processes that compute without end. The other engines
-are those that `make bench-peers` has installed. The rounds go over all neighbours, engines and cells in turn; medians
-are compared. Beside one neighbour, two cores leave an engine three quarters at best, and two thirds where all three
-threads get the same; beside two, a half.
+are those that `make bench-peers` has installed. The rounds go over all neighbours, engines and cells in turn; of Quire
+medians are compared, and the others run in the first round alone, since they take long beside neighbours. Where all
+threads get the same time, two cores leave two threads two thirds beside one neighbour, and a half beside two.
 """
 
 from __future__ import annotations
@@ -105,9 +105,13 @@ def _in_turns(
         for count in NEIGHBOURS:
             tell(f"busy: beside {count} neighbours, round {number + 1} of {rounds}")
             with neighbours(count):
-                for recipe, worker in workers.items():
-                    for cell in cells:
-                        rates[recipe, cell, count].append(_rate(worker, cell))
+                for recipe, worker in list(workers.items()) if number == 0 else [(QUIRE, workers[QUIRE])]:
+                    try:
+                        for cell in cells:
+                            rates[recipe, cell, count].append(_rate(worker, cell))
+                    except PeerError as error:
+                        tell(f"busy: {recipe.name} is left out: {error}")
+                        del workers[recipe]
     return rates
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import openvino
 import openvino_genai
@@ -18,9 +20,11 @@ class OpenVino:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = CACHE_GB, 2048, 64
         scheduler.enable_prefix_caching, scheduler.dynamic_split_fuse = False, True
+        # Its cache cannot be in bf16 where the processor does not multiply that.
+        precision = "bf16" if {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()) else "f32"
         properties = {
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": options.threads,
         }
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(options.checkpoint, scheduler, "CPU", properties)
