@@ -31,6 +31,9 @@ from quire.bench.random_checkpoint import SHAPES
 
 ROUNDS = 3
 NEIGHBOURS = (0, 1, 2)
+NEIGHBOUR = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""What one computes: nothing, until whoever started it is gone."""
+
 MEASURED = (
     Cell("decode-1", batch=1, prompt=32, output=32),
     Cell("decode-8", batch=8, prompt=32, output=32),
@@ -60,7 +63,7 @@ def run(options: Options) -> Result:
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
     """Processes that keep a core busy each."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    busy = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR]) for _ in range(count)]
     try:
         yield
     finally:
