@@ -237,7 +237,7 @@ LOGITS = torch.tensor([0.5, 2.0, 2.0, -1.0, 0.0, 3.0, 1.0, 2.5, 0.5, -3.0, 2.5, 
 
 @pytest.mark.parametrize("make", FILTERS)
 def test_sampling_draws_from_these_probabilities(make: Callable[[int, int], Filters]) -> None:
-    rows = 3000
+    rows = 6000
     tokens = sampling.sample(LOGITS.repeat(rows, 1), make(rows, 0))
     shares = rejection.probabilities(LOGITS[None], make(1, 0))[0].double()
     assert_drawn_from(Counter(tokens.tolist()), dict(enumerate(shares.tolist())))
@@ -246,7 +246,7 @@ def test_sampling_draws_from_these_probabilities(make: Callable[[int, int], Filt
 @pytest.mark.parametrize("make", FILTERS)
 def test_verified_drafts_are_distributed_as_samples_under_filters(make: Callable[[int, int], Filters]) -> None:
     """The draft's logits are others; it goes through the same filters, and is drawn with the noise of samples."""
-    rows = 2000
+    rows = 4000
     near = LOGITS.roll(1) * 0.5 + LOGITS * 0.5
     p, q = (rejection.probabilities(row[None], make(1, 0)) for row in (LOGITS, near))
     drafts = sampling.sample(near.repeat(rows, 1), make(rows, 0)).tolist()

@@ -497,7 +497,7 @@ def test_a_request_that_does_not_fit_alone_ends_alone(folders, alone):
 def test_requests_may_be_aborted_at_any_time(folders, alone):
     engine = start(folders, "itself", num_kv_blocks=40)
     draw = random.Random(2)
-    for round in range(2):
+    for round in range(4):
         for index in range(16):
             engine.add(request(index, 100 * round + index))
         tokens: dict[int, list[int]] = {}

@@ -98,7 +98,8 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
 ) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", programs)  # whose splits lie side by side, or one after the other
     torch.manual_seed(0)
-    check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"0 {shape}"), most=12)
+    for seed in range(2):
+        check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"{seed} {shape}"), most=12)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +163,10 @@ def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it() -> None:
 def test_what_another_model_keeps_in_the_same_blocks_changes_nothing() -> None:
     trees = Tree([-1, 0, 0, 1, 2]).paths
     for kind in (
+        Heads((4, 2, 16), torch.float16, "auto", None),
         Heads((4, 2, 16), torch.float32, "fp8", 20),
         Latent((4, 32, 8), torch.float16, "auto", None),
+        Latent((4, 24, 16), torch.float16, "int8", None),
     ):
         outs = []
         for where in ("alone", "first", "behind"):
