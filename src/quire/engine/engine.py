@@ -24,7 +24,6 @@ from quire.devices import find_device
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.timeline import KernelProfile, Timeline, TraceFile
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
-from quire.layers.latent import LatentLayerConfig
 from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.fields import Fields
 from quire.models.model import Model
@@ -263,7 +262,7 @@ class Engine:
         config = self.config
         notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
         if not config.deterministic:
-            latent = isinstance(self.model.config.layer, LatentLayerConfig)
+            latent = self.model.config.layer.latent
             notes.append(TWO_FORMS if latent else "deterministic=False changes nothing on a CPU for this model")
         for each in fields(config):
             value = getattr(config, each.name)

@@ -52,9 +52,8 @@ class Eagle3Layer:
     def __init__(self, config: LayerConfig, weights: LayerWeights) -> None:
         eps = config.rms_norm_eps
         self.input_norm, self.hidden_norm = weights.norm("input_layernorm", eps), weights.norm("hidden_norm", eps)
-        self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
-        self.attention = Attention(config.head_dim**-0.5, None, 0, None, weights.kernels)
-        self.output = weights.linear("self_attn.o_proj", bias=config.output_bias)
+        shape, bias = (config.num_heads, config.num_kv_heads, config.head_dim), config.qkv_bias
+        self.attention = Attention(*shape, weights, 0, None, qkv_bias=bias, output_bias=config.output_bias)
         self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
         self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
 
@@ -68,7 +67,7 @@ class Eagle3Layer:
     ) -> torch.Tensor:
         """All [tokens, hidden]; tables: cos and sin of the step's positions."""
         x = torch.cat([self.input_norm(embedded), self.hidden_norm(hidden)], dim=1)
-        x = self.output(self.attention(self.qkv(x), tables, kv, batch))
+        x = self.attention(x, tables, kv, batch)
         # The sum may be written where the residual lies, and `hidden` is the caller's.
         x, residual = self.post_attention_norm.with_residual(x, hidden.clone())
         return self.mlp(x) + residual

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
-from quire.layers.latent import RESTORED_BYTES, LatentLayerConfig, may_expand
+from quire.layers.latent import RESTORED_BYTES, may_expand
 from quire.models.model import Model
 from quire.ops.memory import Scratch
 from quire.runner.proposer import Speculation
@@ -178,7 +178,7 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     heads = layer.num_heads + 2 * layer.num_kv_heads
     per_token = (4 * layer.hidden_size + 2 * heads * layer.head_dim) * itemsize
     per_token += 3 * 4 * layer.num_heads * layer.head_dim
-    restored = RESTORED_BYTES if isinstance(layer, LatentLayerConfig) and may_expand(model.kernels) else 0
+    restored = RESTORED_BYTES if layer.latent and may_expand(model.kernels) else 0
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
     return body + restored + _logits(config, model, logit_rows, 0)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import resolve
-from quire.models.deepseek_v3 import DeepseekV3
-from quire.models.model import NO_MTP, Model
+from quire.models.model import Model
 from quire.runner.proposer import Speculation
 from quire.speculate.device_drafting import DeviceDraftingProposer
 from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
@@ -52,8 +51,6 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
 def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int]:
     """The model that drafts, layers whose input it is fed, and bytes of its own weights."""
     if spec.method == "mtp":
-        if not isinstance(target, DeepseekV3):
-            raise ConfigError(NO_MTP)
         return MtpHead(target), (), 0
     try:
         path = resolve(spec.named_model())
