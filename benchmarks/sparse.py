@@ -1,6 +1,6 @@
 """Sparse models on a CPU: mixture of experts and latent attention, beside transformers and beside their plain forms.
 
-Random bf16 weights of `qwen3-moe-1b` and `deepseek-v2-lite-1b` (see `quire.bench.random_checkpoint`). First the cells
+Random bf16 weights of `qwen3-moe-1b` and `deepseek-v2-lite-1b` (see `quire.models.random_checkpoint`). First the cells
 of `benchmarks.cells` for both; then single parts on made-up inputs: a layer's experts in one call and one after the
 other, latent attention and a decode step at a long context, and a prompt in both forms of latent attention. What is
 compared runs in turns, and the best of each counts. Bounds are by the bytes that are read (of experts, those that some
@@ -20,9 +20,9 @@ import torch
 from benchmarks.cells import compare
 from benchmarks.common import Options, Result, main, tell
 from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine
-from quire.bench.random_checkpoint import SPREAD, model_config, random_checkpoint
 from quire.layers.latent import expanded_is_cheaper
 from quire.models.model import Model
+from quire.models.random_checkpoint import SPREAD, model_config, random_checkpoint
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVCache, RaggedBatch, choose_kernels
 from quire.ops.experts import LoopedExperts, Routing, route

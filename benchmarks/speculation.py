@@ -30,16 +30,16 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from benchmarks.common import Options, Result, checkpoint, main, tell
-from quire.bench.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.engine.engine import Engine
-from quire.engine.tokenizer import Tokenizer
 from quire.runner.proposer import Computed, Proposer, Wanted
 from quire.runner.sampler import Sampled, Sampler
 from quire.speculate.ngram import NgramProposer
+from quire.speculate.replay import ReplayProposer
+from quire.text.tokenizer import Tokenizer
 
 PROMPT, OUTPUT, DRAFTS, TURNS = 128, 128, 4, 4
 SEEDED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True).resolved()

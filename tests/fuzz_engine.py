@@ -256,7 +256,7 @@ class Fuzz:
     def _look(self, llm: LLM) -> None:
         """Count what only shows while it runs."""
         scheduler = llm._engine.scheduler
-        self.seen["held"] += any(each.status is Status.HELD for each in scheduler.requests.values())
+        self.seen["held"] += any(each.status is Status.AWAITING for each in scheduler.requests.values())
         self.seen["part-way"] += any(each.num_remaining > 1 for each in scheduler.running)
 
     def _count(self, llm: LLM, case: Case, aborted: int) -> None:

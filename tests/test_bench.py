@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +18,13 @@ from quire import LLM, SamplingParams
 from quire.bench import ceilings, cells
 from quire.bench.ceilings import Ceilings, Cost, Machine, Work, measure_machine, record
 from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, refusal
-from quire.bench.random_checkpoint import SHAPES, model_config, random_checkpoint, write_checkpoint
 from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
 from quire.models.fields import Fields
 from quire.models.model import ModelSizes
+from quire.models.random_checkpoint import SHAPES, model_config, random_checkpoint, write_checkpoint
 from quire.models.registry import load_model, read_config
+from quire.ops import Quantization
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.engine.engine import Engine
-from quire.engine.tokenizer import Tokenizer
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import RaggedBatch
 from quire.speculate.load_draft import load_draft_model, load_eagle
+from quire.text.tokenizer import Tokenizer
 
 TEXT = '''"""Read and write simple tables of values."""
 

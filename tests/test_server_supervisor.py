@@ -21,8 +21,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quire.engine.board import PATIENCE, PULSE, Board
 from quire.errors import ServerError
+from quire.ipc.board import PATIENCE, PULSE, Board
 from quire.server import supervisor as supervisor_module
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import (
@@ -377,7 +377,7 @@ async def test_an_http_process_without_a_pulse_is_replaced(folder: Path, monkeyp
 async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> None:
     import zmq
 
-    from quire.engine import wire
+    from quire.ipc import wire
 
     async with running(folder) as server:
         await server.until_ready()

@@ -23,7 +23,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.runner.proposer import Drafts, Wanted
-from quire.speculation import SpeculativeConfig
+from quire.speculate.config import SpeculativeConfig
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
 

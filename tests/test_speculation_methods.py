@@ -14,12 +14,12 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.engine.executor import InlineExecutor, PendingResult
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.models.checkpoint import resolve
 from quire.runner.host_forward import HostForward
 from quire.runner.model_runner import ModelRunner
-from quire.speculation import SpeculativeConfig
+from quire.speculate.config import SpeculativeConfig
+from quire.text.tokenizer import Tokenizer
 from tests.oracle import save_checkpoint
 from tests.test_models_deepseek import save_with_mtp
 from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write

@@ -17,9 +17,6 @@ from typing import Any
 import pytest
 import uvloop
 
-from quire.engine import tokenizer_pool
-from quire.engine.tokenizer import Tokenizer
-from quire.engine.tokenizer_pool import LARGE_BYTES, MAX_JOB_BYTES, TokenizerPool
 from quire.errors import (
     ChatTemplateError,
     EngineClosedError,
@@ -31,6 +28,9 @@ from quire.errors import (
     TokenOutOfRangeError,
     UnknownTemplateVariableError,
 )
+from quire.text import tokenizer_pool
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_pool import LARGE_BYTES, MAX_JOB_BYTES, TokenizerPool
 
 from .http_tools import children_of, command_of
 from .tokenizer_builders import CHATML_CONFIG, byte_level_json, panicking_json
@@ -545,7 +545,7 @@ async def test_closing_while_workers_start_leaves_no_process(folder: Path) -> No
 async def test_workers_die_with_their_parent_even_in_mid_job(folder: Path) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path\n"
-        "from quire.engine.tokenizer_pool import TokenizerPool\n"
+        "from quire.text.tokenizer_pool import TokenizerPool\n"
         "async def main():\n"
         "    pool = TokenizerPool(Path(sys.argv[1]), 1, 600.0)\n"
         "    await pool.start()\n"
@@ -574,6 +574,6 @@ async def test_the_terminals_signals_do_not_end_a_worker(start: Any) -> None:
 
 
 def test_neither_the_pool_nor_a_worker_imports_torch() -> None:
-    code = "import sys, quire.engine.tokenizer_pool, quire.engine.tokenizer_worker; print('torch' in sys.modules)"
+    code = "import sys, quire.text.tokenizer_pool, quire.text.tokenizer_worker; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "False"

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -29,6 +28,7 @@ from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
 from quire.runner.proposer import Branch, DraftContext, Drafts, Proposer, Row, Wanted
 from quire.runner.sampler import Sampler
+from quire.speculate.replay import ReplayProposer
 from tests.devices import DelayedDevice, on_device
 from tests.oracle import VOCAB, save_checkpoint
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test

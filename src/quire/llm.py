@@ -27,16 +27,16 @@ from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
 from quire.engine.thread_guard import ThreadGuard
-from quire.engine.tokenizer import Tokenizer
-from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import ChatTemplateError, ConcurrentUseError, EngineClosedError, RequestError, SamplingParamsError
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
-    from quire.engine.progress import BatchProgress
+    from quire.progress import BatchProgress
 
 logger = logging.getLogger(__name__)
 
@@ -479,7 +479,7 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
 def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcontext[_NoProgress]:
     if not shown:
         return contextlib.nullcontext(_NoProgress())
-    from quire.engine.progress import BatchProgress  # rich takes a while to import, and most callers show nothing
+    from quire.progress import BatchProgress  # rich takes a while to import, and most callers show nothing
 
     return BatchProgress(total)
 

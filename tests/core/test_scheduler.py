@@ -195,7 +195,7 @@ def test_requests_with_a_common_prefix_wait_for_the_one_that_computes_it():
         scheduler.add(make_request(id, [*common, id, id], max_tokens=2))
     plan = scheduler.schedule(0.0)
     assert lengths(plan) == {0: 42}
-    assert [scheduler.requests[id].status for id in (1, 2, 3)] == [Status.HELD] * 3
+    assert [scheduler.requests[id].status for id in (1, 2, 3)] == [Status.AWAITING] * 3
     scheduler.commit(plan, runner.run(plan), 0.0)
     plan, _ = run_step(scheduler, runner)
     assert lengths(plan) == {0: 1, 1: 2, 2: 2, 3: 2}
@@ -378,7 +378,7 @@ def test_a_prompt_that_many_requests_share_is_hashed_once_and_few_are_held_at_a_
     for _ in range(3):
         run_step(scheduler, runner)
         assert hashed == [250]
-        held = [request for request in scheduler.requests.values() if request.status is Status.HELD]
+        held = [request for request in scheduler.requests.values() if request.status is Status.AWAITING]
         assert len(held) == scheduler.config.max_num_seqs
     for id in range(20, 3000):
         scheduler.abort(id)

@@ -131,7 +131,7 @@ def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
         with loading(shape) as on_load:
             if on_load:
                 on_load("importing torch", 0.0)
-            from quire.bench.random_checkpoint import random_checkpoint
+            from quire.models.random_checkpoint import random_checkpoint
 
             def progress(share: float) -> None:
                 if on_load:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from quire.core.block_pool import NULL_BLOCK, BlockPool
+from quire.core.cache_events import CacheEvents
 
 KEY_BYTES = 8
 """A key id is a 64-bit integer: a token id, or a content hash where something other than a token stands."""
@@ -78,13 +79,17 @@ class PrefixCache:
 
     With `caching` False nothing is ever kept or found (`prefix_cache="off"`); `keeps_partial` says whether a
     partly filled block may be a leaf.
+
+    Args:
+        events: told of the full blocks that come and go; None: nobody wants to know.
     """
 
     caching = True
     keeps_partial = False
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, events: CacheEvents | None = None) -> None:
         self.pool = pool
+        self._events = events
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
         self.nodes: dict[int, Node] = {}  # by block
@@ -199,6 +204,8 @@ class PrefixCache:
         self.nodes[node.block] = node
         if len(node.key) == self.block_bytes:
             self._by_hash[node.hash] = node
+            if self._events is not None:
+                self._events.add("stored", node.hash, parent.hash)
 
     def _detach(self, node: Node) -> int:
         """Take a node and all below it out of the tree; recycles what nobody holds and says how many."""
@@ -214,7 +221,8 @@ class PrefixCache:
             lost.attached = False
             subtree.extend(lost.children.values())
             del self.nodes[lost.block]
-            self._by_hash.pop(lost.hash, None)
+            if self._by_hash.pop(lost.hash, None) is not None and self._events is not None:
+                self._events.add("removed", lost.hash)
             if self.pool.ref_counts[lost.block] == 0:
                 self.num_idle -= 1
                 self.pool.recycle(lost.block)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.core.draft_length import DraftState
 from quire.core.prefix_cache import KEY_BYTES, Node
@@ -13,11 +14,23 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, TokenLogprobs
 
 
+class Event(NamedTuple):
+    """What a request may wait for before it stands in line.
+
+    Attributes:
+        kind: who brings it: `prefix_leaders.BLOCK`, or whatever others name theirs.
+        key: which one of the kind.
+    """
+
+    kind: str
+    key: Hashable
+
+
 class Status(enum.Enum):
-    """Where a request is. `HELD`: another request is computing the block that this one needs next."""
+    """Where a request is. `AWAITING`: not in line before the event that it `awaits`."""
 
     WAITING = "waiting"
-    HELD = "held"
+    AWAITING = "awaiting"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -81,7 +94,7 @@ class Request:
         id: the engine's own number.
         owner: whose it is: owners take turns (see `turns.py`). "" where there is one only.
         order: its place in the order of service: (priority, turn, id).
-        awaits: hash of the block that it waits for while it is HELD.
+        awaits: the event that it waits for; None: it waits for none.
         max_tokens: longest output; 0: the prompt is computed and scored, and nothing sampled.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
@@ -147,6 +160,7 @@ class Request:
         arrived: float = 0.0,
         output_token_ids: Sequence[int] = (),
         num_scored: int = 0,
+        awaits: Event | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -157,7 +171,7 @@ class Request:
         self.scope = scope
         self.owner = owner
         self.order = (0, 0, id)
-        self.awaits = b""
+        self.awaits: Event | None = awaits
         self.status = Status.WAITING
         self.stats = RequestStats(arrived)
 

@@ -2,8 +2,8 @@
 
 One order rules everything: (priority, turn among owners, arrival), kept through preemption. A step holds first one
 token for every decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its
-doors are `add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order, or are all
-given up (`restart`).
+doors are `add`, `abort`, `schedule`, `commit`, and `arrived` or `failed` for what requests wait for; several plans may
+be in flight, and they commit in order, or are all given up (`restart`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections import Counter, deque
 from quire.config import EngineConfig
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.draft_length import DraftLengths
-from quire.core.kv_manager import KVManager
+from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
-from quire.core.request import Request, RequestUpdate, Status
+from quire.core.prefix_leaders import BLOCK, PrefixLeaders
+from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
@@ -44,6 +45,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, at first admissions
         self._waiting = WaitingQueue()
+        self._leaders = PrefixLeaders()
         self._turns = Turns()
         self._ended: list[int] = []  # for the runner to forget
         self._let_go: list[int] = []  # for it to follow no longer
@@ -63,7 +65,7 @@ class Scheduler:
     # -- doors ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; one that `awaits` an event is not in line before that has arrived.
 
         Raises:
             RequestTooLargeError: it could never fit into the pool, even alone.
@@ -82,7 +84,23 @@ class Scheduler:
             self._turns.reset()
         request.order = (priority, self._turns.deal(request.owner, len(self.running)), request.id)
         self.requests[request.id] = request
-        if self.trials.admits(request):
+        self._line_up(request)
+
+    def arrived(self, event: Event) -> None:
+        """Something that requests wait for is there: they are in line, at their places. None need wait for it."""
+        for request in self._waiting.take(event):
+            self._line_up(request)
+
+    def failed(self, event: Event, now: float, error: str | None = None) -> None:
+        """It will never be there: requests that wait for it do without, or end where there is an `error`."""
+        for request in self._waiting.take(event):
+            if error is None:
+                self._line_up(request)
+            else:
+                self.fail(request.id, error, now)
+
+    def _line_up(self, request: Request) -> None:
+        if request.awaits is not None or self.trials.admits(request):
             self._waiting.push(request)
 
     def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
@@ -165,13 +183,14 @@ class Scheduler:
             self.kv.reset()
         culprit = self.trials.failed([r for r in lost if r.status is not Status.FINISHED]) if failed else None
         self.in_flight.clear()
-        self.running, self._waiting = [], WaitingQueue()
+        self.running, self._waiting, self._leaders = [], WaitingQueue(), PrefixLeaders()
         self._ended, self._let_go = [], []
         self._next_number += 1
         for request in self.requests.values():
             request.restart()
-            if self.trials.admits(request):
-                self._waiting.push(request)
+            if request.awaits is not None and request.awaits.kind == BLOCK:
+                request.awaits = None  # nobody computes it any more
+            self._line_up(request)
         return culprit
 
     def take_updates(self) -> list[RequestUpdate]:
@@ -187,13 +206,19 @@ class Scheduler:
         return not self.requests
 
     @property
+    def expects_others(self) -> bool:
+        """Others are to bring an event, or to release blocks: where nothing can run, that is why."""
+        awaiting, held = self._waiting.num_awaiting, self.kv.num_held
+        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP]
+
+    @property
     def has_updates(self) -> bool:
         """Some request got something, as a rule its end, and nobody has been told."""
         return bool(self._updates)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, in the queue or for another's prefix."""
+        """Requests that wait, in the queue or for an event."""
         return len(self.requests) - len(self.running)
 
     # -- choosing ------------------------------------------------------------------------------------------
@@ -237,16 +262,17 @@ class Scheduler:
     def _choose_waiting(self, step: PendingStep, now: float) -> None:
         """Admit waiting requests in order; the head of the queue is never bypassed for blocks.
 
-        At most `max_num_seqs` are held for another's prefix at once: no more could run when it is there.
+        At most `max_num_seqs` wait for others' prefixes at once: no more could run when they are there.
         """
         aside: list[Request] = []
-        while step.budget > 0 and step.lookup > 0 and self._waiting.num_held < self.config.max_num_seqs:
+        awaiting = self._waiting.num_awaiting
+        while step.budget > 0 and step.lookup > 0 and awaiting[BLOCK] < self.config.max_num_seqs:
             request = self._waiting.pop()
             if request is None:
                 break
             if request.num_pending:  # preempted while a step of it is in flight: its last token is not known yet
                 aside.append(request)
-            elif not self._admit(request, step, now) and request.status is not Status.HELD:
+            elif not self._admit(request, step, now) and request.awaits is None:
                 aside.append(request)
                 break
         for request in aside:
@@ -305,7 +331,9 @@ class Scheduler:
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
-        if self._hold(request, match):
+        request.awaits = self._awaited(request, match)
+        if request.awaits is not None:
+            self._waiting.push(request)
             return False
         if self.kv.num_available <= self.kv.blocks_for(len(request.tokens)):
             match.partial, match.partial_tokens = None, 0  # copying holds a block more: not in a tight pool
@@ -314,14 +342,19 @@ class Scheduler:
         # Alone and still too large: a match may hold more than a sliding window needs. Do without it.
         return not self.running and match.num_blocks > 0 and self._admit_match(request, Match(), step, now, False)
 
-    def _hold(self, request: Request, match: Match) -> bool:
-        """Whether a request waits for another one that computes its next blocks."""
+    def _awaited(self, request: Request, match: Match) -> Event | None:
+        """What a request waits for where another one computes its next blocks."""
         if request.params.prompt_logprobs is not None:
-            return False
+            return None
         size = self.kv.block_size
         # The token that is computed again for a head that looks ahead is of a cached block.
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.looks_ahead) // size
-        return self._waiting.hold(request, cached, (len(request.tokens) - 1) // size)
+        return self._leaders.awaited(request, cached, (len(request.tokens) - 1) // size)
+
+    def _abandon(self, leader: Request) -> None:
+        """It computes no further blocks: whoever waits for one of them does without."""
+        for event in self._leaders.abandoned(leader):
+            self.arrived(event)
 
     def _admit_match(self, request: Request, match: Match, step: PendingStep, now: float, seats_taken: bool) -> bool:
         cached = match.num_blocks * self.kv.block_size + match.partial_tokens
@@ -388,7 +421,7 @@ class Scheduler:
         self._turns.admitted(request.order[1])
         if self._lengths and request.draft_state.followed and not request.known_to_runner:
             self._lengths.start(request.draft_state, request.params.greedy, len(self.running))
-        self._waiting.claim(request)
+        self._leaders.claim(request)
 
     # -- preemption ----------------------------------------------------------------------------------------
 
@@ -436,7 +469,7 @@ class Scheduler:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""
         step.withdraw(victim)
         self.running.remove(victim)
-        self._waiting.abandoned(victim)
+        self._abandon(victim)
         self.kv.free(victim)
         victim.high_water = max(victim.high_water, victim.num_computed)
         victim.num_computed = victim.num_committed = 0
@@ -535,7 +568,8 @@ class Scheduler:
         if surplus:
             self.kv.trim(request)
         if request.num_committed // self.kv.block_size > request.num_published:
-            self._waiting.published(self.kv.publish(request))
+            for event in self._leaders.published(self.kv.publish(request)):
+                self.arrived(event)
 
     def _count_drafts(self, request: Request, outcome: SpanResult) -> None:
         accepted = max(0, len(outcome.tokens) - 1)
@@ -569,7 +603,7 @@ class Scheduler:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._waiting.abandoned(request)
+            self._abandon(request)
             self.kv.free(request, keep_partial=keep_partial)
             request.status = Status.FINISHED
         else:

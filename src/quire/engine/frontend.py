@@ -22,9 +22,7 @@ from msgspec.structs import replace
 from quire.core.request import Request, RequestStats, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.engine.detokenizer import Detokenizer
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import (
     EmptyPromptError,
     PromptTooLongError,
@@ -33,6 +31,8 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

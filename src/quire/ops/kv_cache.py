@@ -26,6 +26,9 @@ SCALE_BYTES = 4
 WORD = 4
 """Bytes that a token's are a multiple of: then those of the smallest block are one of a cache line."""
 
+LAYOUT = 1
+"""Version of how tokens lie in a block. Whoever changes that counts it up, so that no block is read as another."""
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Each code type's largest number: a row's largest magnitude becomes it."""
 
@@ -73,6 +76,7 @@ class KVCache:
     Attributes:
         memory: with `memory[block]` a block moves, whoever has something in it.
         behind: the other model's cache; None: there is no other.
+        shape: of a token's keys and values.
         sides: 2: keys and values; 1: rows that are both.
         dtype: the model's data type.
         stored_dtype: of `numbers`: `dtype`, or that of the codes.
@@ -112,7 +116,7 @@ class KVCache:
         self.head_dim, self.block_size, self.dtype, self.sides = head_dim, block_size, dtype, sides
         self.stored_dtype = CODE_DTYPES.get(kv_cache_dtype, dtype)
         self.pulse: array[int] | memoryview[int] = array("q", [0])
-        own = KVShape(layers, kv_heads, head_dim, dtype, kv_cache_dtype, sides)
+        self.shape = own = KVShape(layers, kv_heads, head_dim, dtype, kv_cache_dtype, sides)
         if memory is None:
             size = block_size * (own.bytes_per_token + (behind.bytes_per_token if behind else 0))
             memory = _zeros(num_blocks * size, device).view(num_blocks, size)
@@ -133,6 +137,12 @@ class KVCache:
             heads = num_blocks, behind.layers, behind.kv_heads, behind.head_dim, block_size
             stored = behind.dtype, behind.kv_cache_dtype, device, behind.sides
             self.behind = KVCache(*heads, *stored, memory=rest)
+
+    @property
+    def layout(self) -> str:
+        """What lies where in a block, in words: blocks of two caches whose bytes are to be exchanged have the same."""
+        behind = "" if self.behind is None else f"|{self.behind.shape}"
+        return f"{LAYOUT}|{self.block_size}|{self.shape}{behind}"
 
     @property
     def bytes_per_block(self) -> int:

@@ -351,6 +351,7 @@ class Speculation:
         bytes_per_request: of what it keeps of each request that runs.
         looks_ahead: what it keeps of a token depends on the next one.
         rejection: drafts are accepted by the classic rule, in place of being the very tokens.
+        fingerprint: names the weights that what it keeps depends on, beside the target's own.
     """
 
     proposer: Proposer | DeviceProposer
@@ -360,6 +361,7 @@ class Speculation:
     bytes_per_request: int = 0
     looks_ahead: bool = False
     rejection: bool = False
+    fingerprint: str = ""
 
     @property
     def keeps(self) -> int:

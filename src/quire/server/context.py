@@ -12,10 +12,10 @@ from quire.server.auth import Tenants
 from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
-    from quire.engine.tokenizer_pool import TokenizerPool
+    from quire.ipc.client import EngineClient
     from quire.server.config import ServerConfig
     from quire.server.metrics import Metrics
+    from quire.text.tokenizer_pool import TokenizerPool
 
 RETRY_LOADING, RETRY_RESTARTING, RETRY_DRAINING = 2, 1, 5
 """Seconds that `Retry-After` names while the engine loads, restarts, and when the server is leaving."""

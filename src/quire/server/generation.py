@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
-from quire.engine.tokenizer_pool import TokenizerPool
 from quire.errors import RequestError
 from quire.log import event
 from quire.server.accounts import Account
@@ -37,6 +36,7 @@ from quire.server.request_log import note_call, summary_of
 from quire.server.responses import ChatResponder, CompletionResponder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
+from quire.text.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import TokenizerFailedError
+from quire.text.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"
 """What a decoder prints for bytes that are no character, so also for one whose last bytes are to come."""

@@ -28,10 +28,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire import errors
-from quire.engine import child
-from quire.engine.tokenizer import RenderedChat, check_text
-from quire.engine.tokenizer_worker import (
+from quire import child, errors
+from quire.errors import (
+    EngineClosedError,
+    QuireError,
+    RequestError,
+    TokenizerFailedError,
+    TokenizerTimeoutError,
+    TokenizerUnavailableError,
+)
+from quire.text.tokenizer import RenderedChat, check_text
+from quire.text.tokenizer_worker import (
     LENGTH,
     Answer,
     BadWords,
@@ -43,14 +50,6 @@ from quire.engine.tokenizer_worker import (
     Render,
     TokenTexts,
     WorkerStart,
-)
-from quire.errors import (
-    EngineClosedError,
-    QuireError,
-    RequestError,
-    TokenizerFailedError,
-    TokenizerTimeoutError,
-    TokenizerUnavailableError,
 )
 
 logger = logging.getLogger(__name__)
@@ -401,7 +400,7 @@ class _Worker:
                 streams = await asyncio.open_unix_connection(sock=ours)
                 try:
                     process = await child.spawn(
-                        child.python("quire.engine.tokenizer_worker"),
+                        child.python("quire.text.tokenizer_worker"),
                         WorkerStart(theirs.fileno(), str(folder), memory_bytes),
                         fds=[theirs.fileno()],
                         # The library's own switch: it would start a thread for each core, in each worker.

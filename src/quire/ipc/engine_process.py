@@ -1,4 +1,4 @@
-"""The engine as a process of its own: `python -m quire.engine.process`, started by a server's supervisor.
+"""The engine as a process of its own: `python -m quire.ipc.engine_process`, started by a server's supervisor.
 
 Its loop takes in what HTTP processes ask for, runs a step, and sends each of them what its requests got.
 """
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import zmq
 
-from quire import log
+from quire import child, log
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.step import StepPlan, StepResult
-from quire.engine import child, wire
-from quire.engine.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
-from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import QuireError, RequestError
+from quire.ipc import wire
+from quire.ipc.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
 from quire.models.hub import resolve
+from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -79,8 +79,8 @@ class EngineProcess:
         self._start, self._board, self._control = start, board, control
         self._began = time.monotonic()
         self._board.set_phase("importing torch", 0.0)
-        from quire.engine.patience import Patience
-        from quire.engine.recorder import Recorder
+        from quire.ipc.patience import Patience
+        from quire.observe.recorder import Recorder
 
         self._recorder = Recorder()
         self._numbers: dict[int, int] = {}  # the wire's number to the engine's
@@ -121,7 +121,7 @@ class EngineProcess:
             if cache is not None:
                 cache.pulse = self._board.fields  # PULSE is field 0
         if self._start.fault is not None:
-            from quire.engine.faults import FaultyExecutor
+            from quire.ipc.faults import FaultyExecutor
 
             engine.executor = FaultyExecutor(engine.executor, self._start.fault)
         return engine
@@ -189,7 +189,7 @@ class EngineProcess:
 
     def _receive(self) -> None:
         """Take in every message that is there; wait for one while there is nothing else to do."""
-        busy = not self.engine.idle or bool(self._outside)
+        busy = not (self.engine.idle or self.engine.blocked) or bool(self._outside)
         ready = dict(self._poller.poll(0 if busy else IDLE_POLL_MS))
         if not busy:
             self._board.fields[PULSE] += 1
@@ -277,7 +277,7 @@ class EngineProcess:
 
     def _add(self, add: wire.Add) -> None:
         """Put a request into the engine; one that it does not take ends."""
-        from quire.engine.recorder import Record
+        from quire.observe.recorder import Record
 
         number = self._next_id
         self._next_id += 1

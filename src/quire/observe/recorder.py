@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -23,8 +23,10 @@ from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
-from quire.engine.engine import Engine
-from quire.speculation import SpeculativeConfig
+from quire.speculate.config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
 
 KEPT_STEPS = 256
 KEPT_FINISHED = 64

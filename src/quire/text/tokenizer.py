@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.chat_template import (
+from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
+from quire.models.fields import has_file
+from quire.text.chat_template import (
     ChatTemplate,
     Message,
     check_messages,
     load_templates,
     plain_json,
 )
-from quire.engine.template_sandbox import SPECIAL_NAMES
-from quire.engine.tokenizer_backend import Backend
-from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
-from quire.models.fields import has_file
+from quire.text.template_sandbox import SPECIAL_NAMES
+from quire.text.tokenizer_backend import Backend
 
 TOKENIZER_FILE = "tokenizer.json"
 PRIVATE_USE = range(0xE000, 0xF900)

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine import child
-from quire.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from quire import child
 from quire.errors import (
     ChatTemplateError,
     QuireError,
@@ -31,6 +30,7 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 LENGTH = struct.Struct(">I")
 MAX_ID = (1 << 32) - 1

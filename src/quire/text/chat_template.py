@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import jinja2
 import jinja2.meta
 
-from quire.engine.template_sandbox import SPECIAL_NAMES, join_pieces, make_environment
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 from quire.models.fields import has_file
+from quire.text.template_sandbox import SPECIAL_NAMES, join_pieces, make_environment
 
 Message: TypeAlias = Mapping[str, Any]
 
