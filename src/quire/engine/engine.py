@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
-from quire.core.kv_manager import KVManager
+from quire.core.kv_manager import Handle, KVManager
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL, SamplingParams
 from quire.core.scheduler import Scheduler
@@ -321,6 +321,11 @@ class Engine:
         """See `Scheduler.failed`."""
         self.blocked = False
         self.scheduler.failed(event, time.monotonic(), error)
+
+    def release(self, handle: Handle) -> None:
+        """See `KVManager.release`."""
+        self.blocked = False
+        self.scheduler.kv.release(handle)
 
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""
