@@ -1,8 +1,8 @@
 """Speculative decoding on a CPU: what drafting brings at known acceptance, and with what ships with the demo model.
 
 1. **Replayed drafts**: random bf16 weights in the shape of Qwen3-0.6B, one request, 4 drafts a step that come from a
-   recorded run, each spoiled with probability 1 - a. What it costs to draft in vain is measured with the self-tuning on
-   and a = 0.
+   recorded run, each replaced by another token with probability 1 - a. What rejected drafts cost is measured with
+   the self-tuning on and a = 0.
 2. **An edit**: the same model is forced along a text, as if it had answered "rename the parameter": a file of Python's
    standard library stands in the prompt, its edited form is the output, and n-grams draft.
 3. **The demo model** with its draft model and its EAGLE head, one request after the other and eight at once.

@@ -264,7 +264,7 @@ async def test_an_endless_template_is_killed_at_the_deadline_and_others_go_on(st
     before = pool.pids
     began = time.monotonic()
     endless = asyncio.create_task(pool.render(user("endless")))
-    await until(lambda: pool.num_busy == 1)
+    await until(lambda: pool._num_busy == 1)
     beside = 0
     for index in range(20):
         assert await pool.encode([f"text {index}"])
@@ -284,7 +284,7 @@ async def test_a_job_whose_worker_is_killed_is_done_again_once(start: Any, folde
     pool = await start(log=told.append)
     [victim] = pool.pids
     slow = asyncio.create_task(pool.render(user("slow")))
-    await until(lambda: pool.num_busy == 1 or slow.done())
+    await until(lambda: pool._num_busy == 1 or slow.done())
     os.kill(victim, signal.SIGKILL)
     assert await slow == Tokenizer.load(folder).apply_chat_template(user("slow"))
     await until(lambda: bool(told))
@@ -307,7 +307,7 @@ async def test_a_job_that_two_workers_died_of_fails_alone_and_is_blamed_only_if_
     for _ in range(2):
         await until(lambda: bool(pool.pids))
         [victim] = pool.pids
-        await until(lambda: pool.num_busy == 1)
+        await until(lambda: pool._num_busy == 1)
         os.kill(victim, number)
         await until(lambda victim=victim: victim not in pool.pids)
     with pytest.raises(TokenizerFailedError, match=words) as failed:
@@ -453,7 +453,7 @@ async def test_a_caller_that_gives_up_frees_its_worker(start: Any) -> None:
     pool = await start(deadline=600.0, log=lambda _: None)
     endless = asyncio.create_task(pool.render(user("endless")))
     queued = asyncio.create_task(pool.render(user("endless")))
-    await until(lambda: pool.num_busy == 1 and pool.num_waiting == 1)
+    await until(lambda: pool._num_busy == 1 and pool.num_waiting == 1)
     endless.cancel()
     queued.cancel()
     began = time.monotonic()
@@ -464,7 +464,7 @@ async def test_a_caller_that_gives_up_frees_its_worker(start: Any) -> None:
 async def test_nothing_is_kept_of_a_job_that_its_caller_gave_up_before_its_turn(start: Any) -> None:
     pool = await start(workers=1, log=lambda _: None)
     busy = asyncio.create_task(pool.render(user("endless")))
-    await until(lambda: pool.num_busy == 1)
+    await until(lambda: pool._num_busy == 1)
     given_up = [asyncio.create_task(pool.encode(["x" * size])) for size in (10, 100_000)]
     await until(lambda: pool.num_waiting == 2)
     for task in given_up:
@@ -482,7 +482,7 @@ async def test_a_caller_that_gives_up_on_a_short_job_costs_no_worker(
     before = pool.pids
     for _ in range(3):
         task = asyncio.create_task(pool.render(user("slow")))
-        await until(lambda task=task: pool.num_busy == 1 or task.done())
+        await until(lambda task=task: pool._num_busy == 1 or task.done())
         task.cancel()
         assert await pool.encode(["y"])
     assert pool.pids == before
@@ -494,7 +494,7 @@ async def test_large_jobs_leave_a_worker_to_small_ones(start: Any) -> None:
     large = [asyncio.create_task(pool.render([*user("endless"), *user("x" * LARGE_BYTES)])) for _ in range(3)]
     for index in range(20):
         assert await pool.encode([f"small {index}"])
-    assert pool.num_busy == 1 and pool.num_waiting == 2
+    assert pool._num_busy == 1 and pool.num_waiting == 2
     for task in large:
         task.cancel()
 
@@ -516,7 +516,7 @@ async def test_closing_ends_every_process_and_every_job(start: Any) -> None:
     await until(lambda: len(pool.pids) == 2)
     pids = pool.pids
     jobs = [asyncio.create_task(pool.render(user("endless"))) for _ in range(4)]
-    await until(lambda: pool.num_busy == 2)
+    await until(lambda: pool._num_busy == 2)
     await pool.close()
     await pool.close()
     assert all(is_gone(pid) for pid in pids)
@@ -550,7 +550,7 @@ async def test_workers_die_with_their_parent_even_in_mid_job(folder: Path) -> No
         "    pool = TokenizerPool(Path(sys.argv[1]), 1, 600.0)\n"
         "    await pool.start()\n"
         "    job = asyncio.create_task(pool.render([{'role': 'user', 'content': 'endless'}]))\n"
-        "    while pool.num_waiting or not pool.num_busy: await asyncio.sleep(0.01)\n"
+        "    while pool.num_waiting or not pool._num_busy: await asyncio.sleep(0.01)\n"
         "    print(*pool.pids, flush=True)\n"
         "    await job\n"
         "asyncio.run(main())\n"

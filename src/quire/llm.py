@@ -222,7 +222,7 @@ class LLM(_Base):
         return self._stream(self._frontend.prepare(prompt, params))
 
     def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
-        """Queued when the first output is asked for: an iterator that nobody reads costs nothing."""
+        """Queued when the first output is asked for: an iterator that is never read costs nothing."""
         output: RequestOutput | None = None
         try:
             with self._interrupts.held():
@@ -260,7 +260,7 @@ class LLM(_Base):
             self._drop(self._left.popleft())
 
     def _drop(self, output: RequestOutput) -> None:
-        """Nobody waits for this output any more."""
+        """This output is not waited for any more."""
         if self._changed.get(output.request_id) is output:
             del self._changed[output.request_id]
         self._frontend.drop(output)
@@ -441,7 +441,7 @@ class AsyncLLM(_Base):
 
     def _tell_loop(self, call: Callable[..., None], *args: Any) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no one to tell
                 self._loop.call_soon_threadsafe(call, *args)
 
     def _absorb(self, updates: list[RequestUpdate]) -> None:

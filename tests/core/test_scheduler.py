@@ -317,7 +317,7 @@ def test_a_latency_target_shrinks_chunks_but_never_starves_a_prompt():
         assert max(chunks[1:]) <= most, "noise never opens the whole budget"
 
 
-def test_a_prompt_that_is_part_way_leaves_room_for_one_of_higher_priority():
+def test_a_partial_prefill_leaves_room_for_one_of_higher_priority():
     scheduler, runner = make_scheduler(num_blocks=400, scheduling_policy="priority")
     scheduler.add(make_request(0, list(range(1000)), max_tokens=1, priority=9))
     run_step(scheduler, runner)

@@ -111,7 +111,7 @@ def _given(args: argparse.Namespace) -> Given:
 
 @contextmanager
 def json_file(path: str | None) -> Iterator[IO[str] | None]:
-    """Where JSON goes; None where none was asked for. Opened before a run, so that no run is in vain."""
+    """Where JSON goes; None where none was asked for. Opened before a run, so that no run is wasted."""
     if path is None or path == "-":
         yield None if path is None else sys.stdout
         return

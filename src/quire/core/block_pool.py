@@ -15,7 +15,7 @@ class BlockPool:
     Attributes:
         ref_counts: holders of each block.
         generations: how often each block was handed out, so that a stale handle can be told.
-        double_releases: releases of blocks that nobody held; a bug, counted and otherwise ignored.
+        double_releases: releases of blocks without a holder; a bug, counted and otherwise ignored.
         stale_handles: uses of a handle whose block was handed out to another since; a bug, counted.
     """
 

@@ -5,7 +5,7 @@ Blocks
     one place       A block is free, or cached without a holder, or held; never two of these, never none.
     counts          Its count is the number of its holders: tables of running requests, copies to come, handles
                     of steps in flight and of whoever reads it from outside.
-    free list       It is on the free list, once, exactly when nobody holds it and it is not cached.
+    free list       It is on the free list, once, exactly when it has no holder and is not cached.
     one release     Whoever holds it lets go of it once.
     one writer      A block that may be written has one holder, and a full one never changes.
     tables          A request's table covers exactly the tokens that are computed, in flight and scheduled; what a
@@ -140,14 +140,14 @@ def _check_tables(kv: KVManager, running: list[Request]) -> None:
         blocks = kv.blocks_for(request.num_computed)
         _must(len(request.table) == blocks, f"request {request.id}: {len(request.table)} blocks, {blocks} needed")
         _must(
-            request.num_committed <= request.num_computed - request.num_uncertain,
+            request.num_committed <= request.num_computed - request.num_unverified_tokens,
             f"request {request.id}: {request.num_committed} positions have committed, {request.num_computed} are "
-            f"computed at most, and {request.num_uncertain} of them may not be",
+            f"computed at most, and {request.num_unverified_tokens} of them may not be",
         )
         _must(
             all(0 <= b < kv.pool.num_blocks for b in request.table), f"request {request.id}: a block is not in the pool"
         )
-        certain = request.num_computed - request.num_uncertain
+        certain = request.num_computed - request.num_unverified_tokens
         for block in request.table[certain // kv.block_size :]:
             count = kv.pool.ref_counts[block]
             _must(count == 1, f"request {request.id} may write block {block}, which has {count} holders")

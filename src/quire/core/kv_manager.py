@@ -42,7 +42,7 @@ class KVManager:
         hasher: gives blocks their identity.
         looks_ahead: what is stored of a token depends on the next one too (a drafting head's KV), so the last token of
             a cached head is computed again.
-        events: told of what comes into the prefix cache and goes out of it; None: nobody wants to know.
+        events: told of what comes into the prefix cache and goes out of it; None: they are not recorded.
 
     Attributes:
         num_held: blocks that are held beside the requests, by the kind of their handles.
@@ -84,7 +84,7 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones, and cached ones that nobody holds."""
+        """Blocks that can be handed out now: free ones, and cached ones without a holder."""
         return self.pool.num_free + self.cache.num_idle
 
     @property
@@ -284,7 +284,7 @@ class KVManager:
         """Give up the blocks that no later token of the request attends to."""
         if self.window is None:
             return
-        certain = request.num_computed - request.num_uncertain
+        certain = request.num_computed - request.num_unverified_tokens
         passed = max(0, certain - self.window + 1) // self.block_size
         gone: list[int] = []
         for index in range(min(passed, len(request.table)) - 1, -1, -1):

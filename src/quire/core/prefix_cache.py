@@ -81,7 +81,7 @@ class PrefixCache:
     partly filled block may be a leaf.
 
     Args:
-        events: told of the full blocks that come and go; None: nobody wants to know.
+        events: told of the full blocks that come and go; None: they are not recorded.
     """
 
     caching = True
@@ -192,7 +192,7 @@ class PrefixCache:
         return evicted
 
     def clear(self) -> int:
-        """Evict everything that nobody holds."""
+        """Evict everything without a holder."""
         return self.evict(self.num_idle)
 
     def _attach(self, node: Node) -> None:
@@ -208,7 +208,7 @@ class PrefixCache:
                 self._events.add("stored", node.hash, parent.hash)
 
     def _detach(self, node: Node) -> int:
-        """Take a node and all below it out of the tree; recycles what nobody holds and says how many."""
+        """Take a node and all below it out of the tree; recycles blocks without a holder and says how many."""
         recycled, subtree = 0, [node]
         parent = node.parent
         if parent is not None:

@@ -25,7 +25,7 @@ class PrefixLeaders:
     def awaited(self, request: Request, first: int, last: int) -> Event | None:
         """What a request waits for, if another one computes some of its next blocks, `first` to `last - 1`.
 
-        Nobody waits for one that comes after him in the order of service.
+        No request waits for one that comes after it in the order of service.
         """
         missing = request.hashes[first:last]
         count = longest_run(missing, len(missing), lambda each: self._computed_before(each, request))

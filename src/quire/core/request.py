@@ -87,8 +87,8 @@ class Request:
 
     Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
     steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
-    in flight have run. Where those verify drafts, the last two are upper bounds: `num_uncertain` rows may come to
-    nothing.
+    in flight have run. Where those verify drafts, the last two are upper bounds: `num_unverified_tokens` rows
+    may yield none.
 
     Attributes:
         id: the engine's own number.
@@ -132,7 +132,7 @@ class Request:
         "num_published",
         "num_scored",
         "num_sent",
-        "num_uncertain",
+        "num_unverified_tokens",
         "order",
         "owner",
         "params",
@@ -181,7 +181,7 @@ class Request:
         self.hashes: list[bytes] = []
         self.num_computed = 0
         self.num_pending = 0
-        self.num_uncertain = 0
+        self.num_unverified_tokens = 0
         self.num_cached = 0
         self.high_water = 0
         self.num_scored = num_scored
@@ -199,7 +199,7 @@ class Request:
 
     @property
     def num_positions(self) -> int:
-        """Positions that are computed in all: the prompt's, and the output's but the last, whose KV nobody needs."""
+        """Positions that are computed in all: the prompt's, and the output's but the last, whose KV is not needed."""
         return self.num_prompt + max(0, self.max_tokens - 1)
 
     @property
@@ -232,6 +232,27 @@ class Request:
         self.tokens.extend(tokens)
         self.keys.extend(tokens)
 
+    def cut_at_end(self, update: RequestUpdate, end: int) -> None:
+        """Find the stop token, or the length, that ends it in an update that it has not got yet; the rest is dropped.
+
+        Args:
+            end: position behind what was computed, at most.
+        """
+        before = len(self.tokens) - self.num_prompt
+        left = self.max_tokens - before
+        for count, token in enumerate(update.tokens[:left], start=1):
+            if token in self.stop_token_ids and before + count >= self.params.min_tokens:
+                update.finish_reason = "stop"
+                update.stop_reason = token if token in (self.params.stop_token_ids or ()) else None
+                left = count
+                break
+        else:
+            if len(update.tokens) < left or end < self.num_prompt:
+                return
+            update.finish_reason = "length"
+        update.tokens = update.tokens[:left]
+        update.logprobs = update.logprobs and update.logprobs[:left]
+
     def restart(self) -> None:
         """Back to the queue, without blocks, unknown to the runner: whatever steps in flight would bring is lost."""
         if self.status is Status.RUNNING:
@@ -239,7 +260,7 @@ class Request:
         self.status = Status.WAITING
         self.known_to_runner = False
         self.high_water = max(self.high_water, self.num_computed)
-        self.num_computed = self.num_committed = self.num_pending = self.num_uncertain = 0
+        self.num_computed = self.num_committed = self.num_pending = self.num_unverified_tokens = 0
         self.num_in_flight = self.num_sent = self.num_published = 0
         self.table, self.copies, self.tip = [], [], None
 

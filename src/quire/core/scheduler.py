@@ -1,7 +1,7 @@
 """Which tokens of which requests the next step computes.
 
 One order rules everything: (priority, turn among owners, arrival), kept through preemption. A step holds first one
-token for every decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its
+token for every decoding request, then chunks of partial prefills, then waiting requests, drafts last. Its
 doors are `add`, `abort`, `schedule`, `commit`, and `arrived` or `failed` for what requests wait for; several plans may
 be in flight, and they commit in order, or are all given up (`restart`).
 """
@@ -49,7 +49,7 @@ class Scheduler:
         self._turns = Turns()
         self._ended: list[int] = []  # for the runner to forget
         self._let_go: list[int] = []  # for it to follow no longer
-        self._updates: list[RequestUpdate] = []  # that nobody has been told
+        self._updates: list[RequestUpdate] = []  # not handed out yet
         self._next_number = 0
         self.trials = Trials()
         self._chunked = config.enable_chunked_prefill
@@ -158,7 +158,7 @@ class Scheduler:
         return self.take_updates()
 
     def restart(self, *, failed: bool = False, whole: bool = True) -> Request | None:
-        """Give up all plans in flight: what they computed is lost, and nobody can tell how far they have come.
+        """Give up all plans in flight: what they computed is lost, and how far they have come is not known.
 
         Requests go back to the queue, as those that are preempted do. The next plan's number leaves a gap, and all is
         sent again to a runner that forgets what it knew. What steps that still run write is written before whatever is
@@ -189,12 +189,12 @@ class Scheduler:
         for request in self.requests.values():
             request.restart()
             if request.awaits is not None and request.awaits.kind == BLOCK:
-                request.awaits = None  # nobody computes it any more
+                request.awaits = None  # no request computes it any more
             self._line_up(request)
         return culprit
 
     def take_updates(self) -> list[RequestUpdate]:
-        """What requests got that nobody has been told: as a rule, ends that no commit yielded."""
+        """Updates that were not handed out: usually ends that no commit yielded."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -213,7 +213,7 @@ class Scheduler:
 
     @property
     def has_updates(self) -> bool:
-        """Some request got something, as a rule its end, and nobody has been told."""
+        """There are updates that were not handed out, usually a request's end."""
         return bool(self._updates)
 
     @property
@@ -224,13 +224,13 @@ class Scheduler:
     # -- choosing ------------------------------------------------------------------------------------------
 
     def _choose_decodes(self, step: PendingStep) -> None:
-        """One token for every decoding request; those with more to compute are part-way."""
+        """One token for every decoding request; those with more to compute are partial prefills."""
         for request in list(self.running):
             remaining = request.num_remaining
             if request.status is not Status.RUNNING or not remaining or request.must_wait:
                 continue  # preempted for one before it, or waiting for its last commit
             if remaining > 1:
-                step.part_way.append(request)
+                step.partial_before.append(request)
             elif self._reserve(request, 1, step):
                 step.choose(request, 1)
                 step.num_decodes += 1
@@ -240,12 +240,12 @@ class Scheduler:
             step.budget = min(step.budget, self._latency.budget(step.budget))
 
     def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
-        """Further chunks of the prompts that are part-way, the oldest first.
+        """Further chunks of partial prefills, the oldest first.
 
         Those behind the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
         """
         step.partial = []
-        for request in step.part_way:
+        for request in step.partial_before:
             chosen = step.chosen.get(request, 0)
             remaining = request.num_remaining - chosen
             if request.status is not Status.RUNNING or not remaining:
@@ -281,8 +281,8 @@ class Scheduler:
     def _choose_drafts(self, step: PendingStep, most: int) -> None:
         """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks.
 
-        Self-tuning gives none beside prompts: as a rule such a step is bound by arithmetic, where a draft's row costs
-        what the row of the token would that it may save, and is computed in vain at times.
+        Self-tuning gives none beside prompts: such a step is usually bound by arithmetic, where a draft's row costs
+        as much as the row of the token that it may save, and may be rejected.
         """
         decodes = [
             request
@@ -313,7 +313,7 @@ class Scheduler:
         return counts
 
     def _reserve_drafts(self, request: Request, count: int) -> int:
-        """How many of `count` drafts have blocks; nobody is preempted for them."""
+        """How many of `count` drafts have blocks; no request is preempted for them."""
         known = request.num_computed + 1
         if self.kv.reserve(request, known + count):
             return count
@@ -378,7 +378,7 @@ class Scheduler:
         return True
 
     def _too_many_partial(self, request: Request, step: PendingStep) -> bool:
-        """Whether no further prompt may be part-way; those that come after the request do not stand in its way."""
+        """Whether no further partial prefill is allowed; those that come after the request do not stand in its way."""
         before = sum(other.order < request.order for other in step.partial)
         return before >= self.config.max_num_partial_prefills
 
@@ -505,7 +505,7 @@ class Scheduler:
             tokens.append(FROM_PREVIOUS)
         tokens += [DRAFT] * (count - len(tokens))
         num_sampled = max(0, min(end + 1, request.num_prompt + request.max_tokens) - num_known)
-        span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_uncertain > 0)
+        span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_unverified_tokens > 0)
         if request.params.prompt_logprobs is not None:
             span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
         if len(request.table) > request.num_sent:
@@ -517,7 +517,7 @@ class Scheduler:
             self.kv.copied(request, number)
         request.num_computed = end
         request.num_pending += num_sampled
-        request.num_uncertain += _uncertain(span)
+        request.num_unverified_tokens += _unverified(span)
         request.num_in_flight += 1
         request.last_step = number
         return span
@@ -538,14 +538,14 @@ class Scheduler:
         else:
             stats.decode_seconds += seconds
         request.num_pending -= span.num_sampled
-        request.num_uncertain -= _uncertain(span)
+        request.num_unverified_tokens -= _unverified(span)
         if outcome.error is not None:
             self._end(request, now)
             return self._terminal(request, "error", error=outcome.error)
         if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
-        self._cut_at_end(request, update, span.start + len(span.tokens))
+        request.cut_at_end(update, span.start + len(span.tokens))
         request.append(update.tokens)
         if current:
             self._commit_rows(request, len(span.tokens), span.num_sampled - len(outcome.tokens))
@@ -578,27 +578,6 @@ class Scheduler:
         if self._lengths:
             self._lengths.accepted(request.draft_state, outcome.num_drafted, accepted)
 
-    def _cut_at_end(self, request: Request, update: RequestUpdate, end: int) -> None:
-        """Find the stop token, or the length, that ends the request; tokens behind it are dropped.
-
-        Args:
-            end: position behind what was computed, at most.
-        """
-        before = len(request.tokens) - request.num_prompt
-        left = request.max_tokens - before
-        for count, token in enumerate(update.tokens[:left], start=1):
-            if token in request.stop_token_ids and before + count >= request.params.min_tokens:
-                update.finish_reason = "stop"
-                update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-                left = count
-                break
-        else:
-            if len(update.tokens) < left or end < request.num_prompt:
-                return
-            update.finish_reason = "length"
-        update.tokens = update.tokens[:left]
-        update.logprobs = update.logprobs and update.logprobs[:left]
-
     def _end(self, request: Request, now: float, keep_partial: bool = False) -> None:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
         if request.status is Status.RUNNING:
@@ -623,8 +602,8 @@ class Scheduler:
         )
 
 
-def _uncertain(span: Span) -> int:
-    """Rows that may come to nothing: drafts that are rejected, and the first one, too, which drafts may spoil."""
+def _unverified(span: Span) -> int:
+    """Rows that may yield no token: rejected drafts, and the first row, too, since a draft's bad row may fail it."""
     return span.num_sampled if span.num_sampled > 1 else 0
 
 

@@ -3,7 +3,7 @@
 A step is a list of spans: *run these tokens of this request from this position*. A whole prompt, a chunk
 of one, one decoded token, and a row of drafted tokens to verify are the same thing with another length.
 
-Spans are mutable and slotted because hundreds are made every step; nobody changes one after `schedule`
+Spans are mutable and slotted because hundreds are made every step; none is changed after `schedule`
 has returned it. This module is a leaf: anyone may import it.
 """
 
@@ -29,7 +29,7 @@ class Span:
         request: the engine's own number of the request.
         start: position of the first token. With `start_follows` it is an upper bound.
         tokens: ids; `FROM_PREVIOUS` where the previous step's sample goes, `DRAFT` where drafts may.
-        num_sampled: how many of the last rows are sampled: 0 for part of a prompt, 1 as a rule,
+        num_sampled: how many of the last rows are sampled: 0 for part of a prompt, usually 1,
             1 + drafts when drafts are verified.
         targets: the prompt tokens that rows 0, 1, ... should have predicted; empty unless the request asks
             for prompt log-probabilities. The last one may lie in the next span.

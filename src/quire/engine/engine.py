@@ -51,8 +51,8 @@ TWO_FORMS = (
 )
 
 
-CLASSIC_RULE = (
-    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the very tokens, which "
+REJECTION_NOTE = (
+    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the tokens, which "
     "depend on how many are drafted"
 )
 
@@ -208,7 +208,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._updates: list[RequestUpdate] = []  # that nobody has been told
+        self._updates: list[RequestUpdate] = []  # not handed out yet
         self._committing: list[int] = []  # requests of the step that is being committed
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
@@ -258,7 +258,7 @@ class Engine:
         if config.speculation is not None:
             notes.append(config.speculation.describe())
             if config.speculative_acceptance == "rejection":
-                notes.append(CLASSIC_RULE)
+                notes.append(REJECTION_NOTE)
         if self._timeline is not None:
             notes.append(f"a timeline of the steps is written to {self._timeline.path}")
         return notes
@@ -335,7 +335,7 @@ class Engine:
         """Run the next step; what the requests got from it. Nothing to run gives only late aborts.
 
         Whatever it raises, the next call goes on as if this one had not been: all steps in flight are given up, their
-        requests are computed again, and nobody gets a token twice or not at all.
+        requests are computed again, and no request gets a token twice or misses one.
         """
         self._check_open()
         try:
@@ -364,7 +364,7 @@ class Engine:
             if not self.blocked:
                 self._end_stalled()
         depth = 0 if self.scheduler.trials.on else self._depth
-        # Once nobody is left, what is in flight is surplus, and nothing comes to overlap it with.
+        # Once no request is left, what is in flight is surplus, and nothing comes to overlap it with.
         while self._in_flight and (not plan or len(self._in_flight) > depth or self.scheduler.idle):
             self._commit(*self._in_flight.popleft())
 
@@ -408,7 +408,7 @@ class Engine:
         """All steps in flight: the last one could not be planned, computed or committed.
 
         Where that failed while it was computed, its requests are tried in halves, and who is to blame ends. Of a step
-        that failed while it was committed, nobody knows which tokens were told, so all its requests end.
+        that failed while it was committed, it is not known which tokens were handed out, so all its requests end.
         """
         whole, self._computing = self._computing, False
         ended, self._committing = self._committing, []
@@ -435,7 +435,7 @@ class Engine:
             logger.warning("a step failed (%s): its requests are computed again in halves", error, exc_info=cause)
             return
         logger.error(
-            "request %d (%d prompt and %d output tokens) ends: a step failed that held nobody else (%s; halvings: %d)",
+            "request %d (%d prompt and %d output tokens) ends: a step of it alone failed (%s; halvings: %d)",
             *(culprit.id, culprit.num_prompt, len(culprit.tokens) - culprit.num_prompt, error, halvings),
             exc_info=error,
         )

@@ -82,7 +82,7 @@ class _Live:
     owner: str = ""
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
-    dropped: bool = False  # nobody reads it any more
+    dropped: bool = False  # it is not read any more
 
 
 class Frontend:
@@ -276,7 +276,7 @@ class Frontend:
         return self.absorb(updates)
 
     def drop(self, output: RequestOutput) -> None:
-        """Nobody reads this output any more. What still runs of it is ended, and its id is free when that is done."""
+        """This output is not read any more. What still runs of it is ended, and its id is free when that is done."""
         live = self._live.get(output.request_id)
         if live is None or live.output is not output:
             return  # it was read to its end

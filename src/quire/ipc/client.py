@@ -228,7 +228,7 @@ class EngineClient:
         return await self._ask(lambda ticket: wire.Inspect(ticket, what, since))
 
     async def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that nobody uses; how many they were."""
+        """Forget cached blocks that no request uses; how many they were."""
         return int(msgspec.json.decode(await self._ask(wire.ResetPrefixCache)))
 
     async def _ask(self, question: Callable[[int], wire.ToEngine]) -> bytes:

@@ -69,10 +69,10 @@ class EngineProcess:
 
     A request that was in the step in which an earlier engine died is a suspect. Suspects come first, each of them
     alone in the engine, where its next token clears it: it is on probation. Everybody else waits outside until all
-    are cleared, so the one on probation when an engine dies again is to blame, and nobody is in its place.
+    are cleared, so the one on probation when an engine dies again is to blame, and no other.
 
     One message or request that cannot be handled ends nothing but itself. What fails in the loop itself ends the
-    engine, since nobody knows what it left behind; the supervisor starts another one.
+    engine, since its state is unknown then; the supervisor starts another one.
     """
 
     def __init__(self, start: EngineStart, board: Board, control: zmq.Socket[bytes]) -> None:
@@ -239,7 +239,7 @@ class EngineProcess:
 
     def _take_in(self, add: wire.Add) -> None:
         if add.number >> wire.WORKER_SHIFT in self._gone or add.number in self._numbers or add.number in self._outside:
-            return  # nobody reads it, or it came twice
+            return  # its reader is gone, or it came twice
         if add.suspect or self._on_probation is not None:
             self._outside[add.number] = add
         else:
@@ -271,7 +271,7 @@ class EngineProcess:
             )
             self.engine.abort(number)
             del self._recorder.records[number]
-        self.engine.take_updates()  # to nobody: these have not ended
+        self.engine.take_updates()  # dropped: these requests have not ended
         for table in (self._adds, self._requests, self._numbers):
             table.clear()
 

@@ -170,7 +170,7 @@ class Model(ModelSizes):
         Shape: [tokens, hidden], in the model's data type.
 
         Args:
-            taps: filled with what enters some of the layers; None: nobody wants it.
+            taps: filled with what enters some of the layers; None: they are not needed.
         """
         tables = self.rotary.tables(batch.positions)
         x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]

@@ -1,6 +1,6 @@
 """Qwen3 (dense), as in transformers' `modeling_qwen3.py` (https://arxiv.org/abs/2505.09388).
 
-Special: each head's query and key are normalized before they are turned; `head_dim` is a field of its own
+Special: each head's query and key are normalized before they are rotated; `head_dim` is a field of its own
 (128 unless said, whatever the hidden size); `attention_bias` is for q, k, v and the output alike; some layers
 may see a sliding window.
 """

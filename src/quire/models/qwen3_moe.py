@@ -2,7 +2,7 @@
 
 Special: the MLP of most layers is experts, `num_experts_per_tok` of `num_experts` for each token, scored by a softmax
 over all of them; layers in `mlp_only_layers`, and those that `decoder_sparse_step` passes over, are dense. Each head's
-query and key are normalized before they are turned; `attention_bias` is for q, k, v and the output alike. With
+query and key are normalized before they are rotated; `attention_bias` is for q, k, v and the output alike. With
 `use_sliding_window`, every layer sees the same window.
 """
 

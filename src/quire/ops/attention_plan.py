@@ -62,7 +62,7 @@ class Chunk:
         invalid: rows of the gathered [2 * (last - first) * kv_heads * width, head_dim] to be zeroed, because
             no one has written them or a window has passed them; None: none.
         mask: [last - first, 1, rows * group, width] fp32, 0 or -inf; None: all rows see all keys.
-        gathered: the chunk before has just gathered the very same keys and values.
+        gathered: the chunk before has just gathered the same keys and values.
     """
 
     first: int

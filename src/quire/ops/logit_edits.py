@@ -61,7 +61,7 @@ class History:
 
     Attributes:
         counts: [requests, vocab] int32: twice how often a token stands in the output, plus 1 where it is the prompt's.
-            The first row is nobody's, and stays 0.
+            The first row belongs to no request, and stays 0.
         requests: [n] int64, each row's place in `counts`; 0 where a row has no penalties.
     """
 

@@ -57,7 +57,7 @@ class AppContext:
 
     @property
     def is_ready(self) -> bool:
-        """Requests can be taken: the engine runs, tokenizers are there, and nobody asked the server to leave."""
+        """Requests can be taken: the engine runs, tokenizers are there, and the server was not asked to leave."""
         return self.client.state == "ready" and self.pool is not None and not self.client.draining
 
     async def wait_for_the_rest(self) -> None:

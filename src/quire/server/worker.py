@@ -88,7 +88,7 @@ class HttpWorker:
         client, server = self.context.client, self.context.server
         await client.located.wait()
         if client.folder is None:
-            raise RuntimeError("the checkpoint was located, but nobody said where")
+            raise RuntimeError("the checkpoint was located, but not where")
         pool = TokenizerPool(client.folder, server.tokenizer_workers, server.tokenizer_deadline)
         try:
             await pool.start()

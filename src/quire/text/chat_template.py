@@ -6,7 +6,7 @@ plain JSON values only, and may print no huge output. What makes long strings ou
 other, say, print without a bound known before. Nor is there a limit of time here: whoever runs templates of
 strangers does so in a process that can be stopped. The environment is that of `transformers` (trimmed blocks,
 `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `break` and `continue`, the `generation` tag), so
-that a template renders here as it does there, with one exception: a variable that nobody defined may be tested,
+that a template renders here as it does there, with one exception: an undefined variable may be tested,
 but printing it is an error instead of nothing.
 """
 
@@ -162,7 +162,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
-            source.encode()  # half of a surrogate pair would spoil whatever is rendered
+            source.encode()  # half of a surrogate pair would make whatever is rendered invalid
             environment = make_environment()
             self._template = environment.from_string(source)
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))

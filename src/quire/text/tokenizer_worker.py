@@ -145,7 +145,7 @@ def _load(folder: Path) -> Tokenizer | None:
         raise
     except MemoryError:
         raise TokenizerError(f"{folder / TOKENIZER_FILE} or a file beside it takes too much memory to load") from None
-    except Exception as error:  # files from outside: what nobody has thought of is their fault, too
+    except Exception as error:  # files from outside: unexpected errors are their fault, too
         traceback.print_exception(error, file=sys.stderr)
         raise TokenizerError(
             f"{folder / TOKENIZER_FILE} and the files beside it cannot be used ({type(error).__name__}: {error}); "

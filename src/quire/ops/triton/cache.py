@@ -85,7 +85,7 @@ def rotate_and_store(
     batch: RaggedBatch,
     layer: int,
 ) -> torch.Tensor:
-    """See `Kernels.rotate_and_store`. Queries are turned where they lie: the result is a view of `qkv`."""
+    """See `Kernels.rotate_and_store`. Queries are rotated where they lie: the result is a view of `qkv`."""
     qkv = qkv.contiguous()
     rows, width = qkv.shape
     heads, half = width // kv.head_dim, 1 << (kv.head_dim // 2 - 1).bit_length()
