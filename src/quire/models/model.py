@@ -118,7 +118,8 @@ class Model(ModelSizes):
     notes: tuple[str, ...] = ()
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        super().__init__(config, weights.dtype, weights.quantization, may_expand(weights.kernels))
+        expands = config.layer.latent is not None and may_expand(weights.kernels)
+        super().__init__(config, weights.dtype, weights.quantization, expands)
         self.kernels = weights.kernels
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
