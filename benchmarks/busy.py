@@ -113,6 +113,8 @@ def _in_turns(
                         for cell in cells:
                             rates[recipe, cell, count].append(_rate(worker, cell))
                     except PeerError as error:
+                        if recipe is QUIRE:
+                            raise
                         tell(f"busy: {recipe.name} is left out: {error}")
                         del workers[recipe]
     return rates
