@@ -41,7 +41,7 @@ class KVManager:
         window: how many of the latest tokens each token attends to; None for all of them.
         hasher: gives blocks their identity.
         looks_ahead: what is stored of a token depends on the next one too (a drafting head's KV), so the last token of
-            a cached head is computed again.
+            a cached prefix is computed again.
         events: told of what comes into the prefix cache and goes out of it; None: they are not recorded.
 
     Attributes:
@@ -165,7 +165,7 @@ class KVManager:
         tip = request.tip if first else self.cache.root(request.scope, self.hasher.root(request.scope))
         for index, key in enumerate(request.block_keys(first, full, self.block_size), start=first):
             if tip is None or not tip.attached:
-                request.tip = None  # its head was evicted (a window passed it): the rest stays private
+                request.tip = None  # its prefix was evicted (a window passed it): the rest stays private
                 break
             block = request.table[index]
             tip = request.tip = self.cache.insert(tip, key, block, request.hashes[index])
@@ -219,7 +219,7 @@ class KVManager:
             self._give_back(request, surplus[::-1])
 
     def free(self, request: Request, *, keep_partial: bool = False) -> None:
-        """Give back a request's blocks, the last one first, so that heads outlive tails in the cache.
+        """Give back a request's blocks, the last one first, so that prefixes outlive what follows them in the cache.
 
         Args:
             keep_partial: offer the last, partly filled block to the prefix cache.

@@ -100,7 +100,7 @@ class Request:
         keys: the same as 64-bit key ids, for caches.
         table: block ids from position 0 on; 0 where a window has passed.
         num_sent: how many entries of `table` the runner knows.
-        copies: block heads to copy when the next span runs: (source, destination, tokens).
+        copies: beginnings of blocks to copy when the next span runs: (source, destination, tokens).
         num_committed: positions whose steps have committed since the last admission.
         num_published: full blocks offered to the prefix cache since the last admission.
         tip: node of the last published block.

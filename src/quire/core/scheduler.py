@@ -347,7 +347,7 @@ class Scheduler:
         if request.params.prompt_logprobs is not None:
             return None
         size = self.kv.block_size
-        # The token that is computed again for a head that looks ahead is of a cached block.
+        # The token that is computed again for a drafting head is of a cached block.
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.looks_ahead) // size
         return self._leaders.awaited(request, cached, (len(request.tokens) - 1) // size)
 

@@ -35,7 +35,7 @@ class Span:
             for prompt log-probabilities. The last one may lie in the next span.
         table_start: `blocks`, if there are any, replace the request's block table from this index on.
         blocks: block ids that are new in the table since the request's last span.
-        copies: (source, destination, tokens): block heads to copy before anything of this step is computed.
+        copies: (source, destination, tokens): beginnings of blocks to copy before anything of this step is computed.
         start_follows: a step in flight verifies drafts of the request: the true start is behind what it accepts.
     """
 

@@ -135,7 +135,7 @@ class EngineProcess:
         return wire.EngineInfo(
             boot=self._start.boot,
             path=str(engine.path),
-            architecture=type(model).__name__,
+            architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             kernels=model.kernels.describe(model.dtype),
             fingerprint=fingerprint.system(engine.path, model, engine.config.kv_cache_dtype),

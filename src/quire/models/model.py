@@ -112,9 +112,11 @@ class Model(ModelSizes):
         eos_token_ids: ids that end a text.
         expert_layers: the layers' experts, by number of the layer; none where there are none.
         mtp: what predicts one token more; None unless it was asked for.
+        architecture: its name in config.json.
         notes: what a user should know at start-up.
     """
 
+    architecture: str = ""
     notes: tuple[str, ...] = ()
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:

@@ -88,6 +88,7 @@ def build_model(
     with kernels.threads(usable_threads()):
         model = Model(config, weights)
     weights.check_all_taken()
+    model.architecture = _architecture(checkpoint.config)
     model.weight_bytes -= weights.bytes_saved()
     model.expert_bytes -= weights.bytes_saved(experts=True)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)

@@ -150,7 +150,7 @@ class KVCache:
         return self.memory.stride(0)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy block heads: the first `tokens` tokens of block `source`, all layers, of what lies behind too, for each
+        """Copy beginnings of blocks: the first `tokens` tokens of `source`, all layers, what lies behind too, for each
         (source, destination, tokens). The rest of the destination is left as it is. In the list's order.
         """
         for source, destination, tokens in copies:
