@@ -349,8 +349,10 @@ class Engine:
         return updates + self.scheduler.take_updates()
 
     def _advance(self) -> None:
+        # 1. Decide what the next step computes.
         begin = time.monotonic()
         plan = self.scheduler.schedule(begin)
+        # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
             scheduled = time.monotonic()
             for observer in self._observers:
@@ -363,6 +365,7 @@ class Engine:
             self.blocked = self.scheduler.expects_others
             if not self.blocked:
                 self._end_stalled()
+        # 3. Take in the oldest steps, until no more are in flight than may overlap.
         depth = 0 if self.scheduler.trials.on else self._depth
         # Once no request is left, what is in flight is surplus, and nothing comes to overlap it with.
         while self._in_flight and (not plan or len(self._in_flight) > depth or self.scheduler.idle):

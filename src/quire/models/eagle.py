@@ -70,7 +70,7 @@ class Head:
 
 
 class Eagle(Head):
-    """See the head of this file.
+    """One decoder layer that continues the target's last hidden states, fed with the embedding of the token after each.
 
     Args:
         config: of the head.

@@ -74,7 +74,7 @@ class Eagle3Layer:
 
 
 class Eagle3(Head):
-    """See the head of this file.
+    """One decoder layer that continues fused hidden states of three layers of the target, with its own vocabulary.
 
     Args:
         config: of the head.
