@@ -186,7 +186,7 @@ class Stated:
         """0.32 ms, 0.2 for each draft: those of `demo-eagle` took so much (benchmarks/README.md); rows cost little."""
         drafts = max(span.num_drafted for span in result.spans)
         requests = self.engine.scheduler.requests
-        followed = any(requests[span.request].draft_state.followed for span in plan.spans)
+        followed = any(requests[span.request].draft_state.drafting_enabled for span in plan.spans)
         result.began, result.drafting = self.milliseconds / 1000, (0.01 * followed + 0.19 * drafts) / 1000
         result.seconds = 0.32 / 1000 + 0.01 / 1000 * drafts + result.drafting
         self.milliseconds += 1000 * result.seconds

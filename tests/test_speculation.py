@@ -283,17 +283,17 @@ def test_requests_that_are_let_go_give_the_same_tokens_beside_those_that_are_dra
             state.idle = (state.idle + 1) % 8 if state.idle or draw.random() < 0.3 else 0
         return [0 if state.idle else min(most, draw.randrange(5)) for state, most in zip(states, room, strict=True)]
 
-    def let_go(lengths: Any, states: list[DraftState]) -> int | None:
+    def drop_drafting(lengths: Any, states: list[DraftState]) -> int | None:
         idle = [i for i, state in enumerate(states) if state.idle >= draft_length._PATIENCE]
         if not idle or draw.random() < 0.6:
             return None
-        states[idle[0]].followed = False
+        states[idle[0]].drafting_enabled = False
         gone.append(idle[0])
         return idle[0]
 
     monkeypatch.setattr(draft_length.DraftLengths, "start", lambda *_: None)  # all are followed, however fast this is
     monkeypatch.setattr(draft_length.DraftLengths, "choose", choose)
-    monkeypatch.setattr(draft_length.DraftLengths, "let_go", let_go)
+    monkeypatch.setattr(draft_length.DraftLengths, "drop_drafting", drop_drafting)
     engine = Engine(config(folder, options, 4, adaptive=True), proposer=proposer)
     engine._depth = depth
     assert run(engine, range(16)) == outcomes

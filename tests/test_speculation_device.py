@@ -195,7 +195,7 @@ def test_requests_that_are_let_go_get_no_drafts_and_the_same_tokens(folders, alo
         for span in plan.spans if plan is not None and steps[0] in (5, 9) else ():
             if not span.start_follows and span.request % 3 == 0:
                 plan.let_go.append(span.request)
-                engine.scheduler.requests[span.request].draft_state.followed = False
+                engine.scheduler.requests[span.request].draft_state.drafting_enabled = False
         return plan
 
     engine.scheduler.schedule = letting_go  # type: ignore[method-assign]

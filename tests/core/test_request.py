@@ -75,7 +75,7 @@ def test_only_a_request_that_is_followed_is_drafted_for():
     assert request.num_draftable == 4, "the last token is never a draft"
     request.append([3])
     assert request.num_draftable == 3
-    request.draft_state.followed = False
+    request.draft_state.drafting_enabled = False
     assert request.num_draftable == 0
     assert make_request(1, [1, 2], max_tokens=5, speculate=False).num_draftable == 0
 

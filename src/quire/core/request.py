@@ -186,7 +186,7 @@ class Request:
         self.high_water = 0
         self.num_scored = num_scored
         self.known_to_runner = False
-        self.draft_state = DraftState(followed=params.speculate)
+        self.draft_state = DraftState(drafting_enabled=params.speculate)
 
         self.table: list[int] = []
         self.num_sent = 0
@@ -210,7 +210,7 @@ class Request:
     @property
     def num_draftable(self) -> int:
         """Drafts that a step could verify beside its next token: the last token of all is never a draft."""
-        if not self.draft_state.followed:
+        if not self.draft_state.drafting_enabled:
             return 0
         return max(0, self.num_positions - len(self.tokens) - self.num_pending)
 
@@ -274,5 +274,5 @@ class Request:
             output_token_ids=self.tokens[self.num_prompt :],
             stop_token_ids=self.stop_token_ids,
             bad_words=self.bad_words,
-            followed=self.draft_state.followed,
+            followed=self.draft_state.drafting_enabled,
         )

@@ -60,7 +60,7 @@ class Scheduler:
         self._speculation = spec = config.speculation
         self._lengths: DraftLengths | None = None
         if spec is not None and spec.adaptive:
-            self._lengths = DraftLengths(spec.num_speculative_tokens, whole=spec.tree_width > 1)
+            self._lengths = DraftLengths(spec.num_speculative_tokens, tree_mode=spec.tree_width > 1)
 
     # -- doors ---------------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Scheduler:
         decodes = [
             request
             for request, count in step.chosen.items()
-            if count == request.num_remaining == 1 and request.draft_state.followed
+            if count == request.num_remaining == 1 and request.draft_state.drafting_enabled
         ]
         if not decodes:
             return
@@ -307,7 +307,7 @@ class Scheduler:
         """How many drafts each of them gets in a step that is tuned."""
         states = [request.draft_state for request in decodes]
         counts = lengths.choose(states, room, step.budget, len(step.chosen))
-        vain = lengths.let_go(states)
+        vain = lengths.drop_drafting(states)
         if vain is not None:
             self._let_go.append(decodes[vain].id)
         return counts
@@ -419,7 +419,7 @@ class Scheduler:
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
         self._turns.admitted(request.order[1])
-        if self._lengths and request.draft_state.followed and not request.known_to_runner:
+        if self._lengths and request.draft_state.drafting_enabled and not request.known_to_runner:
             self._lengths.start(request.draft_state, request.params.greedy, len(self.running))
         self._leaders.claim(request)
 
