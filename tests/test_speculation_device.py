@@ -214,7 +214,7 @@ class OnHost(DraftingProposer):
         self.keeps = 1
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "draft_model"])
 def test_the_drafts_are_those_of_the_host(folders, method):
     """As many are accepted of each request, whatever is cached, chunked or in flight."""
     found = []
@@ -307,8 +307,18 @@ class Recorded(DeviceProposer):
         return lines
 
 
-@pytest.mark.parametrize("choice", ["right", "wrong", "right, then wrong", "random", "failing"])
-@pytest.mark.parametrize(("overlap", "drafts"), [(False, 3), (True, 8), pytest.param(True, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("overlap", "drafts", "choice"),
+    [
+        pytest.param(overlap, drafts, choice, marks=() if choice in choices else pytest.mark.slow)
+        for overlap, drafts, choices in (
+            (False, 3, ("wrong", "right, then wrong", "failing")),
+            (True, 8, ("right", "right, then wrong", "random")),
+            (True, 1, ()),
+        )
+        for choice in ("right", "wrong", "right, then wrong", "random", "failing")
+    ],
+)
 def test_whatever_is_drafted_the_output_is_the_same(folders, alone, choice, overlap, drafts):
     proposer = Recorded(alone["target"], CHOICES[choice])
     engine = start(folders, "ngram", drafts, proposer=proposer, async_scheduling=overlap, max_num_batched_tokens=64)
@@ -344,8 +354,7 @@ def test_nonsense_costs_speed_and_nothing_else(folders, alone, answer):
     [
         "propose",
         "follow",
-        "restart",
-        *(pytest.param(what, marks=pytest.mark.slow) for what in ("start", "end", "settle")),
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("restart", "start", "end", "settle")),
     ],
 )
 def test_a_proposer_that_fails_costs_speed_and_nothing_else(folders, alone, what, caplog):
