@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# What is imported is compiled once, not by each of the hundred processes that the tests start.
+unexport PYTHONDONTWRITEBYTECODE
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif

@@ -32,8 +32,8 @@ def jobs(count, **more):
 
 
 def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice():
-    long = jobs(6, max_tokens=1000)
-    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(6) as pool:
+    long = jobs(4, max_tokens=1000)
+    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda job: server.json("/v1/completions", job), long)
         expected = [answer["choices"][0]["text"] for answer in answers]
         streams = [server.stream("/v1/completions", job) for job in long]
@@ -41,7 +41,7 @@ def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice():
         texts = [next(chunk)["choices"][0]["text"] for chunk in chunks]
         for _ in range(2):
             # Whoever runs alone, on probation, while an engine dies has brought it down twice: wait for the others.
-            wait_until(lambda: all_run(server, 6))
+            wait_until(lambda: all_run(server, 4))
             pid = server.kill("engine")
             wait_until(lambda pid=pid: server.pids("engine") not in ([], [pid]) and server.health() == 200)
             texts = [text + next(chunk)["choices"][0]["text"] for text, chunk in zip(texts, chunks, strict=True)]

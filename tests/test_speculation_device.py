@@ -47,6 +47,9 @@ AT_DEPTHS = [
     for method in METHODS
 ]
 
+PREEMPTED = ((0, "eagle"), (1, "itself"), (2, "mtp"))
+"""So are these, while requests preempt each other."""
+
 UNDRAFTED = (7, 9, 10, 13)
 """Requests of `test_speculation` with bad_words, with min_tokens, and without speculation."""
 
@@ -152,7 +155,14 @@ def test_drafts_of_any_length_change_nothing(folders, alone, drafts):
     assert engine.stats.accepted == engine.stats.drafted > 100
 
 
-@pytest.mark.parametrize(("depth", "method"), AT_DEPTHS)
+@pytest.mark.parametrize(
+    ("depth", "method"),
+    [
+        pytest.param(depth, method, marks=() if (depth, method) in PREEMPTED else pytest.mark.slow)
+        for depth in (0, 1, 2)
+        for method in METHODS
+    ],
+)
 def test_drafts_change_nothing_while_requests_preempt_each_other(folders, alone, method, depth):
     engine = start(folders, method, num_kv_blocks=20, max_num_batched_tokens=40)
     engine._depth = depth
