@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+import tests.triton_launches  # noqa: F401  # for every test
 from quire.ops import BLOCK_SIZES, Kernels, KVCache, KVShape, RaggedBatch
 from quire.ops.triton.kernels import TritonKernels
 from tests.test_cpu_latent import turns, weight

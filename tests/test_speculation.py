@@ -210,9 +210,10 @@ def plain(request, tmp_path_factory) -> tuple[str, dict[str, Any], list[Outcome]
     ],
     indirect=["plain"],
 )
-def test_whatever_is_drafted_the_output_is_the_same(plain, choice):
+@pytest.mark.parametrize("lengths", [(1, 8), pytest.param((3,), marks=pytest.mark.slow)])
+def test_whatever_is_drafted_the_output_is_the_same(plain, choice, lengths):
     folder, options, outcomes = plain
-    for drafts in (1, 3, 8):
+    for drafts in lengths:
         proposer = Recorded(outcomes, CHOICES[choice])
         engine = Engine(config(folder, options, drafts, max_num_batched_tokens=64), proposer=proposer)
         assert run(engine, range(16)) == outcomes, f"{drafts} drafts"

@@ -47,6 +47,9 @@ AT_DEPTHS = [
     for method in METHODS
 ]
 
+PREEMPTED = ((0, "eagle"), (1, "itself"), (2, "mtp"))
+"""So are these, while requests preempt each other."""
+
 UNDRAFTED = (7, 9, 10, 13)
 """Requests of `test_speculation` with bad_words, with min_tokens, and without speculation."""
 
@@ -152,7 +155,14 @@ def test_drafts_of_any_length_change_nothing(folders, alone, drafts):
     assert engine.stats.accepted == engine.stats.drafted > 100
 
 
-@pytest.mark.parametrize(("depth", "method"), AT_DEPTHS)
+@pytest.mark.parametrize(
+    ("depth", "method"),
+    [
+        pytest.param(depth, method, marks=() if (depth, method) in PREEMPTED else pytest.mark.slow)
+        for depth in (0, 1, 2)
+        for method in METHODS
+    ],
+)
 def test_drafts_change_nothing_while_requests_preempt_each_other(folders, alone, method, depth):
     engine = start(folders, method, num_kv_blocks=20, max_num_batched_tokens=40)
     engine._depth = depth
@@ -214,7 +224,7 @@ class OnHost(DraftingProposer):
         self.keeps = 1
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "draft_model"])
 def test_the_drafts_are_those_of_the_host(folders, method):
     """As many are accepted of each request, whatever is cached, chunked or in flight."""
     found = []
@@ -307,8 +317,18 @@ class Recorded(DeviceProposer):
         return lines
 
 
-@pytest.mark.parametrize("choice", ["right", "wrong", "right, then wrong", "random", "failing"])
-@pytest.mark.parametrize(("overlap", "drafts"), [(False, 3), (True, 8), pytest.param(True, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("overlap", "drafts", "choice"),
+    [
+        pytest.param(overlap, drafts, choice, marks=() if choice in choices else pytest.mark.slow)
+        for overlap, drafts, choices in (
+            (False, 3, ("wrong", "right, then wrong", "failing")),
+            (True, 8, ("right", "right, then wrong", "random")),
+            (True, 1, ()),
+        )
+        for choice in ("right", "wrong", "right, then wrong", "random", "failing")
+    ],
+)
 def test_whatever_is_drafted_the_output_is_the_same(folders, alone, choice, overlap, drafts):
     proposer = Recorded(alone["target"], CHOICES[choice])
     engine = start(folders, "ngram", drafts, proposer=proposer, async_scheduling=overlap, max_num_batched_tokens=64)
@@ -344,8 +364,7 @@ def test_nonsense_costs_speed_and_nothing_else(folders, alone, answer):
     [
         "propose",
         "follow",
-        "restart",
-        *(pytest.param(what, marks=pytest.mark.slow) for what in ("start", "end", "settle")),
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("restart", "start", "end", "settle")),
     ],
 )
 def test_a_proposer_that_fails_costs_speed_and_nothing_else(folders, alone, what, caplog):
