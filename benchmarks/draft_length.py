@@ -22,6 +22,7 @@ from tests.core.simulated_speculation import MOST, Costs, Work, always, schedule
 from benchmarks.common import Options, Result, main, tell
 from quire.core import draft_length
 from quire.core.draft_length import DraftLengths, DraftState
+from quire.core.step_times import StepTimes
 
 MACHINES = {  # what rows cost beside the first
     "memory": {"row": 0.002},
@@ -128,12 +129,12 @@ def _anyone(lengths: DraftLengths, state: DraftState, greedy: bool, running: int
 
 
 def _no_more(curve: Any, size: int) -> float:
-    """`_Curve.at` where beyond the largest size seen nothing costs more, whatever the size."""
+    """`StepTimes.at` where beyond the largest size seen nothing costs more, whatever the size."""
     return float(curve._seconds[-1] if curve._sizes and size > curve._sizes[-1] else _at(curve, size))
 
 
 def _at_first_sight(curve: Any, size: int, seconds: float) -> None:
-    """`_Curve.observe` that believes a first time."""
+    """`StepTimes.observe` that believes a first time."""
     if draft_length._cell_of(size) not in curve._cells:
         _observe(curve, size, seconds)
     _observe(curve, size, seconds)
@@ -144,7 +145,7 @@ def _without_account(lengths: DraftLengths, seconds: float, lost: float) -> None
     lengths._credit = math.inf
 
 
-_start, _at, _observe = DraftLengths.start, draft_length._Curve.at, draft_length._Curve.observe
+_start, _at, _observe = DraftLengths.start, StepTimes.at, StepTimes.observe
 
 PARTS: dict[str, tuple[object, dict[str, Any]]] = {
     "nothing: all of it": (draft_length, {}),
@@ -152,8 +153,8 @@ PARTS: dict[str, tuple[object, dict[str, Any]]] = {
     "what other requests have shown": (DraftLengths, {"start": _without_others}),
     "the margin": (draft_length, {"_MARGIN": 1.0}),
     "steps without drafts where drafts pay": (draft_length, {"_EXPLORE": math.inf}),
-    "proportion beyond twice the largest size seen": (draft_length._Curve, {"at": _no_more}),
-    "doubt of a first time": (draft_length._Curve, {"observe": _at_first_sight}),
+    "proportion beyond twice the largest size seen": (StepTimes, {"at": _no_more}),
+    "doubt of a first time": (StepTimes, {"observe": _at_first_sight}),
     "the account": (DraftLengths, {"account": _without_account}),
     "dropping": (DraftLengths, {"drop_drafting": lambda *_: None}),
     "asking whether a new request may be drafted": (DraftLengths, {"start": _anyone}),

@@ -4,8 +4,8 @@ A draft costs its row of the step that verifies it, and its own making. What bot
 often a request's drafts are accepted, too. What has not been measured is taken to be cheap, so that it is tried and
 then known. Nothing here changes a token, only the time it takes.
 
-While no drafts are expected to pay, two things cost time in vain: trying some now and then, and following requests so
-that they can be drafted at all. Both are paid from an account to which a share of all time is credited. While it is
+While no drafts are expected to pay, two things only cost time: trying some now and then, and following requests so that
+they can be drafted at all. Both are paid from an account to which a share of all time is credited. While it is
 overdrawn nothing is tried, and requests lose their drafting for good, one a step.
 
 What each part is worth stands in benchmarks/README.md, under "Self-tuned draft lengths".
@@ -14,15 +14,15 @@ What each part is worth stands in benchmarks/README.md, under "Self-tuned draft 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.core.step import StepResult
+from quire.core.step_times import StepTimes
 
 _OPTIMISM = 0.8
-"""Acceptance as long as nobody has seen any: so high that whatever may pay is tried."""
+"""Acceptance as long as none has been seen: so high that whatever may pay is tried."""
 
 _PRIOR = 8
 """Drafts that what others have shown is worth to a new request: its own soon count for more."""
@@ -39,9 +39,6 @@ _Chances = tuple[int, int]
 _Draft = tuple[float, int]
 """How likely one is to be accepted, negative so that the best sorts first, and its place among the request's."""
 
-_RECENT = 8
-"""Steps of about one size whose times are kept: the context grows, and others load the machine."""
-
 _MARGIN = 1.03
 """Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
 
@@ -49,7 +46,7 @@ _EXPLORE = 96
 """Steps from one without drafts to the next, where drafts pay: what that takes may have changed."""
 
 _SHARE = 0.01
-"""Of all time, so much may be lost in vain."""
+"""Of all time, so much may be lost."""
 
 _MOST_CREDIT = 2.0
 """The account's most, with which it begins: the time of so many steps. One step is the most of a debt."""
@@ -115,50 +112,6 @@ class DraftState:
         return round(_LEVELS * first), round(_LEVELS * pool.later.value)
 
 
-class _Curve:
-    """Seconds by size, measured in cells (1, 2, ... 16, 18, 20, ... 32, 36, ...) and interpolated between them.
-
-    A cell is believed once it was seen twice: the first time may be slow for being the first. Larger sizes take no less
-    time. Up to twice the largest size seen may take no more, so that it is tried; beyond, time grows in proportion.
-    """
-
-    def __init__(self) -> None:
-        self._cells: dict[int, deque[tuple[float, int]]] = {}
-        self._usual: dict[int, tuple[float, int]] = {}  # by cell: seconds, and at which size
-        self._sizes: list[int] = []
-        self._seconds: list[float] = []
-
-    def observe(self, size: int, seconds: float) -> None:
-        """A step of this size took so long. What is usual is the lower third: hiccups do not show."""
-        number = _cell_of(size)
-        cell = self._cells.setdefault(number, deque(maxlen=_RECENT))
-        cell.append((seconds, size))
-        if len(cell) > 1:
-            self._usual[number] = sorted(cell)[(len(cell) - 1) // 3]
-        known = sorted(self._usual.values(), key=lambda pair: pair[1])
-        self._sizes = [size for _, size in known]
-        self._seconds = [seconds for seconds, _ in known]
-        for i in range(len(known) - 2, -1, -1):
-            self._seconds[i] = min(self._seconds[i], self._seconds[i + 1])
-
-    def at(self, size: int) -> float:
-        """Seconds at this size; 0 where nothing is known."""
-        sizes, seconds = self._sizes, self._seconds
-        i = bisect_left(sizes, size)
-        if i == len(sizes):
-            return seconds[-1] * max(1.0, size / (2 * sizes[-1] or math.inf)) if sizes else 0.0
-        if i == 0 or sizes[i] == size:
-            return seconds[i]
-        part = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
-
-
-def _cell_of(size: int) -> int:
-    """The number of the cell: up to 16 a size has its own, then there are eight to every doubling."""
-    shift = max(0, size.bit_length() - 4)
-    return 8 * shift + (size >> shift)
-
-
 class DraftLengths:
     """Decides how many tokens to draft for each decoding request.
 
@@ -179,8 +132,8 @@ class DraftLengths:
             raise ValueError(f"most is {most}; it must be at least 1 (without drafts there is nothing to decide)")
         self._most = most
         self._tree_mode = tree_mode
-        self._verifying = _Curve()  # by rows
-        self._drafting = _Curve()  # by depth; 0: following alone
+        self._verifying = StepTimes()  # by rows
+        self._drafting = StepTimes()  # by depth; 0: following alone
         self._pools: dict[bool, Pool] = {}
         self._since_plain = 0  # steps since the last one without drafts
         self._pause = 0  # steps before something is tried again
@@ -192,7 +145,7 @@ class DraftLengths:
     # -- learning ------------------------------------------------------------------------------------------
 
     def observe_step(self, result: StepResult, tuned: bool) -> None:
-        """Learn from a step; `tuned`: nobody had more than one token beside drafts, and somebody could be drafted.
+        """Learn from a step; `tuned`: no request had more than one token beside drafts, and some could be drafted.
 
         The gap before it is part of what a step takes: fewer steps have fewer gaps. A longer one was no work.
         """
@@ -259,7 +212,7 @@ class DraftLengths:
                 self._credit, self._trial = 0.0, True
 
     def drop_drafting(self, states: Sequence[DraftState]) -> int | None:
-        """Which of these requests is followed in vain, and loses its drafting; None: none."""
+        """Which of these requests is followed without a gain, and loses its drafting; None: none."""
         idle = [(state.chances, i) for i, state in enumerate(states) if state.idle >= _PATIENCE]
         if self._credit >= 0 or self._cheap or not idle:
             return None
