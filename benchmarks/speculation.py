@@ -298,11 +298,11 @@ def draw_apart(sampler: Sampler) -> None:
     filters_ahead = sampler.filters_ahead
 
     def apart(*given: Any) -> Any:
-        sampler._table["stream"] ^= 0x5555
+        sampler._table.rows["stream"] ^= 0x5555
         try:
             return filters_ahead(*given)
         finally:
-            sampler._table["stream"] ^= 0x5555
+            sampler._table.rows["stream"] ^= 0x5555
 
     sampler.filters_ahead = apart  # type: ignore[method-assign]
 

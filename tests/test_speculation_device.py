@@ -19,10 +19,11 @@ from quire.core.step import RequestInfo
 from quire.engine.engine import Engine
 from quire.ops import sampling
 from quire.runner.device_drafter import DeviceDrafter
+from quire.runner.draft_context import DeviceContext
 from quire.runner.model_runner import OUT_OF_MEMORY
-from quire.runner.proposer import Ahead, Asked, DeviceContext, DeviceProposer, Lines, Row
+from quire.runner.penalties import padded
+from quire.runner.proposer import Ahead, Asked, DeviceProposer, Lines, Row
 from quire.runner.sampler import Sampler
-from quire.runner.token_counts import padded
 from quire.speculate import methods
 from quire.speculate.device_drafting import DeviceDraftingProposer, kept_tokens
 from quire.speculate.drafting import DraftingProposer

@@ -20,7 +20,7 @@ from quire.models.registry import load_model
 from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.ops.ragged import Trees
 from quire.ops.sampling import Filters, Purpose, noise_key, sample
-from quire.runner.drafter import Line
+from quire.runner.draft_context import Line
 from quire.runner.proposer import Branch, Computed, Drafts, Row, Wanted
 from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
 from quire.speculate.tree import TreeShape
@@ -186,6 +186,14 @@ class Context:
 
     def line(self, wanted: Sequence[Wanted], lead: int) -> Line:
         return Line(self, wanted, lead)
+
+    def rows_ahead(self, wanted: Sequence[Wanted], lead: int) -> Any:
+        def batch(index: int, tokens: Tensor) -> RaggedBatch:
+            going = wanted[: len(tokens)]
+            starts = [want.position + index - lead for want in going]
+            return self.batch([want.request for want in going], starts, [[token] for token in tokens.tolist()])
+
+        return batch
 
     def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         temperatures = [self.params[row.request][0] for row in rows]

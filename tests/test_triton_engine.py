@@ -26,7 +26,8 @@ from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
-from quire.runner.proposer import Branch, DraftContext, Drafts, Proposer, Row, Wanted
+from quire.runner.draft_context import DraftContext
+from quire.runner.proposer import Branch, Drafts, Proposer, Row, Wanted
 from quire.runner.sampler import Sampler
 from quire.speculate.replay import ReplayProposer
 from tests.devices import DelayedDevice, on_device

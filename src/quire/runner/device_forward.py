@@ -26,7 +26,7 @@ from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
-from quire.runner.host_forward import NO_BRANCHES, Forwarded, forward, tree_end, tree_rows
+from quire.runner.host_forward import NO_BRANCHES, Forwarded, RowsAhead, forward, tree_end, tree_rows
 from quire.runner.proposer import Branch
 
 logger = logging.getLogger(__name__)
@@ -273,6 +273,16 @@ class DeviceForward:
         row_starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables)
         return self._placed(tokens.to(torch.int32), row_starts[:-1], spans)
+
+    def rows_ahead(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> RowsAhead:
+        """See `HostForward.rows_ahead`."""
+        table_rows, *starts = self._device.upload(rows.astype(np.int32), *positions.astype(np.int32))
+
+        def batch(index: int, tokens: Tensor) -> RaggedBatch:
+            count = len(tokens)
+            return self.decodes(table_rows[:count], starts[index][:count], tokens.to(self._device.torch))
+
+        return batch
 
     def _forward(self, batch: RaggedBatch) -> Forwarded:
         return forward(self._model, batch, self._kv, self._taps)

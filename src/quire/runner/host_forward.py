@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -34,32 +34,8 @@ class Forwarded(NamedTuple):
     features: Tensor
 
 
-class RowsAhead(NamedTuple):
-    """Batches of one row a request, but for their tokens.
-
-    Attributes:
-        positions, slots: [batches, requests] int64.
-        block_tables, block_size: as in `RaggedBatch`, for all batches: the tables may go on behind the context of one.
-    """
-
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    block_tables: Tensor
-    block_size: int
-
-    def batch(self, index: int, tokens: Tensor) -> RaggedBatch:
-        """One of them, of the first requests: tokens [rows] int64."""
-        count = len(tokens)
-        positions = self.positions[index, :count]
-        return RaggedBatch(
-            token_ids=tokens,
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(self.slots[index, :count]),
-            row_starts=list(range(count + 1)),
-            context_lens=[position + 1 for position in positions.tolist()],
-            block_tables=self.block_tables[:count],
-            block_size=self.block_size,
-        )
+RowsAhead = Callable[[int, Tensor], RaggedBatch]
+"""The batch of one row a request with this index, of the first requests: their tokens [rows] int64."""
 
 
 def forward(model: Model, batch: RaggedBatch, kv: KVCache, tapped: Sequence[int]) -> Forwarded:
@@ -166,7 +142,22 @@ class HostForward:
         blocks, offsets = np.divmod(positions, size)
         blocks = blocks.clip(max=self._tables.shape[1] - 1)
         slots = self._tables[rows, blocks] * size + offsets
-        return RowsAhead(positions, slots, torch.from_numpy(self._heads(rows, blocks[-1] + 1)), size)
+        tables = torch.from_numpy(self._heads(rows, blocks[-1] + 1))  # they may go on behind the context of one
+
+        def batch(index: int, tokens: Tensor) -> RaggedBatch:
+            count = len(tokens)
+            here = positions[index, :count]
+            return RaggedBatch(
+                token_ids=tokens,
+                positions=torch.from_numpy(here),
+                slots=torch.from_numpy(slots[index, :count]),
+                row_starts=list(range(count + 1)),
+                context_lens=[position + 1 for position in here.tolist()],
+                block_tables=tables[:count],
+                block_size=size,
+            )
+
+        return batch
 
     def _heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first `lengths` entries of some rows, [rows, longest], with zeros behind them."""

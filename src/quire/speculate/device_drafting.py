@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.runner.proposer import Asked, Computed, DeviceContext, DeviceProposer, Ends, Lines, Placed
+from quire.runner.draft_context import DeviceContext
+from quire.runner.proposer import Asked, Computed, DeviceProposer, Ends, Lines, Placed
 from quire.speculate.drafting import CHUNK, NOTHING, DraftingModel
 
 
@@ -182,5 +183,5 @@ class DeviceDraftingProposer(DeviceProposer):
                 batch = context.decodes(ends.first(count), depth - self._lead, fed)
                 out = self._model.forward(out[:count], batch, context.kv)
             logits = self._model.logits(out[:count])
-            drafts[:count, depth] = context.draw(logits, asked[:count], ends.first(count), drafts[:count, :depth])
+            drafts[:count, depth] = context.draw_ahead(logits, asked[:count], ends.first(count), drafts[:count, :depth])
         return drafts

@@ -23,7 +23,8 @@ from torch import Tensor
 from quire.core.step import RequestInfo
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape, RaggedBatch
-from quire.runner.proposer import Computed, DraftContext, Drafts, Row, Wanted
+from quire.runner.draft_context import DraftContext
+from quire.runner.proposer import Computed, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
 CHUNK = 16

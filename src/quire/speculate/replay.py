@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.runner.proposer import Computed, DraftContext, Drafts, Wanted
+from quire.runner.draft_context import DraftContext
+from quire.runner.proposer import Computed, Drafts, Wanted
 
 
 class ReplayProposer:
