@@ -140,8 +140,8 @@ def instrument(llm: LLM) -> Profile:
     layers = model.layers
     for layer in layers:
         layer._whole = None  # its kernels are called one by one from now on
-    for layer in (model, *layers, *(part for layer in layers for part in (layer.attention, layer.mlp))):
-        for name, value in vars(layer).items():
+    for part in (model, *layers, *(part for layer in layers for part in (layer.attention, layer.mlp))):
+        for name, value in vars(part).items():
             if isinstance(value, Linear):
                 value.product = TimedProduct(value.product, name, profile)
     rest = "Python and the rest"

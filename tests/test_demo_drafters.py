@@ -137,7 +137,7 @@ def test_the_draft_model_is_right_as_often_as_it_was(demo: Model, ids: list[int]
 def test_the_heads_first_and_second_drafts_are_right_as_often_as_they_were(demo: Model, ids: list[int]) -> None:
     head = load_eagle(resolve("demo-eagle"), demo)
     hidden = hidden_states(demo, ids)
-    kv = demo.new_cache(len(ids) // 16 + 2, 16, behind=head.kv_shape).behind
+    kv = demo.new_cache(len(ids) // 16 + 2, 16, draft_kv=head.kv_shape).draft_kv
     assert kv is not None
     second = []
     with torch.inference_mode():

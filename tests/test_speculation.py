@@ -485,7 +485,7 @@ def test_sums_of_log_probabilities_do_not_depend_on_how_many_tokens_come_at_once
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
 def test_a_request_waits_for_the_whole_head_that_another_computes_where_heads_look_ahead(plain):
     engine = Engine(config(plain[0], {}, 0, max_num_batched_tokens=48))
-    engine.scheduler.kv.looks_ahead = True
+    engine.scheduler.kv.needs_next_token = True
     first, second = request(10, 10), request(10, 110)  # 129 tokens, in three steps
     engine.add(first)
     engine.add(second)

@@ -205,7 +205,7 @@ def test_requests_that_are_let_go_get_no_drafts_and_the_same_tokens(folders, alo
         steps[0] += 1
         for span in plan.spans if plan is not None and steps[0] in (5, 9) else ():
             if not span.start_follows and span.request % 3 == 0:
-                plan.let_go.append(span.request)
+                plan.drop_drafting.append(span.request)
                 engine.scheduler.requests[span.request].draft_state.drafting_enabled = False
         return plan
 
@@ -413,11 +413,11 @@ def test_out_of_memory_halves_a_step_with_drafts(folders, alone):
     engine = start(folders, "itself", 8, cuda_graphs="off")
     forward, failures = engine.model.forward, []
 
-    def small(batch: Any, kv: Any, taps: Any = None) -> torch.Tensor:
+    def small(batch: Any, kv: Any, aux: Any = None) -> torch.Tensor:
         if len(batch.token_ids) > 64:
             failures.append(len(batch.token_ids))
             raise torch.OutOfMemoryError("no")
-        return forward(batch, kv, taps)
+        return forward(batch, kv, aux)
 
     engine.model.forward = small  # type: ignore[method-assign]
     indices = [0, 1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15]  # with prompts of up to 53 tokens
@@ -498,10 +498,10 @@ def test_a_request_that_does_not_fit_alone_ends_alone(folders, alone):
     engine = start(folders, "eagle", cuda_graphs="off")
     forward = engine.model.forward
 
-    def small(batch: Any, kv: Any, taps: Any = None) -> torch.Tensor:
+    def small(batch: Any, kv: Any, aux: Any = None) -> torch.Tensor:
         if len(batch.token_ids) > 80:
             raise torch.OutOfMemoryError("no")
-        return forward(batch, kv, taps)
+        return forward(batch, kv, aux)
 
     engine.model.forward = small  # type: ignore[method-assign]
     found: dict[int, list[Any]] = {index: [] for index in (1, 5, 8)}
@@ -592,7 +592,7 @@ def test_rows_are_sampled_alike_whether_the_host_knows_where_they_stand(reported
             sampler.start(RequestInfo(number, given, 0, [4, 5, 6], [9]))
     for _ in range(2):
         places = [(row.request, row.position) for row in rows]
-        wanted = known.launch_behind(logits.clone(), rows)
+        wanted = known.launch_with_drafts(logits.clone(), rows)
         ahead = Ahead(
             torch.tensor([row.position for row in rows]), torch.from_numpy(padded([row.ahead for row in rows]))
         )

@@ -234,7 +234,7 @@ class Stand:
     ) -> None:
         self.proposer = DraftingProposer(model, lead, **options)
         self.context = Context(padding)
-        kv = KVCache(400, 1, 1, 2, BLOCK_SIZE, torch.float32, behind=model.kv_shape).behind
+        kv = KVCache(400, 1, 1, 2, BLOCK_SIZE, torch.float32, draft_kv=model.kv_shape).draft_kv
         assert kv is not None
         self.context.kv = kv
         self.texts: dict[int, list[int]] = {}

@@ -171,7 +171,7 @@ def test_penalties_hold_in_each_row_of_a_step_that_verifies_drafts():
             given = SamplingParams(temperature=0.0, **more).resolved()
             sampler.start(RequestInfo(request, given, 0, prompt, [9]))
         rows = [Row(0, 4), Row(0, 5, [20]), Row(1, 4), Row(1, 5, [20])]
-        sampled = sampler.launch_behind(logits.clone(), rows)
+        sampled = sampler.launch_with_drafts(logits.clone(), rows)
         device.mark().wait()
         found.append([row.token for row in sampled.finish()])
     assert found[0] == found[1]

@@ -157,7 +157,7 @@ def make_scheduler(
     drafts: int = 0,
     drafter: Callable[[list[int], int, int | None], list[int]] = often_right,
     adaptive: bool = False,
-    looks_ahead: bool = False,
+    needs_next_token: bool = False,
     events: CacheEvents | None = None,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
@@ -167,7 +167,7 @@ def make_scheduler(
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "min_chunk": 4}
     config = EngineConfig(model="fake", **(defaults | options))
     hasher = BlockHasher(bytes(32), "fake")
-    kv = KVManager(num_blocks, block_size, config.prefix_cache, hasher, window, looks_ahead, events)
+    kv = KVManager(num_blocks, block_size, config.prefix_cache, hasher, window, needs_next_token, events)
     return Scheduler(config, kv, max_model_len), FakeRunner(num_blocks, block_size, window, drafter if drafts else None)
 
 

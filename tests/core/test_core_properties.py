@@ -43,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
             target_itl_ms=draw(st.sampled_from([None, 1.0])),
             drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
-            looks_ahead=draw(st.booleans()),
+            needs_next_token=draw(st.booleans()),
             events=CacheEvents(),
         )
         luck, spoilt = random.Random(draw(st.integers(0, 99))), draw(st.sampled_from([0.0, 0.0, 0.3]))
@@ -294,7 +294,7 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         max_num_partial_prefills=rnd.choice([1, 2]),
         scheduling_policy=rnd.choice(["fcfs", "priority"]),
         drafts=rnd.choice([0, 2, 8]),
-        looks_ahead=rnd.choice([False, True]),
+        needs_next_token=rnd.choice([False, True]),
     )
     policies = Policies(scheduler, depth)
     prompts: list[list[int]] = []

@@ -30,9 +30,9 @@ def test_the_runner_is_told_all_that_sampling_needs():
         output_token_ids=[8, 9],
         stop_token_ids=frozenset([4]),
         bad_words=[[5, 6]],
-        followed=False,
+        drafting_enabled=False,
     )
-    assert make_request(0, [1]).info().followed and make_request(0, [1]).info().bad_words == []
+    assert make_request(0, [1]).info().drafting_enabled and make_request(0, [1]).info().bad_words == []
 
 
 def test_a_request_that_is_resumed_goes_on_behind_its_tokens():

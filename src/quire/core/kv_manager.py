@@ -40,8 +40,8 @@ class KVManager:
         prefix_cache: "radix", "hash" or "off".
         window: how many of the latest tokens each token attends to; None for all of them.
         hasher: gives blocks their identity.
-        looks_ahead: what is stored of a token depends on the next one too (a drafting head's KV), so the last token of
-            a cached prefix is computed again.
+        needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
+            token of a cached prefix is computed again.
         events: told of what comes into the prefix cache and goes out of it; None: they are not recorded.
 
     Attributes:
@@ -55,10 +55,10 @@ class KVManager:
         prefix_cache: str,
         hasher: BlockHasher,
         window: int | None = None,
-        looks_ahead: bool = False,
+        needs_next_token: bool = False,
         events: CacheEvents | None = None,
     ) -> None:
-        self.looks_ahead = looks_ahead
+        self.needs_next_token = needs_next_token
         self.block_size = block_size
         self.window = window
         self.hasher = hasher
@@ -122,7 +122,7 @@ class KVManager:
         match = self.cache.match(request.hashes, limit)
         start = match.num_blocks * self.block_size
         self.cache.match_partial(match, request.scope, request.key_bytes(start, min(start + self.block_size, limit)))
-        if self.looks_ahead:
+        if self.needs_next_token:
             self._drop_last_token(match)
         return match
 

@@ -274,5 +274,5 @@ class Request:
             output_token_ids=self.tokens[self.num_prompt :],
             stop_token_ids=self.stop_token_ids,
             bad_words=self.bad_words,
-            followed=self.draft_state.drafting_enabled,
+            drafting_enabled=self.draft_state.drafting_enabled,
         )

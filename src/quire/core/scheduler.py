@@ -48,7 +48,7 @@ class Scheduler:
         self._leaders = PrefixLeaders()
         self._turns = Turns()
         self._ended: list[int] = []  # for the runner to forget
-        self._let_go: list[int] = []  # for it to follow no longer
+        self._drop_drafting: list[int] = []  # for it to follow no longer
         self._updates: list[RequestUpdate] = []  # not handed out yet
         self._next_number = 0
         self.trials = Trials()
@@ -184,7 +184,7 @@ class Scheduler:
         culprit = self.trials.failed([r for r in lost if r.status is not Status.FINISHED]) if failed else None
         self.in_flight.clear()
         self.running, self._waiting, self._leaders = [], WaitingQueue(), PrefixLeaders()
-        self._ended, self._let_go = [], []
+        self._ended, self._drop_drafting = [], []
         self._next_number += 1
         for request in self.requests.values():
             request.restart()
@@ -309,7 +309,7 @@ class Scheduler:
         counts = lengths.choose(states, room, step.budget, len(step.chosen))
         vain = lengths.drop_drafting(states)
         if vain is not None:
-            self._let_go.append(decodes[vain].id)
+            self._drop_drafting.append(decodes[vain].id)
         return counts
 
     def _reserve_drafts(self, request: Request, count: int) -> int:
@@ -348,7 +348,7 @@ class Scheduler:
             return None
         size = self.kv.block_size
         # The token that is computed again for a drafting head is of a cached block.
-        cached = (match.num_blocks * size + match.partial_tokens + self.kv.looks_ahead) // size
+        cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
         return self._leaders.awaited(request, cached, (len(request.tokens) - 1) // size)
 
     def _abandon(self, leader: Request) -> None:
@@ -480,11 +480,11 @@ class Scheduler:
     # -- plans ---------------------------------------------------------------------------------------------
 
     def _plan(self, step: PendingStep) -> StepPlan:
-        plan = StepPlan(self._next_number, [], ended=self._ended, let_go=self._let_go)
+        plan = StepPlan(self._next_number, [], ended=self._ended, drop_drafting=self._drop_drafting)
         decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
         flight = StepInFlight(plan.number, [], decodes, step.tuned)
         self._next_number += 1
-        self._ended, self._let_go = [], []
+        self._ended, self._drop_drafting = [], []
         for request, count in step.chosen.items():
             if not request.known_to_runner:
                 request.known_to_runner = True

@@ -62,7 +62,7 @@ class RequestInfo:
         output_token_ids: tokens made before, when a request is resumed on a fresh runner.
         stop_token_ids: ids that end the request, so that `min_tokens` can mask them.
         bad_words: token sequences of which the last token must not follow the others.
-        followed: whether it may be drafted later; else nobody need follow it.
+        drafting_enabled: whether it may be drafted later; else its tokens need not be followed.
     """
 
     request: int
@@ -72,7 +72,7 @@ class RequestInfo:
     output_token_ids: list[int] = field(default_factory=list)
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: list[list[int]] = field(default_factory=list)
-    followed: bool = True
+    drafting_enabled: bool = True
 
 
 @dataclass(slots=True)
@@ -86,8 +86,8 @@ class StepPlan:
         started: requests that the runner has not seen yet, or not since a gap.
         ended: requests that the runner may forget before it runs this step.
         num_tokens: the sum of the spans' lengths.
-        let_go: requests that get no drafts from this step on, so that nobody need follow them. No step in flight
-            verifies any of theirs.
+        drop_drafting: requests that get no drafts from this step on, so that they need not be followed. No step in
+            flight verifies any of theirs.
     """
 
     number: int
@@ -95,7 +95,7 @@ class StepPlan:
     started: list[RequestInfo] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    let_go: list[int] = field(default_factory=list)
+    drop_drafting: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -282,7 +282,7 @@ class Engine:
         system = fingerprint.system(self.path, self.model, config.kv_cache_dtype)
         drafts = "" if speculation is None else speculation.fingerprint
         hasher = BlockHasher(hash_key, f"{system}|{self.kv_cache.layout}|{drafts}")
-        ahead = speculation is not None and speculation.looks_ahead
+        ahead = speculation is not None and speculation.needs_next_token
         window = retention(self.model, speculation)
         return KVManager(self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, window, ahead)
 

@@ -117,7 +117,7 @@ class EngineProcess:
         from quire.engine.engine import Engine
 
         engine = Engine(replace(config, model=str(path), revision=None), self._board.set_phase, self)
-        for cache in (engine.kv_cache, engine.kv_cache.behind):
+        for cache in (engine.kv_cache, engine.kv_cache.draft_kv):
             if cache is not None:
                 cache.pulse = self._board.fields  # PULSE is field 0
         if self._start.fault is not None:

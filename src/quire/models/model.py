@@ -18,7 +18,7 @@ from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
 
 
-class Taps:
+class AuxHiddenStates:
     """What enters some layers in one step: the residual stream, as EAGLE-3 reads it.
 
     Args:
@@ -161,25 +161,25 @@ class Model(ModelSizes):
         num_blocks: int,
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
-        behind: KVShape | None = None,
+        draft_kv: KVShape | None = None,
     ) -> KVCache:
         """Blocks for its KV, and for what another model keeps behind it; raises what `KVCache` does."""
         shape = (num_blocks, self.num_layers, self.num_kv_heads, self.head_dim, block_size)
-        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides, behind)
+        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides, draft_kv)
 
-    def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, kv: KVCache, aux: AuxHiddenStates | None = None) -> torch.Tensor:
         """Runs a step: stores its keys and values, returns the hidden states after the last norm.
 
         Shape: [tokens, hidden], in the model's data type.
 
         Args:
-            taps: filled with what enters some of the layers; None: they are not needed.
+            aux: filled with what enters some of the layers; None: they are not needed.
         """
         tables = self.rotary.tables(batch.positions)
         x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
         for index, layer in enumerate(self.layers):
-            if taps is not None:
-                taps.take(index, x, residual)
+            if aux is not None:
+                aux.take(index, x, residual)
             x, residual = layer(x, residual, tables, kv, batch)
         return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
 

@@ -70,12 +70,12 @@ class KVCache:
     there, and nothing reads from it.
 
     Args:
-        behind: what another model keeps of the same tokens.
+        draft_kv: what another model keeps of the same tokens.
         memory: [num_blocks, bytes] uint8, blocks in which the planes lie first; None: memory of its own, all zeros.
 
     Attributes:
         memory: with `memory[block]` a block moves, whoever has something in it.
-        behind: the other model's cache; None: there is no other.
+        draft_kv: the other model's cache; None: there is no other.
         shape: of a token's keys and values.
         sides: 2: keys and values; 1: rows that are both.
         dtype: the model's data type.
@@ -101,7 +101,7 @@ class KVCache:
         kv_cache_dtype: KVCacheDtype = "auto",
         device: torch.device | str = "cpu",
         sides: int = 2,
-        behind: KVShape | None = None,
+        draft_kv: KVShape | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
         """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
@@ -118,7 +118,7 @@ class KVCache:
         self.pulse: array[int] | memoryview[int] = array("q", [0])
         self.shape = own = KVShape(layers, kv_heads, head_dim, dtype, kv_cache_dtype, sides)
         if memory is None:
-            size = block_size * (own.bytes_per_token + (behind.bytes_per_token if behind else 0))
+            size = block_size * (own.bytes_per_token + (draft_kv.bytes_per_token if draft_kv else 0))
             memory = _zeros(num_blocks * size, device).view(num_blocks, size)
         self.memory = memory
         planes, shape, plane = (num_blocks, layers, kv_heads, sides), (block_size, head_dim), block_size * own.row_bytes
@@ -131,18 +131,18 @@ class KVCache:
             self.data = part.view(*planes, plane)
             self.numbers = self.data[..., :codes].view(self.stored_dtype).view(*planes, *shape)
             self.scales = self.data[..., codes:].view(torch.float32)
-        self.behind: KVCache | None = None
-        if behind is not None:
+        self.draft_kv: KVCache | None = None
+        if draft_kv is not None:
             rest = memory[:, block_size * own.bytes_per_token :]
-            heads = num_blocks, behind.layers, behind.kv_heads, behind.head_dim, block_size
-            stored = behind.dtype, behind.kv_cache_dtype, device, behind.sides
-            self.behind = KVCache(*heads, *stored, memory=rest)
+            heads = num_blocks, draft_kv.layers, draft_kv.kv_heads, draft_kv.head_dim, block_size
+            stored = draft_kv.dtype, draft_kv.kv_cache_dtype, device, draft_kv.sides
+            self.draft_kv = KVCache(*heads, *stored, memory=rest)
 
     @property
     def layout(self) -> str:
         """What lies where in a block, in words: blocks of two caches whose bytes are to be exchanged have the same."""
-        behind = "" if self.behind is None else f"|{self.behind.shape}"
-        return f"{LAYOUT}|{self.block_size}|{self.shape}{behind}"
+        drafts = "" if self.draft_kv is None else f"|{self.draft_kv.shape}"
+        return f"{LAYOUT}|{self.block_size}|{self.shape}{drafts}"
 
     @property
     def bytes_per_block(self) -> int:
@@ -157,8 +157,8 @@ class KVCache:
             self.numbers[destination, :, :, :, :tokens].copy_(self.numbers[source, :, :, :, :tokens])
             if self.scales is not None:
                 self.scales[destination, :, :, :, :tokens].copy_(self.scales[source, :, :, :, :tokens])
-        if self.behind is not None:
-            self.behind.copy(copies)
+        if self.draft_kv is not None:
+            self.draft_kv.copy(copies)
 
     def move(self, sources: torch.Tensor | Sequence[int], destinations: torch.Tensor | Sequence[int]) -> None:
         """Copy tokens, all layers, from slots (`block * block_size + offset`) to as many others, each named once.

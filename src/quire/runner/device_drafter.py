@@ -60,7 +60,7 @@ class DeviceDrafter:
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner."""
         self._texts[info.request] = _Text(len(info.prompt_token_ids) + len(info.output_token_ids))
-        if info.followed:
+        if info.drafting_enabled:
             self._ask("start a request", lambda: self._proposer.start(info))
 
     def end(self, request: int) -> None:
@@ -68,7 +68,7 @@ class DeviceDrafter:
         if self._texts.pop(request, None) is not None:
             self._ask("end a request", lambda: self._proposer.end(request))
 
-    def let_go(self, requests: Sequence[int]) -> None:
+    def drop_drafting(self, requests: Sequence[int]) -> None:
         """Follow some no longer."""
         self._ask("end a request", lambda: [self._proposer.end(request) for request in requests])
 

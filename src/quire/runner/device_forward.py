@@ -65,7 +65,7 @@ class DeviceForward:
         width: blocks of the longest context.
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
         spare: bytes of the device that must be free for another graph: its own, and those of steps without one.
-        taps: see `HostForward`.
+        aux_layers: see `HostForward`.
         keeps: tokens of each request in `recent`.
 
     Attributes:
@@ -85,10 +85,10 @@ class DeviceForward:
         width: int,
         graphs: str = "off",
         spare: int = 0,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         keeps: int = 1,
     ) -> None:
-        self._model, self._kv, self._device, self._taps = model, kv, device, taps
+        self._model, self._kv, self._device, self._aux_layers = model, kv, device, aux_layers
         self._most_spans, self.graphs, self._spare = most_spans, graphs, spare
         self._recorded: dict[Size, _Graph] = {}
         self._full = False  # no memory for more graphs
@@ -285,7 +285,7 @@ class DeviceForward:
         return batch
 
     def _forward(self, batch: RaggedBatch) -> Forwarded:
-        return forward(self._model, batch, self._kv, self._taps)
+        return forward(self._model, batch, self._kv, self._aux_layers)
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:

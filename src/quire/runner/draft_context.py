@@ -52,9 +52,9 @@ class DraftContext:
         Raises:
             RuntimeError: the blocks were made without it.
         """
-        if self._kv.behind is None:
+        if self._kv.draft_kv is None:
             raise RuntimeError("these blocks have no room for what drafts: make them with Speculation.kv_shape behind")
-        return self._kv.behind
+        return self._kv.draft_kv
 
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
         """A span a request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""

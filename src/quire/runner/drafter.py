@@ -105,7 +105,7 @@ class Drafter:
 
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner; one that is not followed gets no drafts."""
-        if not info.followed:
+        if not info.drafting_enabled:
             return
         tokens = [*info.prompt_token_ids, *info.output_token_ids]
         self._texts[info.request] = _Text(len(tokens), tokens[-1])
@@ -121,7 +121,7 @@ class Drafter:
         """Whether there is a request that may be drafted; without any, steps need not come by here."""
         return bool(self._texts)
 
-    def let_go(self, requests: Sequence[int]) -> None:
+    def drop_drafting(self, requests: Sequence[int]) -> None:
         """Follow some no longer; one that is not known is ignored."""
         known = [request for request in requests if request in self._texts]
         if known:  # the next step finds their last tokens where it would if they had never been followed
@@ -196,7 +196,9 @@ class Drafter:
         if len(rows) < row_starts[-1]:
             [picked] = self._context.upload(np.array(rows))
             hidden = hidden.index_select(0, picked)
-        return self._context.sampler.launch_behind(logits(hidden[: len(rows)]), places, verified), torch.empty(0, 0)
+        return self._context.sampler.launch_with_drafts(logits(hidden[: len(rows)]), places, verified), torch.empty(
+            0, 0
+        )
 
     def settle(self, outcome: Outcome) -> None:
         """A step has run: take in its tokens, put accepted rows into place, and tell the proposer."""

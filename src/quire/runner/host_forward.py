@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import FROM_PREVIOUS, Span
-from quire.models.model import Model, Taps
+from quire.models.model import AuxHiddenStates, Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import Trees
 from quire.runner.proposer import Branch
@@ -38,25 +38,25 @@ RowsAhead = Callable[[int, Tensor], RaggedBatch]
 """The batch of one row a request with this index, of the first requests: their tokens [rows] int64."""
 
 
-def forward(model: Model, batch: RaggedBatch, kv: KVCache, tapped: Sequence[int]) -> Forwarded:
-    """Through the model; `tapped` are the layers of which features are made."""
-    taps = Taps(tapped) if tapped else None
-    hidden = model.forward(batch, kv, taps)
-    return Forwarded(hidden, model.kernels.finite_rows(hidden), taps.features() if taps else hidden)
+def forward(model: Model, batch: RaggedBatch, kv: KVCache, aux_layers: Sequence[int]) -> Forwarded:
+    """Through the model; `aux_layers` are the layers of which features are made."""
+    aux = AuxHiddenStates(aux_layers) if aux_layers else None
+    hidden = model.forward(batch, kv, aux)
+    return Forwarded(hidden, model.kernels.finite_rows(hidden), aux.features() if aux else hidden)
 
 
 class HostForward:
     """Runs spans through the model; keeps the block tables of all requests.
 
     Args:
-        taps: layers of which `Forwarded.features` are made.
+        aux_layers: layers of which `Forwarded.features` are made.
 
     Attributes:
         last_tokens: [requests] int64, the last sampled token of each row of the tables.
     """
 
-    def __init__(self, model: Model, kv: KVCache, taps: Sequence[int] = ()) -> None:
-        self._model, self._kv, self._taps = model, kv, taps
+    def __init__(self, model: Model, kv: KVCache, aux_layers: Sequence[int] = ()) -> None:
+        self._model, self._kv, self._aux_layers = model, kv, aux_layers
         self._tables = np.zeros((16, 64), np.int64)  # [requests, blocks]; grows, so that a step gathers them at once
         self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64)
 
@@ -96,7 +96,7 @@ class HostForward:
             row_starts: first row of each span, and one entry more.
             branches: by request, where a span's rows do not continue one another.
         """
-        return forward(self._model, self.batch(spans, rows, row_starts, branches), self._kv, self._taps)
+        return forward(self._model, self.batch(spans, rows, row_starts, branches), self._kv, self._aux_layers)
 
     def batch(
         self,

@@ -111,7 +111,7 @@ def plan_memory(
     if activations is None:
         activations = activation_bytes(config, model, rows)
     if speculation is not None:
-        features = len(speculation.taps) * model.config.layer.hidden_size * model.dtype.itemsize
+        features = len(speculation.aux_layers) * model.config.layer.hidden_size * model.dtype.itemsize
         activations += config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features
         activations += _draft_logits(config, model, rows)
     most_useful = config.max_num_seqs * -(-longest // block_size) + 1

@@ -76,7 +76,7 @@ class ModelRunner:
         self.kv = kv
         self.num_halved = 0
         self.device = device or Device()
-        self._forward = forward or HostForward(model, kv, speculation.taps if speculation else ())
+        self._forward = forward or HostForward(model, kv, speculation.aux_layers if speculation else ())
         self._logit_rows = logit_rows
         self._threads = threads
         self._halves = halves
@@ -160,8 +160,8 @@ class ModelRunner:
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
         self._failed.difference_update(plan.ended)
-        if self._drafter is not None and plan.let_go:
-            self._drafter.let_go(plan.let_go)
+        if self._drafter is not None and plan.drop_drafting:
+            self._drafter.drop_drafting(plan.drop_drafting)
         for number in plan.ended:
             request = self._requests.pop(number, None)
             if request is not None:

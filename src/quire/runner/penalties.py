@@ -50,7 +50,7 @@ class TokenCounts:
         self._ids[place] = token
         self._counts[place] += 1
 
-    def behind(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def with_drafts(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Each different token, and how often it stands in the output, as if drafts were tokens of the output."""
         count = len(self._place)
         ids, counts = self._ids[:count], self._counts[:count]
@@ -89,7 +89,7 @@ class ListedPenalties:
     def arrays(self, rows: NDArray[np.int64], ahead: Sequence[Sequence[int]]) -> list[NDArray[np.generic]]:
         """What must be on the device for `seen`, of some rows, each with the drafts before it."""
         seen = [
-            self._counts[row].behind(drafts) if row else _NOTHING_SEEN
+            self._counts[row].with_drafts(drafts) if row else _NOTHING_SEEN
             for row, drafts in zip(rows.tolist(), ahead, strict=True)
         ]
         return list(list_arrays([ids for ids, _ in seen], [counts for _, counts in seen]))
@@ -146,9 +146,9 @@ class DevicePenalties(DeviceRows):
         """See `ListedPenalties`."""
         seen = History(self.matrix, sent[0])
         drafts = sent[1] if len(sent) > 1 else drafts
-        return seen if drafts is None else self._behind(seen, drafts)
+        return seen if drafts is None else self._with_drafts(seen, drafts)
 
-    def _behind(self, seen: History, drafts: Tensor) -> History:
+    def _with_drafts(self, seen: History, drafts: Tensor) -> History:
         """The history of rows as if the drafts [rows, most] before them were tokens of the output; a copy.
 
         Its first row is nobody's, as in the original, so that rows without penalties stay without.

@@ -117,7 +117,7 @@ class Proposer(Protocol):
     """Guesses tokens. It keeps what it must know of each request itself."""
 
     def start(self, info: RequestInfo) -> None:
-        """A request is new, and may be drafted; of others nothing is told (`RequestInfo.followed`)."""
+        """A request is new, and may be drafted; of others nothing is told (`RequestInfo.drafting_enabled`)."""
         ...
 
     def end(self, request: int) -> None:
@@ -238,21 +238,21 @@ class Speculation:
     """A proposer, and what it asks of the engine that it drafts for.
 
     Attributes:
-        taps: layers of the target whose input it is fed; none: the target's hidden states.
+        aux_layers: layers of the target whose input it is fed; none: the target's hidden states.
         weight_bytes: of what it computes drafts with.
         kv_shape: of what it keeps of each token, in the same blocks as the target; None: nothing.
         bytes_per_request: of what it keeps of each request that runs.
-        looks_ahead: what it keeps of a token depends on the next one.
+        needs_next_token: what it keeps of a token depends on the next one.
         rejection: drafts are accepted by rejection sampling, in place of being the very tokens.
         fingerprint: names the weights that what it keeps depends on, beside the target's own.
     """
 
     proposer: Proposer | DeviceProposer
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_shape: KVShape | None = None
     bytes_per_request: int = 0
-    looks_ahead: bool = False
+    needs_next_token: bool = False
     rejection: bool = False
     fingerprint: str = ""
 

@@ -173,7 +173,7 @@ class Sampler:
             sampled.tell()
         return sampled
 
-    def launch_behind(self, logits: Tensor, places: Sequence[Row], verified: Sequence[Verified] = ()) -> Sampled:
+    def launch_with_drafts(self, logits: Tensor, places: Sequence[Row], verified: Sequence[Verified] = ()) -> Sampled:
         """Queues the sampling of one token a place, any number of which may be a request's.
 
         The requests go on when `take` says which tokens are theirs; everything before must have been told.
@@ -186,7 +186,9 @@ class Sampler:
         Returns, raises: as `launch`.
         """
         rows = [(place.request, place.position) for place in places]
-        return self._launch(logits, rows, self._table.behind(places), [place.ahead for place in places], verified)[0]
+        return self._launch(logits, rows, self._table.with_drafts(places), [place.ahead for place in places], verified)[
+            0
+        ]
 
     def launch_ahead(self, logits: Tensor, rows: Sequence[tuple[int, int]], ahead: Ahead) -> Sampled:
         """The same for rows of which the host knows no more than a bound, so that nothing need be finished before.
@@ -217,8 +219,8 @@ class Sampler:
         self._penalties.count(self._table.rows["history"][self._table.slots(requests)], tokens)
 
     def draw(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
-        """The tokens [places] that would be sampled there: see `launch_behind`. Nobody goes on by it."""
-        filters, edits = self._prepare_behind(places)
+        """The tokens [places] that would be sampled there: see `launch_with_drafts`. Nobody goes on by it."""
+        filters, edits = self._prepare_with_drafts(places)
         return self._sample(logits, filters, edits)[0]
 
     def filters_ahead(
@@ -257,7 +259,7 @@ class Sampler:
 
     def distributions(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
         """What `draw` draws from: probabilities [places, vocab]. The logits may be overwritten."""
-        filters, edits = self._prepare_behind(places)
+        filters, edits = self._prepare_with_drafts(places)
         if edits is not None:
             self._kernels.edit_logits(logits, edits)
         probabilities: Tensor = rejection.probabilities(logits, filters)
@@ -269,7 +271,7 @@ class Sampler:
         The confidence is the softmax of logits over temperature plus the noise with which they will be sampled, among
         the best `CANDIDATES`; greedy requests have neither. Filters are left out: their survivors come first anyway.
         """
-        filters, edits = self._prepare_behind(places)
+        filters, edits = self._prepare_with_drafts(places)
         if edits is not None:
             self._kernels.edit_logits(logits, edits)
         values, ids = logits.topk(min(CANDIDATES, logits.shape[1]), -1)
@@ -317,7 +319,7 @@ class Sampler:
         ahead: Sequence[Sequence[int]] | Ahead | None,
         verified: Sequence[Verified],
     ) -> tuple[Sampled, Edits | None]:
-        """What `launch` and `launch_behind` share; `ahead` is None where no request has more than one row."""
+        """What `launch` and `launch_with_drafts` share; `ahead` is None where no request has more than one row."""
         requests = [request for request, _ in rows]
         asked, edited = (state["logprobs"] >= 0).nonzero()[0], state["edited"].nonzero()[0]
         filters, edits, [asked_rows] = self._prepare(state, ahead, requests, asked)
@@ -338,9 +340,9 @@ class Sampler:
         on_host, finite = self._device.download(tokens, finite)
         return Sampled(tokens, on_host, finite, edited, told, asked, scored), edits
 
-    def _prepare_behind(self, places: Sequence[Row]) -> tuple[ops.Filters, Edits | None]:
+    def _prepare_with_drafts(self, places: Sequence[Row]) -> tuple[ops.Filters, Edits | None]:
         ahead, requests = [place.ahead for place in places], [place.request for place in places]
-        filters, edits, _ = self._prepare(self._table.behind(places), ahead, requests)
+        filters, edits, _ = self._prepare(self._table.with_drafts(places), ahead, requests)
         return filters, edits
 
     def _prepare(

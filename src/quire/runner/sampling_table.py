@@ -113,7 +113,7 @@ class SamplingTable:
         state["next"] = [position for _, position in places]
         return state
 
-    def behind(self, rows: Sequence[Row]) -> NDArray[Any]:
+    def with_drafts(self, rows: Sequence[Row]) -> NDArray[Any]:
         """The same for rows that have drafts before them; raises what `next` does."""
         self.next([(row.request, row.position - len(row.ahead)) for row in rows])
         return self.at([(row.request, row.position) for row in rows])

@@ -29,7 +29,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
     rejection = config.speculative_acceptance == "rejection"
     if spec.method == "ngram":
         return Speculation(NgramProposer(spec.prompt_lookup_min, spec.prompt_lookup_max), rejection=rejection)
-    drafting, taps, weight_bytes, fingerprint = _load(spec, target, folder)
+    drafting, aux_layers, weight_bytes, fingerprint = _load(spec, target, folder)
     lead = int(spec.method != "draft_model")
     tree = TreeShape(spec.tree_width, spec.tree_depth) if spec.tree_width > 1 else None
     proposer: DraftingProposer | DeviceDraftingProposer = DraftingProposer(drafting, lead, tree, rejection)
@@ -39,11 +39,11 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
         kept = 2 * proposer.keeps  # of waiting requests, too
     return Speculation(
         proposer,
-        taps=taps,
+        aux_layers=aux_layers,
         weight_bytes=weight_bytes,
         kv_shape=drafting.kv_shape,
         bytes_per_request=lead * kept * target.config.layer.hidden_size * target.dtype.itemsize,
-        looks_ahead=bool(lead),
+        needs_next_token=bool(lead),
         rejection=rejection,
         fingerprint=fingerprint,
     )
@@ -61,4 +61,4 @@ def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[Draftin
         model = load_draft_model(path, target, folder)
         return DraftModel(model, target.vocab_size), (), model.weight_bytes, content_hash(path)
     head = load_eagle(path, target) if spec.method == "eagle" else load_eagle3(path, target)
-    return head, head.taps, head.weight_bytes, content_hash(path)
+    return head, head.aux_layers, head.weight_bytes, content_hash(path)

@@ -57,8 +57,8 @@ def copy_blocks(kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         return
     on_device = torch.tensor(copies).to(kv.data.device, non_blocking=True)  # the host waits for no step before
     _copy_on_device(kv, on_device)
-    if kv.behind is not None:
-        _copy_on_device(kv.behind, on_device)
+    if kv.draft_kv is not None:
+        _copy_on_device(kv.draft_kv, on_device)
 
 
 def _copy_on_device(kv: KVCache, copies: torch.Tensor) -> None:
