@@ -40,7 +40,8 @@ CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,test
     engine_properties gpu_check models_* ops* quantization* sampling_* experts latent* layers device* trees demo_* \
     memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
     llm engine_resume engine_waiting detokenizer tokenizer_trial reading cli_options server_app server_generate \
-    server_hosts server_metrics server_protocol server_responses))) tests/core
+    server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
+    bench_peers_gguf bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \
