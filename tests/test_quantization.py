@@ -20,6 +20,7 @@ from quire.ops.quantized import (
     quantize,
     quantize_rows,
 )
+from tests.quantized import dequantize
 
 INT8 = Quantization("int8")
 INT4 = [Quantization("int4", group) for group in GROUP_SIZES]
@@ -27,17 +28,6 @@ HOWS = [INT8, *INT4]
 SHAPES = [(1, 32), (33, 64), (100, 128), (64, 96), (7, 2176)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [1, 2, 3, 5, 8, 31, 65]
-
-
-def dequantize(weight: QuantizedWeight) -> torch.Tensor:
-    """The weight that it stands for, fp32 [out, in]."""
-    codes = codes_of(weight).float()
-    if weight.group is None:
-        full = codes * weight.scales[:, None]
-    else:
-        scales = weight.scales.float().transpose(1, 2).flatten(0, 1)  # [outputs, groups]
-        full = codes * scales.repeat_interleave(weight.group, 1)
-    return full[: weight.out_features]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
