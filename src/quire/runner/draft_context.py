@@ -250,10 +250,10 @@ class DeviceContext(DraftContext):
             counts: [requests] int32.
         """
         rows, lengths = ends.rows.long(), ends.lengths.to(torch.int32) + counts
-        places, tokens = places.flatten(), tokens.flatten()
+        places, tokens, recent = places.flatten(), tokens.flatten(), self.recent.view(-1)
 
         def put() -> None:
-            self.recent.view(-1).index_copy_(0, places, tokens)
+            recent.index_copy_(0, places, tokens)
             self._forward.lengths.index_copy_(0, rows, lengths)
 
         return put
