@@ -249,7 +249,7 @@ class DeviceForward:
     ) -> RaggedBatch:
         """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie behind a row."""
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
-        if self.recent.shape[1] > 1:  # else nobody keeps the lengths
+        if self.recent.shape[1] > 1:  # else the lengths are not kept
             starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables, trees)
         batch = self._placed(tokens, span_of_row, spans)

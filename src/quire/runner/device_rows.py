@@ -16,7 +16,7 @@ class DeviceRows:
         device: where they lie. What is done here is queued there, in the order of the calls.
 
     Attributes:
-        matrix: [1 + requests, vocab]; the first row is nobody's.
+        matrix: [1 + requests, vocab]; the first row is no request's.
     """
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: Device) -> None:
@@ -35,6 +35,6 @@ class DeviceRows:
         return self._free.pop()
 
     def end(self, row: int) -> None:
-        """The request has ended; 0 is nobody's row, and ignored."""
+        """The request has ended; row 0 is no request's, and ignored."""
         if row:
             self._free.append(row)

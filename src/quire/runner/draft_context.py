@@ -106,7 +106,7 @@ class DraftContext:
     def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
         """The `width` tokens that each row's request most likely samples: ids and log-confidences [rows, width].
 
-        With the request's temperature and noise: the first one is what `draw` would give, as a rule.
+        With the request's temperature and noise: the first one is usually what `draw` would give.
         """
         return self.sampler.candidates(logits, rows, width)
 
@@ -178,7 +178,7 @@ class Line:
 
 
 def wanting(wanted: Sequence[Wanted]) -> list[int]:
-    """How many want at least 1, 2, ... drafts, up to a number that nobody wants; the most comes first in `wanted`."""
+    """How many want at least 1, 2, ... drafts, up to a number that none wants; the most comes first in `wanted`."""
     return [sum(want.count > depth for want in wanted) for depth in range(wanted[0].count + 1)]
 
 

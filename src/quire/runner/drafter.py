@@ -35,7 +35,7 @@ class _Text:
     """What the host knows of a request's tokens: how many there are, and the last one.
 
     Attributes:
-        drafted: False once a row failed beside drafts: they may have spoilt it, so there are no more of them.
+        drafted: False once a row failed beside drafts: they may have caused that, so there are no more of them.
     """
 
     length: int

@@ -49,7 +49,7 @@ class EditedRequest:
         return bool(self.bad_words) or (bool(self.stop_ids) and length - self.prompt_length < self.min_tokens)
 
     def append(self, token: int) -> None:
-        """Learn the next token; a negative one is none, and nobody will see what comes after it."""
+        """Learn the next token; a negative one is none, and what comes after it is not used."""
         self.known += 1
         if self.bad_words and token >= 0:
             self.output.append(token)

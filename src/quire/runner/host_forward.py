@@ -110,7 +110,7 @@ class HostForward:
         tokens = list(chain.from_iterable(span.tokens for span in spans))
         ends = [span.start + len(span.tokens) for span in spans]
         rows_of = rows if len(tokens) == len(spans) else rows.repeat(np.diff(row_starts))  # [tokens]
-        if FROM_PREVIOUS in tokens:  # a step that failed left -1: nobody will see what this one makes of it
+        if FROM_PREVIOUS in tokens:  # a step that failed left -1: what this one makes of it is not used
             last = self.last_tokens.numpy()[rows_of].clip(min=0).tolist()
             tokens = [last[i] if token == FROM_PREVIOUS else token for i, token in enumerate(tokens)]
         positions = np.array([*chain.from_iterable(map(range, (span.start for span in spans), ends))])
@@ -136,7 +136,7 @@ class HostForward:
 
         Args:
             rows: which row of the tables belongs to each request.
-            positions: they may go beyond what a request has blocks for, as long as nobody asks for its rows there.
+            positions: they may go beyond what a request has blocks for, as long as its rows there are not asked for.
         """
         size = self._kv.block_size
         blocks, offsets = np.divmod(positions, size)

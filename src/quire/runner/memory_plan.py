@@ -168,7 +168,7 @@ def logit_rows(model: Model) -> int:
 def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int:
     """Intermediate results of the largest admissible step without drafts, counted rather than run.
 
-    A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which nobody waits for at start, and
+    A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which is too long for a start, and
     memory there is not a hard limit. Counted are, for each token: the residual and the normed state, the
     fused q/k/v rows, attention's fp32 rows, and the fused gate/up rows with their product; what layers with experts
     need, and latent attention where it may restore keys and values; then logits in the model's type and three times

@@ -54,7 +54,7 @@ class ModelRunner:
             step and put back after it: engines side by side, and the program around them, keep their own.
         device: where the model lies.
         forward: how spans get through the model; what suits the kernels, unless said.
-        speculation: drafts tokens; None: nobody does.
+        speculation: drafts tokens; None: there are no drafts.
         halves: whether a step that fails is computed again in halves; else it is what `launch` raises.
 
     Attributes:
@@ -185,7 +185,7 @@ class ModelRunner:
             self.model.kernels.copy_blocks(self.kv, copies)
 
     def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[_Part]:
-        """All spans at once; where that fails, for want of memory as a rule, one half after the other."""
+        """All spans at once; where that fails, usually for want of memory, one half after the other."""
         try:
             return [self._compute_at_once(spans, drafts)]
         except Exception as error:
@@ -227,7 +227,7 @@ class ModelRunner:
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
-        # Sampling comes last: if there is no memory for anything else, nobody has gone on yet.
+        # Sampling comes last: if there is no memory for anything else, no request has gone on yet.
         [part.finite] = self.device.download(finite)
         drafter, part.drafts = self._drafter, drafts
         if drafter is not None and drafter.waits:  # else all that needs the features is launched by `sample`
@@ -360,7 +360,7 @@ class _Part:
         """The drafts that were accepted, and one token more.
 
         A row that failed behind drafts counts for nothing: the next step computes it again, as it would without drafts.
-        Nor does the first one, which drafts may have spoilt: 0 times a value that is not finite is none either.
+        Nor does the first one, which drafts may have made so: 0 times a value that is not finite is none either.
         """
         first = self.row_starts[index + 1] - len(rows)
         finite = self.finite[first : first + len(rows)].tolist()

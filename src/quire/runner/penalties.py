@@ -75,7 +75,7 @@ class ListedPenalties:
         self._next = 1
 
     def start(self, info: RequestInfo) -> int:
-        """A row for a request, with its tokens so far; 0, nobody's, where it has no penalties."""
+        """A row for a request, with its tokens so far; 0, no request's, where it has no penalties."""
         if not has_penalties(info):
             return 0
         row, self._next = self._next, self._next + 1
@@ -151,7 +151,7 @@ class DevicePenalties(DeviceRows):
     def _with_drafts(self, seen: History, drafts: Tensor) -> History:
         """The history of rows as if the drafts [rows, most] before them were tokens of the output; a copy.
 
-        Its first row is nobody's, as in the original, so that rows without penalties stay without.
+        Its first row is no request's, as in the original, so that rows without penalties stay without.
         """
         requests = torch.cat([seen.requests.new_zeros(1), seen.requests])
         history = History(self.matrix[requests], torch.arange(1, len(requests), device=self.matrix.device))

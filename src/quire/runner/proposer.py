@@ -190,7 +190,7 @@ class Placed(NamedTuple):
 
 
 class DeviceProposer(ABC):
-    """A proposer whose drafts nobody but the device need know, so that the host waits for no step to launch the next.
+    """A proposer whose drafts the device alone need know, so that the host waits for no step to launch the next.
 
     It is told of requests that it was not told to start, too, and ignores them.
 
@@ -243,7 +243,7 @@ class Speculation:
         kv_shape: of what it keeps of each token, in the same blocks as the target; None: nothing.
         bytes_per_request: of what it keeps of each request that runs.
         needs_next_token: what it keeps of a token depends on the next one.
-        rejection: drafts are accepted by rejection sampling, in place of being the very tokens.
+        rejection: drafts are accepted by rejection sampling, in place of being the sampled tokens.
         fingerprint: names the weights that what it keeps depends on, beside the target's own.
     """
 

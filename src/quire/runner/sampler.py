@@ -219,7 +219,7 @@ class Sampler:
         self._penalties.count(self._table.rows["history"][self._table.slots(requests)], tokens)
 
     def draw(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
-        """The tokens [places] that would be sampled there: see `launch_with_drafts`. Nobody goes on by it."""
+        """The tokens [places] that would be sampled there: see `launch_with_drafts`. No request goes on by it."""
         filters, edits = self._prepare_with_drafts(places)
         return self._sample(logits, filters, edits)[0]
 
@@ -364,7 +364,7 @@ class Sampler:
         made = self._device.upload(*arrays, *sent)
         others, made = made[: len(arrays)], made[len(arrays) :]
         filters, edits = self._filters(state, made[:NUM_FILTER_ARRAYS]), None
-        if on_device is not None and state["temperature"].any():  # else nobody looks at them
+        if on_device is not None and state["temperature"].any():  # else they are not used
             filters.keys = ops.keys_at(filters.keys, on_device.positions)
         if len(edited):
             drafts = None if on_device is None else on_device.drafts

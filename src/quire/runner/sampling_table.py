@@ -132,6 +132,6 @@ def filter_arrays(state: NDArray[Any], positions: NDArray[np.int64] | None) -> l
         keys = state["stream"].view(np.int64)
     elif temperature.any():
         keys = ops.noise_keys(state["stream"], positions)
-    else:  # nobody looks at them
+    else:  # they are not used
         keys = np.zeros(positions.shape, np.int64)
     return [temperature, state["log_min_p"], state["top_k"], state["top_p"], keys]

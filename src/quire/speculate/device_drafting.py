@@ -170,7 +170,7 @@ class DeviceDraftingProposer(DeviceProposer):
             rows * self.keeps + positions % self.keeps, np.array(starts), firsts, np.array(counts) - 1
         )
         out = self._model.forward(self._hidden.index_select(0, places) if self._lead else NOTHING, batch, context.kv)
-        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # below: that step failed; nobody will see this one
+        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # below: that step failed; this one is not used
         return out.index_select(0, rows_before + torch.minimum(row, lasts))
 
     def _lines(self, asked: Sequence[Asked], ends: Ends, out: Tensor, context: DeviceContext) -> Tensor:
