@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# What is imported is compiled once, not by each of the hundred processes that the tests start.
+unexport PYTHONDONTWRITEBYTECODE
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -33,11 +35,13 @@ OPERATORS := build/mutants
 # Tests that look at no clock and share nothing but the processor: they may run beside one another. Those that take
 # longest come first, so that none of them is left for the end.
 CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
-    speculation_* engine_process server_page server_e2e speculation triton_* determinism engine_failures cli_serve \
-    cli_generate server_http_process cli_doctor cpu_* engine_properties gpu_check models_* ops* quantization* \
-    sampling_* experts latent* layers device* trees demo_* memory_plan runner_batch checkpoint_* chat_template \
-    tokenizer config recorder timeline bench llm engine_resume detokenizer tokenizer_trial reading cli_options \
-    server_app server_hosts server_metrics server_protocol server_responses))) tests/core
+    speculation_* engine_process server_page server_faults server_e2e speculation triton_* determinism \
+    engine_failures cli_serve cli_generate server_supervisor server_http_process cli_doctor cpu_* \
+    engine_properties gpu_check models_* ops* quantization* sampling_* experts latent* layers device* trees demo_* \
+    memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
+    llm engine_resume engine_waiting detokenizer tokenizer_trial reading cli_options server_app server_generate \
+    server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
+    bench_peers_gguf bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \

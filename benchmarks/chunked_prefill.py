@@ -1,6 +1,6 @@
 """Chunked prefill: the gaps between the tokens of 8 decoding requests while a prompt of 4,096 tokens arrives.
 
-Random weights of Qwen3-0.6B's shape. Without chunking the whole prompt is one step, in which nobody else gets a
+Random weights of Qwen3-0.6B's shape. Without chunking the whole prompt is one step, in which no other request gets a
 token for as long as it takes; with chunking it rides along in steps of a bounded size.
 """
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM
-from quire.bench.random_checkpoint import random_checkpoint
 from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import RequestOutput
+from quire.models.random_checkpoint import random_checkpoint
 
 
 @dataclass(frozen=True)

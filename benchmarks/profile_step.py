@@ -137,11 +137,11 @@ def instrument(llm: LLM) -> Profile:
     model, engine = llm.model, llm._engine
     runner = engine.executor._runner  # type: ignore[attr-defined]
     _time_kernels(profile, model.kernels)
-    layers = model.layers  # type: ignore[attr-defined]
+    layers = model.layers
     for layer in layers:
         layer._whole = None  # its kernels are called one by one from now on
-    for layer in (model, *layers, *(layer.mlp for layer in layers)):
-        for name, value in vars(layer).items():
+    for part in (model, *layers, *(part for layer in layers for part in (layer.attention, layer.mlp))):
+        for name, value in vars(part).items():
             if isinstance(value, Linear):
                 value.product = TimedProduct(value.product, name, profile)
     rest = "Python and the rest"

@@ -21,10 +21,10 @@ import torch
 from benchmarks.common import Options, Result, checkpoint, main, tell, tokens
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import QuireError
 from quire.models.hub import resolve
 from quire.ops import RaggedBatch
+from quire.text.tokenizer import Tokenizer
 
 TEXTS = ("fractions.py", "webbrowser.py", "multiprocessing/managers.py", "json/decoder.py", "argparse.py", "random.py")
 """The first three were held out of the embedded model's training."""

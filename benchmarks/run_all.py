@@ -22,6 +22,7 @@ NAMES = (
     "busy",
     "sparse",
     "speculation",
+    "draft_length",
     "profile_step",
     "quality",
     "scheduler",

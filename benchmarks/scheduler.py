@@ -119,7 +119,7 @@ class NullModel:
     vocab_size = 151_936
     kernels = NullKernels()
 
-    def forward(self, batch: RaggedBatch, kv: object, taps: object = None) -> Tensor:
+    def forward(self, batch: RaggedBatch, kv: object, aux: object = None) -> Tensor:
         return torch.zeros(len(batch.token_ids), 1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Sparse models on a CPU: mixture of experts and latent attention, beside transformers and beside their plain forms.
 
-Random bf16 weights of `qwen3-moe-1b` and `deepseek-v2-lite-1b` (see `quire.bench.random_checkpoint`). First the cells
+Random bf16 weights of `qwen3-moe-1b` and `deepseek-v2-lite-1b` (see `quire.models.random_checkpoint`). First the cells
 of `benchmarks.cells` for both; then single parts on made-up inputs: a layer's experts in one call and one after the
 other, latent attention and a decode step at a long context, and a prompt in both forms of latent attention. What is
 compared runs in turns, and the best of each counts. Bounds are by the bytes that are read (of experts, those that some
@@ -20,9 +20,9 @@ import torch
 from benchmarks.cells import compare
 from benchmarks.common import Options, Result, main, tell
 from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine
-from quire.bench.random_checkpoint import SPREAD, model_config, random_checkpoint
 from quire.layers.latent import expanded_is_cheaper
-from quire.models.deepseek_v2 import DeepseekV2
+from quire.models.model import Model
+from quire.models.random_checkpoint import SPREAD, model_config, random_checkpoint
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVCache, RaggedBatch, choose_kernels
 from quire.ops.experts import LoopedExperts, Routing, route
@@ -51,12 +51,12 @@ def parts(result: Result, options: Options, machine: Machine) -> None:
     """All but the cells."""
     sparse, latent = shapes(options)
     time_experts(result, sparse, machine, options)
-    model = load(folder_of(latent, options), choose_kernels())
+    model = load_model(folder_of(latent, options), kernels=choose_kernels())
     time_latent_attention(result, latent, model, machine, options)
     time_decode_step(result, latent, model, machine, options)
     measure_cache(result, latent, model)
     either = choose_kernels(deterministic=False)  # the same kernels, but layers may choose the expanded form
-    time_prompts(result, latent, (model, load(folder_of(latent, options), either)), machine, options)
+    time_prompts(result, latent, (model, load_model(folder_of(latent, options), kernels=either)), machine, options)
 
 
 def shapes(options: Options) -> tuple[str, str]:
@@ -68,13 +68,6 @@ def folder_of(shape: str, options: Options) -> Path:
     """The random checkpoint's folder, written at the first call."""
     with random_checkpoint(shape, options.workdir) as folder:
         return folder
-
-
-def load(folder: Path, kernels: Kernels) -> DeepseekV2:
-    model = load_model(folder, kernels=kernels)
-    if not isinstance(model, DeepseekV2):
-        raise TypeError(f"{folder} holds no model with latent attention")
-    return model
 
 
 def time_experts(result: Result, shape: str, machine: Machine, options: Options) -> None:
@@ -117,7 +110,7 @@ def _experts(hidden: int, inner: int, count: int, generator: torch.Generator) ->
     }
 
 
-def time_latent_attention(result: Result, shape: str, model: DeepseekV2, machine: Machine, options: Options) -> None:
+def time_latent_attention(result: Result, shape: str, model: Model, machine: Machine, options: Options) -> None:
     """Attention alone, absorbed, of requests that decode at a long context."""
     heads, config = model.config.layer.num_heads, model.config.layer.latent
     context = 256 if options.quick else CONTEXT
@@ -149,7 +142,7 @@ def time_latent_attention(result: Result, shape: str, model: DeepseekV2, machine
         )
 
 
-def time_decode_step(result: Result, shape: str, model: DeepseekV2, machine: Machine, options: Options) -> None:
+def time_decode_step(result: Result, shape: str, model: Model, machine: Machine, options: Options) -> None:
     """A step of one request at a long context, the head included."""
     tell("sparse: decode step")
     context = 256 if options.quick else CONTEXT
@@ -166,7 +159,7 @@ def time_decode_step(result: Result, shape: str, model: DeepseekV2, machine: Mac
     )
 
 
-def measure_cache(result: Result, shape: str, model: DeepseekV2) -> None:
+def measure_cache(result: Result, shape: str, model: Model) -> None:
     """Bytes of a token in a cache as it is allocated, beside those of all heads' keys and values."""
     config, layers = model.config.layer.latent, model.num_layers
     kv = model.new_cache(4, BLOCK)
@@ -181,9 +174,7 @@ def measure_cache(result: Result, shape: str, model: DeepseekV2) -> None:
     )
 
 
-def time_prompts(
-    result: Result, shape: str, models: tuple[DeepseekV2, DeepseekV2], machine: Machine, options: Options
-) -> None:
+def time_prompts(result: Result, shape: str, models: tuple[Model, Model], machine: Machine, options: Options) -> None:
     """A whole prompt in one step. `models`: one that is always absorbed, and one that takes the cheaper form."""
     layer, work = models[0].config.layer, Work.of(models[0], models[0].kv_shape().bytes_per_token)
     for prompt in (256,) if options.quick else PROMPTS:
@@ -205,7 +196,7 @@ def time_prompts(
         )
 
 
-def _first_token(model: DeepseekV2, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+def _first_token(model: Model, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
     return model.logits(model.forward(replace(batch), kv)[-1:])
 
 

@@ -1,8 +1,8 @@
 """Speculative decoding on a CPU: what drafting brings at known acceptance, and with what ships with the demo model.
 
 1. **Replayed drafts**: random bf16 weights in the shape of Qwen3-0.6B, one request, 4 drafts a step that come from a
-   recorded run, each spoiled with probability 1 - a. What it costs to draft in vain is measured with the self-tuning on
-   and a = 0.
+   recorded run, each replaced by another token with probability 1 - a. What rejected drafts cost is measured with
+   the self-tuning on and a = 0.
 2. **An edit**: the same model is forced along a text, as if it had answered "rename the parameter": a file of Python's
    standard library stands in the prompt, its edited form is the output, and n-grams draft.
 3. **The demo model** with its draft model and its EAGLE head, one request after the other and eight at once.
@@ -30,16 +30,16 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from benchmarks.common import Options, Result, checkpoint, main, tell
-from quire.bench.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.engine.engine import Engine
-from quire.engine.tokenizer import Tokenizer
 from quire.runner.proposer import Computed, Proposer, Wanted
 from quire.runner.sampler import Sampled, Sampler
 from quire.speculate.ngram import NgramProposer
+from quire.speculate.replay import ReplayProposer
+from quire.text.tokenizer import Tokenizer
 
 PROMPT, OUTPUT, DRAFTS, TURNS = 128, 128, 4, 4
 SEEDED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True).resolved()
@@ -298,11 +298,11 @@ def draw_apart(sampler: Sampler) -> None:
     filters_ahead = sampler.filters_ahead
 
     def apart(*given: Any) -> Any:
-        sampler._table["stream"] ^= 0x5555
+        sampler._table.rows["stream"] ^= 0x5555
         try:
             return filters_ahead(*given)
         finally:
-            sampler._table["stream"] ^= 0x5555
+            sampler._table.rows["stream"] ^= 0x5555
 
     sampler.filters_ahead = apart  # type: ignore[method-assign]
 

@@ -46,7 +46,7 @@ class Refuse:
             raise ImportError("refused: " + name)
 
 sys.meta_path.insert(0, Refuse())
-import quire.bench.random_checkpoint
+import quire.models.random_checkpoint
 import quire.engine.engine
 import quire.ops.triton.kernels
 import quire.runner.model_runner

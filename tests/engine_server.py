@@ -15,10 +15,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire.engine import wire
-from quire.engine.board import Board
-from quire.engine.client import EngineClient
-from quire.engine.process import EngineStart
+from quire.ipc import wire
+from quire.ipc.board import Board
+from quire.ipc.client import EngineClient
+from quire.ipc.engine_process import EngineStart
 
 
 class EngineServer:
@@ -55,7 +55,7 @@ class EngineServer:
         self.board = Board.create(wire.board_path(self.directory, self.boot))
         start = EngineStart(directory=str(self.directory), boot=self.boot, config=self.config, fault=self.fault)
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "quire.engine.process", stdin=asyncio.subprocess.PIPE
+            sys.executable, "-m", "quire.ipc.engine_process", stdin=asyncio.subprocess.PIPE
         )
         assert self.process.stdin
         self.process.stdin.write(msgspec.json.encode(start))

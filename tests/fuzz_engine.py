@@ -256,8 +256,8 @@ class Fuzz:
     def _look(self, llm: LLM) -> None:
         """Count what only shows while it runs."""
         scheduler = llm._engine.scheduler
-        self.seen["held"] += any(each.status is Status.HELD for each in scheduler.requests.values())
-        self.seen["part-way"] += any(each.num_remaining > 1 for each in scheduler.running)
+        self.seen["awaiting"] += any(each.status is Status.AWAITING for each in scheduler.requests.values())
+        self.seen["partial prefill"] += any(each.num_remaining > 1 for each in scheduler.running)
 
     def _count(self, llm: LLM, case: Case, aborted: int) -> None:
         """Count what a run has met, and see that it gave back all it held."""

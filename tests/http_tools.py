@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 T = TypeVar("T")
 URL = re.compile(r"https?://[^\s/]+:(\d+)")
-MODULES = {"engine": "quire.engine.process", "http": "quire.server.http_process"}
+MODULES = {"engine": "quire.ipc.engine_process", "http": "quire.server.http_process"}
 DEADLINE = 60.0
 """Seconds that anything may take on a busy machine before a test gives up."""
 

@@ -23,8 +23,6 @@ from starlette.types import ASGIApp
 from quire.core.sampling_params import SamplingParams
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.engine.tokenizer import RenderedChat
-from quire.engine.wire import EngineInfo
 from quire.errors import (
     ChatTemplateError,
     EmptyPromptError,
@@ -32,11 +30,13 @@ from quire.errors import (
     PromptTooLongError,
     TokenOutOfRangeError,
 )
+from quire.ipc.wire import EngineInfo
 from quire.server.auth import Tenants
 from quire.server.config import ServerConfig
 from quire.server.context import AppContext
 from quire.server.metrics import Metrics
 from quire.server.transport import make_server
+from quire.text.tokenizer import RenderedChat
 
 VOCAB_SIZE = 300
 
@@ -81,7 +81,7 @@ def engine_info(**changes: Any) -> EngineInfo:
 
 @dataclass
 class FakeBoard:
-    """The part of `quire.engine.board.Board` that routes read."""
+    """The part of `quire.ipc.board.Board` that routes read."""
 
     phase: tuple[str, int] = ("reading weights", 40)
     pulse: int = 1

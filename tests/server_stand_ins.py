@@ -19,10 +19,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from quire import child
 from quire.config import EngineConfig
-from quire.engine import child, wire
-from quire.engine.board import PATIENCE, PULSE, Board
-from quire.engine.process import EngineStart
+from quire.ipc import wire
+from quire.ipc.board import PATIENCE, PULSE, Board
+from quire.ipc.engine_process import EngineStart
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import listen
 from quire.server.supervisor import ServeOptions, Supervisor

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +18,13 @@ from quire import LLM, SamplingParams
 from quire.bench import ceilings, cells
 from quire.bench.ceilings import Ceilings, Cost, Machine, Work, measure_machine, record
 from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, refusal
-from quire.bench.random_checkpoint import SHAPES, model_config, random_checkpoint, write_checkpoint
 from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
 from quire.models.fields import Fields
-from quire.models.model import Model
-from quire.models.qwen3 import Qwen3
+from quire.models.model import ModelSizes
+from quire.models.random_checkpoint import SHAPES, model_config, random_checkpoint, write_checkpoint
 from quire.models.registry import load_model, read_config
+from quire.ops import Quantization
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +53,10 @@ def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "_timed", steady)
 
 
-class Shape(Model):
-    """A model's sizes without its weights."""
-
-    def forward(self, batch: object, kv: object) -> torch.Tensor:
-        raise NotImplementedError
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-def work_of(quantization: object = None, **changes: Any) -> Work:
+def work_of(quantization: Quantization | None = None, **changes: Any) -> Work:
     fields = Fields(model_config("qwen3-0.6b") | changes, "config.json")
-    weights = SimpleNamespace(dtype=torch.bfloat16, kernels=None, quantization=quantization)
-    return Work.of(Shape(Qwen3.read_config(fields, Fields({}, "none")), weights), kv_bytes_per_token=114_688)
+    config = read_config(fields, Fields({}, "none"))
+    return Work.of(ModelSizes(config, torch.bfloat16, quantization), kv_bytes_per_token=114_688)
 
 
 # The work of a model, against figures counted by hand
@@ -116,7 +105,7 @@ def test_a_quantized_models_products_have_the_rate_of_integers_and_attention_has
     machine = Machine(1, read_rate=1e9, matrix_rate=10.0, int8_rate=20.0)
     cost = Cost(num_bytes=0, products=100, attention=50)
     assert Ceilings(work_of(), machine).seconds(cost) == 15.0
-    assert Ceilings(work_of("int8"), machine).seconds(cost) == 10.0
+    assert Ceilings(work_of(Quantization("int8")), machine).seconds(cost) == 10.0
 
 
 def test_decode_steps_attend_to_a_context_that_grows() -> None:
@@ -134,8 +123,7 @@ def test_the_machine_is_measured_with_the_threads_in_use(quick_ceilings: None) -
 
 def test_a_step_of_one_token_reads_the_experts_that_it_is_sent_to() -> None:
     config = read_config(Fields(model_config("qwen3-moe-1b"), "config.json"), Fields({}, "none"))
-    weights = SimpleNamespace(dtype=torch.bfloat16, kernels=None, quantization=None)
-    work = Work.of(Shape(config, weights), kv_bytes_per_token=0)
+    work = Work.of(ModelSizes(config, torch.bfloat16), kv_bytes_per_token=0)
     expert, attention = 3 * 2048 * 768, 2048 * (4096 + 2 * 512) + 4096 * 2048
     rest = 151936 * 2048 + 8 * (attention + 16 * 2048 + 2 * 2048 + 2 * 128) + 2048
     assert work.step(1, 100).num_bytes == 2 * (rest + 8 * 8 * expert)

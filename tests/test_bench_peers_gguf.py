@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from benchmarks.peers import gguf_layout
 
-from quire.bench.random_checkpoint import SHAPES
 from quire.models.fields import Fields
+from quire.models.random_checkpoint import SHAPES
 from quire.models.registry import read_config
 
 TINY = ("qwen3-tiny", "qwen3-moe-tiny", "deepseek-v2-tiny")

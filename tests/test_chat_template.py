@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.engine import chat_template, template_sandbox
-from quire.engine.chat_template import ChatTemplate, load_templates
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
+from quire.text import chat_template, template_sandbox
+from quire.text.chat_template import ChatTemplate, load_templates
 
 CHATML = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}

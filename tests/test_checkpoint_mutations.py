@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.tokenizer import Tokenizer
-from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import (
     ChatTemplateError,
     CheckpointError,
@@ -21,6 +19,8 @@ from quire.errors import (
 from quire.llm import LLM
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.registry import read_config
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_trial import TokenizerTrial
 from tests.mutations import SNIPPETS, mutate_json, mutate_text
 from tests.oracle import save_checkpoint
 from tests.test_chat_template import TEMPLATES

@@ -28,7 +28,7 @@ from quire.config import PRESETS, EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, QuireError, SamplingParamsError
 from quire.server.config import ServerConfig
-from quire.speculation import SpeculativeConfig
+from quire.speculate.config import SpeculativeConfig
 from quire.vllm_options import VLLM_OPTIONS
 
 

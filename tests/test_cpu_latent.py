@@ -120,19 +120,28 @@ def last_place(dtype: torch.dtype) -> float:
 # -- attention ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_equals_sums_in_fp64(kernels: CpuKernels, dtype: torch.dtype, stored: KVCacheDtype) -> None:
-    torch.manual_seed(0)
-    for seed in range(3):
-        q, kv, batch, (heads, width, rope) = random_step(random.Random(seed), dtype, stored)
-        scale = (width + rope) ** -0.5
-        out = kernels.attend_latent(q, kv, batch, LAYER, scale, width)
-        assert out.shape == (len(q), heads, width) and out.dtype == dtype
-        # As in test_cpu_attention.py: the softmax's weights are rounded to bf16 too.
-        tolerance = 2 * last_place(dtype)
-        expected = in_fp64(q, kv, batch, scale, width)
-        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+EVERY_PAIR = [
+    pytest.param(dtype, stored, seed, marks=() if (i + j + seed) % 3 == 0 else pytest.mark.slow)
+    for i, dtype in enumerate(DTYPES)
+    for j, stored in enumerate(STORED)
+    for seed in range(3)
+]
+"""Each type meets each format and each step, and these each other; `make test-slow` adds the rest."""
+
+
+@pytest.mark.parametrize(("dtype", "stored", "seed"), EVERY_PAIR)
+def test_attention_equals_sums_in_fp64(
+    kernels: CpuKernels, dtype: torch.dtype, stored: KVCacheDtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    q, kv, batch, (heads, width, rope) = random_step(random.Random(seed), dtype, stored)
+    scale = (width + rope) ** -0.5
+    out = kernels.attend_latent(q, kv, batch, LAYER, scale, width)
+    assert out.shape == (len(q), heads, width) and out.dtype == dtype
+    # As in test_cpu_attention.py: the softmax's weights are rounded to bf16 too.
+    tolerance = 2 * last_place(dtype)
+    expected = in_fp64(q, kv, batch, scale, width)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_attention_equals_the_reference(kernels: CpuKernels) -> None:

@@ -13,12 +13,12 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.engine.engine import Engine
-from quire.engine.tokenizer import Tokenizer
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import RaggedBatch
 from quire.speculate.load_draft import load_draft_model, load_eagle
+from quire.text.tokenizer import Tokenizer
 
 TEXT = '''"""Read and write simple tables of values."""
 
@@ -137,7 +137,7 @@ def test_the_draft_model_is_right_as_often_as_it_was(demo: Model, ids: list[int]
 def test_the_heads_first_and_second_drafts_are_right_as_often_as_they_were(demo: Model, ids: list[int]) -> None:
     head = load_eagle(resolve("demo-eagle"), demo)
     hidden = hidden_states(demo, ids)
-    kv = demo.new_cache(len(ids) // 16 + 2, 16, behind=head.kv_shape).behind
+    kv = demo.new_cache(len(ids) // 16 + 2, 16, draft_kv=head.kv_shape).draft_kv
     assert kv is not None
     second = []
     with torch.inference_mode():
@@ -186,7 +186,7 @@ class Stated:
         """0.32 ms, 0.2 for each draft: those of `demo-eagle` took so much (benchmarks/README.md); rows cost little."""
         drafts = max(span.num_drafted for span in result.spans)
         requests = self.engine.scheduler.requests
-        followed = any(requests[span.request].draft_state.followed for span in plan.spans)
+        followed = any(requests[span.request].draft_state.drafting_enabled for span in plan.spans)
         result.began, result.drafting = self.milliseconds / 1000, (0.01 * followed + 0.19 * drafts) / 1000
         result.seconds = 0.32 / 1000 + 0.01 / 1000 * drafts + result.drafting
         self.milliseconds += 1000 * result.seconds

@@ -61,6 +61,7 @@ SETTINGS = {
 }
 IN_FULL = ["bfloat16", "float32", "sliding window"]
 IN_PART = [name for name in SETTINGS if name not in IN_FULL]
+SLOWEST = "torch, int4 weights, int8 cache"
 
 
 class Switches(NamedTuple):
@@ -192,9 +193,17 @@ def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size,
     assert_switches_change_nothing(setting, alone, product)
 
 
-@pytest.mark.parametrize("setting", IN_PART, indirect=True)
-def test_nothing_around_a_request_changes_its_tokens_in_any_kernels_and_formats(setting, alone):
-    assert_switches_change_nothing(setting, alone, PART)
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        *((name, PART) for name in IN_PART if name != SLOWEST),
+        (SLOWEST, PART[:1]),
+        pytest.param(SLOWEST, PART[1:], marks=pytest.mark.slow),
+    ],
+    indirect=["setting"],
+)
+def test_nothing_around_a_request_changes_its_tokens_in_any_kernels_and_formats(setting, alone, part):
+    assert_switches_change_nothing(setting, alone, part)
 
 
 @pytest.mark.parametrize("setting", IN_FULL, indirect=True)

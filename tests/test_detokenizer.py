@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.detokenizer import LONGEST_WINDOW, MAX_BYTE_RUN, MAX_WINDOW, Detokenizer, TextStream
-from quire.engine.tokenizer import Tokenizer
+from quire.text.detokenizer import LONGEST_WINDOW, MAX_BYTE_RUN, MAX_WINDOW, Detokenizer, TextStream
+from quire.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import CHATML_CONFIG, LLAMA_CONFIG, byte_level_json, metaspace_json
 
 BYTE_LEVEL = Tokenizer(byte_level_json(), CHATML_CONFIG)

@@ -40,8 +40,21 @@ def alone(folder) -> dict[int, Any]:
     return outcomes
 
 
-@pytest.mark.parametrize("graphs", ["lazy", "eager", "off"])
-@pytest.mark.parametrize(("blocks", "chunk", "cache"), [(22, 40, "radix"), (400, 173, "hash"), (22, 2048, "off")])
+CACHES = {"radix": (22, 40), "hash": (400, 173), "off": (22, 2048)}
+"""Kinds of prefix cache, with the blocks and the largest chunks that they are tested with."""
+
+ALWAYS = (("lazy", "radix"), ("lazy", "off"), ("eager", "hash"), ("off", "radix"))
+"""`make test-slow` adds the other pairs of graphs and caches."""
+
+
+@pytest.mark.parametrize(
+    ("graphs", "blocks", "chunk", "cache"),
+    [
+        pytest.param(graphs, *CACHES[cache], cache, marks=() if (graphs, cache) in ALWAYS else pytest.mark.slow)
+        for graphs in ("lazy", "eager", "off")
+        for cache in CACHES
+    ],
+)
 def test_a_device_gives_the_same_tokens(folder, alone, graphs, blocks, chunk, cache):
     for overlap in (True, False):
         device = DelayedDevice()

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from quire.engine import client as client_module
-from quire.engine.board import START_SECONDS
 from quire.errors import EngineClosedError
+from quire.ipc import client as client_module
+from quire.ipc.board import START_SECONDS
 from tests.engine_server import until
 from tests.test_engine_process import LONG, PROMPTS, WALL, amid, server  # noqa: F401  # a fixture
 

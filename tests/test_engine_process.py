@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from quire import LLM, SamplingParams
-from quire.engine import client as client_module
-from quire.engine import process, wire
 from quire.engine.frontend import Frontend
 from quire.errors import EngineClosedError, PromptTooLongError
+from quire.ipc import client as client_module
+from quire.ipc import engine_process as process
+from quire.ipc import wire
 from tests.engine_server import EngineServer, until
 
 PROMPTS = ["def fib(n):\n", "class Stack:\n", "import os\n", "for x in"]

@@ -39,7 +39,7 @@ def test_every_request_gets_what_it_gets_alone_for_long(fuzz: Fuzz) -> None:
 def met(seen: dict[str, int], seeds: int) -> None:
     """A run in which requests did not get in each other's way would show nothing."""
     assert seen["requests"] > 20 * seeds, seen
-    for what in ("preempted", "held", "aborted", "part-way"):
+    for what in ("preempted", "awaiting", "aborted", "partial prefill"):
         assert seen[what] > seeds, (what, seen)
     for what in ("cached tokens", "drafted", "accepted"):
         assert seen[what] > 5 * seeds, (what, seen)

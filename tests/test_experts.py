@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.errors import ModelConfigError
-from quire.layers.experts import ExpertsConfig, ExpertsLayer, expert_layers
+from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.config import read_routing
@@ -270,8 +270,3 @@ def test_rows_of_padding_do_not_count() -> None:
     x = torch.randn(12, HIDDEN)
     assert load_of(7, padding=5) == load_of(7, padding=0)
     assert sum(load_of(7, padding=5)) == 2 * 7
-
-
-def test_layers_with_experts_keep_their_numbers() -> None:
-    sparse = [ExpertsLayer(CONFIG, MadeUp()) for _ in range(2)]
-    assert expert_layers([object(), sparse[0], object(), sparse[1]]) == {1: sparse[0], 3: sparse[1]}

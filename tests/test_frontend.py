@@ -9,10 +9,10 @@ import pytest
 from quire.core.request import RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.engine import detokenizer
 from quire.engine.frontend import Frontend
 from quire.engine.outputs import RequestOutput
-from quire.engine.tokenizer import Tokenizer
+from quire.text import detokenizer
+from quire.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import panicking_json
 
 SOURCE, PANICS = panicking_json()

@@ -25,8 +25,8 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.worker import SECTIONS
 
 from quire.bench.ceilings import Work
-from quire.bench.random_checkpoint import RandomCheckpoint, model_config
 from quire.core.step import Span
+from quire.models.random_checkpoint import RandomCheckpoint, model_config
 from quire.models.registry import build_model
 from quire.ops import Kernels
 from quire.ops.triton.kernels import TritonKernels

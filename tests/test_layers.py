@@ -11,6 +11,7 @@ import torch
 from quire.errors import ModelConfigError
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies
 from quire.ops import Kernels, KVCache, RaggedBatch, choose_kernels, rotate
@@ -155,6 +156,23 @@ def test_embedding_looks_rows_up_in_the_given_weight_itself(kernels: Kernels) ->
     assert embedding(torch.tensor([0])).tolist() == [[5, 5, 5]]
 
 
+class Identities:
+    """Gives products that leave 4 heads' rows of 8 numbers as they are, or 2 heads' of an output."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        raise KeyError(name)
+
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        assert not bias
+        return Linear(self.kernels.pack([torch.eye(16 if names == ("self_attn.o_proj",) else 32)]))
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        raise KeyError(name)
+
+
 def test_attention_layer_stores_before_it_attends_and_writes_only_its_slots(kernels: Kernels) -> None:
     kv = KVCache(4, 2, 1, 8, 16, torch.float32)
     kv.data.fill_(7.0)
@@ -170,8 +188,8 @@ def test_attention_layer_stores_before_it_attends_and_writes_only_its_slots(kern
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 8, generator=generator) for heads in (2, 1, 1))
     still = torch.ones(2, 4), torch.zeros(2, 4)  # cos and sin of no turn at all
-    qkv = torch.cat([q, k, v], 1).flatten(1)
-    out = Attention(1.0, None, 1, None, kernels)(qkv, still, kv, batch)
+    attention = Attention(2, 1, 8, Identities(kernels), layer=1, window=None)
+    out = attention(torch.cat([q, k, v], 1).flatten(1), still, kv, batch)
     assert out.shape == (2, 16)
     torch.testing.assert_close(out[0], v[0, 0].repeat(2))  # the first token sees itself alone
     expected = torch.full_like(kv.data, 7.0)

@@ -423,9 +423,9 @@ def test_an_engines_threads_are_its_own():
         for name, llm in (("two", two), ("one", one)):
             forward = llm.model.forward
 
-            def spy(batch, kv, taps, name=name, llm=llm, forward=forward):
+            def spy(batch, kv, aux, name=name, llm=llm, forward=forward):
                 seen[name] = threads_of(llm)
-                return forward(batch, kv, taps)
+                return forward(batch, kv, aux)
 
             llm.model.forward = spy
             llm.generate("x", SamplingParams(max_tokens=2))

@@ -11,12 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MissingTensorError, ModelConfigError, TensorShapeError, UnexpectedTensorError
-from quire.layers.latent import LatentDecoderLayer
-from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.fields import Fields
 from quire.models.fp8 import restore
 from quire.models.quantize import quantize_folder
-from quire.models.registry import load_model
+from quire.models.registry import load_model, read_config
 from quire.ops import Kernels, KVCache, Quantization, RaggedBatch
 from quire.runner.memory_plan import plan_memory
 from tests.oracle import (
@@ -136,7 +134,7 @@ def test_v3_keeps_71_times_less_than_full_keys_and_values() -> None:
         "max_position_embeddings": 163840, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6, "eos_token_id": 1,
         "rope_theta": 10000, "rope_scaling": {"type": "yarn", **YARN, "factor": 40, "mscale": 1.0},
     }  # fmt: skip
-    config = DeepseekV3.read_config(Fields(published, "config.json"), Fields({}, "none"))
+    config = read_config(Fields(published, "config.json"), Fields({}, "none"))
     latent = config.layer.latent
     assert (config.layer.num_kv_heads, config.layer.head_dim, latent.row) == (1, 576, 576)
     assert round(config.layer.num_heads * (latent.qk_head_dim + latent.v_head_dim) / latent.row) == 71
@@ -280,7 +278,7 @@ def test_the_layer_behind_the_last_is_skipped_unless_asked_for(tmp_path: Path) -
     folder, reference, _ = save_with_mtp(tmp_path)
     reference.model.layers = reference.model.layers[:3]
     model = load_model(folder)
-    assert isinstance(model, DeepseekV3) and model.mtp is None and model.num_layers == 3
+    assert model.mtp is None and model.num_layers == 3
     expected = reference_logits(reference, PROMPT)
     torch.testing.assert_close(chunked_logits(model, PROMPT, 37), expected, rtol=0, atol=1e-4)
     with_mtp = load_model(folder, mtp=True)
@@ -291,12 +289,12 @@ def test_the_layer_behind_the_last_is_skipped_unless_asked_for(tmp_path: Path) -
 def test_the_layer_behind_the_last_predicts_from_a_hidden_state_and_the_next_token(tmp_path: Path) -> None:
     folder, reference, extra = save_with_mtp(tmp_path)
     model = load_model(folder, mtp=True)
-    assert isinstance(model, DeepseekV3) and model.mtp is not None
-    assert isinstance(model.mtp.layer, LatentDecoderLayer) and model.mtp.embedding is model.embedding
+    assert model.mtp is not None
+    assert model.mtp.embedding is model.embedding
     tokens, hidden = torch.tensor(PROMPT[:40]), torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(40)
     batch = RaggedBatch(tokens, positions, positions + 16, [0, 40], [40], torch.tensor([[1, 2, 3]]), 16)
-    kv = KVCache(5, 4, 1, model.head_dim, 16, torch.float32, sides=1)
+    kv = KVCache(5, 1, 1, model.head_dim, 16, torch.float32, sides=1)
     with torch.inference_mode():
         ours = model.mtp.logits(model.mtp.forward(hidden, batch, kv))
 
@@ -320,7 +318,7 @@ def test_a_layer_behind_the_last_that_is_not_there_cannot_be_asked_for(tmp_path:
     edit_json(folder / "config.json", {"num_nextn_predict_layers": 0})
     with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
         load_model(folder, mtp=True)
-    with pytest.raises(ConfigError, match="no layer that predicts one token more"):
+    with pytest.raises(ConfigError, match=r"one layer that predicts one token more .* this one has 0"):
         load_model(save_checkpoint(tmp_path / "v2", "deepseek_v2"), mtp=True)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire.errors import ConfigError
 from quire.models.eagle import Eagle
 from quire.models.eagle3 import Eagle3
-from quire.models.model import Model, Taps
+from quire.models.model import AuxHiddenStates, Model
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVCache, KVShape, RaggedBatch
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
@@ -193,14 +193,14 @@ def batch_of(tokens: torch.Tensor, start: int, size: int = 16) -> RaggedBatch:
     )
 
 
-def run_model(model: Model, taps: Taps | None) -> torch.Tensor:
+def run_model(model: Model, aux: AuxHiddenStates | None) -> torch.Tensor:
     with torch.inference_mode():
-        return model.forward(batch_of(torch.tensor(PROMPT[:TOKENS]), 0), model.new_cache(8, 16), taps)
+        return model.forward(batch_of(torch.tensor(PROMPT[:TOKENS]), 0), model.new_cache(8, 16), aux)
 
 
 def run_head(head: Eagle | Eagle3, hidden: torch.Tensor, chunk: int = TOKENS) -> torch.Tensor:
     """What a head makes of hidden states [TOKENS, hidden] of the prompt."""
-    kv = KVCache(8, 1, 1, 6, 16, torch.float32, behind=head.kv_shape).behind
+    kv = KVCache(8, 1, 1, 6, 16, torch.float32, draft_kv=head.kv_shape).draft_kv
     assert kv is not None
     after, out = torch.tensor(PROMPT[1:]), []
     with torch.inference_mode():
@@ -211,16 +211,16 @@ def run_head(head: Eagle | Eagle3, hidden: torch.Tensor, chunk: int = TOKENS) ->
 
 def features_of(target: Model, head: Eagle | Eagle3) -> torch.Tensor:
     """What the runner would give the head."""
-    taps = Taps(head.taps) if head.taps else None
-    hidden = run_model(target, taps)
-    return hidden if taps is None else taps.features()
+    aux = AuxHiddenStates(head.aux_layers) if head.aux_layers else None
+    hidden = run_model(target, aux)
+    return hidden if aux is None else aux.features()
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-# Taps
+# AuxHiddenStates
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v2"])
@@ -229,12 +229,12 @@ def test_taps_are_what_enters_the_layers_and_change_nothing(
     architecture: str, kernels: Kernels | None, tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path, architecture)
-    model, taps = load_model(folder, kernels=kernels), Taps((2, 0, 1))
-    assert torch.equal(run_model(model, taps), run_model(model, None))
+    model, aux = load_model(folder, kernels=kernels), AuxHiddenStates((2, 0, 1))
+    assert torch.equal(run_model(model, aux), run_model(model, None))
     with torch.inference_mode():
         ids = torch.tensor([PROMPT[:TOKENS]])
         entering = load_reference(folder)(ids, output_hidden_states=True).hidden_states
-    assert_near(taps.features(), torch.cat([entering[layer][0] for layer in (2, 0, 1)], dim=1))
+    assert_near(aux.features(), torch.cat([entering[layer][0] for layer in (2, 0, 1)], dim=1))
 
 
 # Heads
@@ -246,7 +246,7 @@ def test_taps_are_what_enters_the_layers_and_change_nothing(
 def test_an_eagle_head_computes_what_plain_torch_does(extra: str, target: Model, tmp_path: Path) -> None:
     tensors = eagle_tensors(extra)
     head = load_eagle(write(tmp_path, tensors), target)
-    assert head.taps == () and head.hidden_size == HIDDEN
+    assert head.aux_layers == () and head.hidden_size == HIDDEN
     hidden = features_of(target, head)
     assert torch.equal(head.fuse(hidden), hidden)
     out = run_head(head, hidden)
@@ -262,7 +262,7 @@ def test_an_eagle3_head_computes_what_plain_torch_does(
     tensors = eagle3_tensors(own_embedding=own_embedding)
     stored = {key.replace("midlayer.", name): tensor for key, tensor in tensors.items()}
     head = load_eagle3(write(tmp_path, stored, draft_vocab_size=DRAFT_VOCAB), target)
-    assert head.taps == (2, 4, 5) and head.hidden_size == HIDDEN
+    assert head.aux_layers == (2, 4, 5) and head.hidden_size == HIDDEN
     features = features_of(target, head)
     hidden = head.fuse(features)
     assert_near(hidden, F.linear(features, tensors["fc.weight"]))
@@ -327,7 +327,7 @@ def test_a_head_tells_what_its_cache_and_weights_take(target: Model, tmp_path: P
 def test_layers_that_config_json_names_are_tapped_in_small_targets_too(fields: dict[str, Any], tmp_path: Path) -> None:
     target = load_model(save_checkpoint(tmp_path / "target", "llama", num_hidden_layers=4))
     folder = write(tmp_path / "head", eagle3_tensors(), draft_vocab_size=DRAFT_VOCAB, **fields)
-    assert load_eagle3(folder, target).taps == (1, 2, 3)
+    assert load_eagle3(folder, target).aux_layers == (1, 2, 3)
 
 
 # What does not fit

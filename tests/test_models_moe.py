@@ -15,10 +15,10 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.recorder import Recorder
 from quire.errors import MissingTensorError, ModelConfigError, UnexpectedTensorError
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
+from quire.observe.recorder import Recorder
 from quire.ops import Quantization
 from tests.oracle import (
     chunked_logits,
@@ -217,3 +217,10 @@ def test_more_experts_than_config_json_says_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UnexpectedTensorError, match=r"experts\.7\."):
         load_model(folder)
+
+
+def test_layers_with_experts_keep_their_numbers(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=4, mlp_only_layers=[0, 2])
+    model = load_model(folder)
+    assert {index: model.layers[index].mlp for index in (1, 3)} == model.expert_layers
+    assert list(model.expert_loads) == [1, 3]

@@ -300,3 +300,19 @@ def test_a_quantized_block_is_copied_with_its_scales(kv_cache_dtype: KVCacheDtyp
     kv.numbers.view(torch.uint8)[2, ..., :5, :] = before[2, ..., : 16 * 8].view(3, 2, 2, 16, 8)[..., :5, :]
     kv.scales[2, ..., :5] = before[2, ..., 16 * 8 :].view(torch.float32)[..., :5]
     assert torch.equal(kv.data, before)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256, 576])
+def test_heads_of_any_width_give_the_same_bits_in_any_chunks(dim: int, heads: int) -> None:
+    """Libraries have products of their own for a few rows; how many these are depends on the width, and the machine."""
+    length, rng = 150, random.Random(dim)
+    whole_pool = Pool(1, dim, 16, torch.float32, seed=1)
+    s = whole_pool.sequence(length, heads, seed=dim)
+    (whole,) = whole_pool.step([(s, length)])
+    for largest in (1, 3, 7, 40):
+        pool = Pool(1, dim, 16, torch.float32, seed=2)
+        t, rows = pool.sequence(length, heads, seed=dim), []
+        for count in cut(length, largest, rng):
+            rows += pool.step([(t, count)])
+        assert torch.equal(torch.cat(rows), whole), f"chunks of at most {largest} rows"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+import tests.triton_launches  # noqa: F401  # for every test
 from quire.ops import BLOCK_SIZES, Kernels, KVCache, KVShape, RaggedBatch
 from quire.ops.triton.kernels import TritonKernels
 from tests.test_cpu_latent import turns, weight
@@ -49,9 +50,9 @@ def together(pair: Pair, size: int) -> tuple[KVCache, KVCache]:
     """Both models' caches over the same blocks."""
     shape, behind = pair
     heads = BLOCKS, shape.layers, shape.kv_heads, shape.head_dim, size
-    kv = KVCache(*heads, shape.dtype, shape.kv_cache_dtype, sides=shape.sides, behind=behind)
-    assert kv.behind is not None
-    return kv, kv.behind
+    kv = KVCache(*heads, shape.dtype, shape.kv_cache_dtype, sides=shape.sides, draft_kv=behind)
+    assert kv.draft_kv is not None
+    return kv, kv.draft_kv
 
 
 def bits(kv: KVCache) -> torch.Tensor:

@@ -17,6 +17,7 @@ from quire.ops import rejection, sampling
 from quire.ops.sampling import Filters, Purpose, noise_key
 
 INF = math.inf
+TRIALS = [1500, pytest.param(6000, marks=pytest.mark.slow)]
 
 
 def filters_of(
@@ -102,11 +103,12 @@ def emitted(
     ],
     ids=["near", "far", "equal", "narrower", "disjoint", "wider", "certain", "certain-even", "certain-impossible"],
 )
+@pytest.mark.parametrize("trials", TRIALS)
 def test_two_tokens_in_a_row_are_distributed_as_without_drafts(
-    target: list[list[float]], drafted: list[list[float]], certain: bool
+    target: list[list[float]], drafted: list[list[float]], certain: bool, trials: int
 ) -> None:
     draw = random.Random(0)
-    counts: Counter[Hashable] = Counter(emitted(target, drafted, certain, trial, draw) for trial in range(4000))
+    counts: Counter[Hashable] = Counter(emitted(target, drafted, certain, trial, draw) for trial in range(trials))
     assert_drawn_from(counts, {(a, b): target[0][a] * target[1 + a][b] for a in range(5) for b in range(5)})
 
 
@@ -236,17 +238,19 @@ LOGITS = torch.tensor([0.5, 2.0, 2.0, -1.0, 0.0, 3.0, 1.0, 2.5, 0.5, -3.0, 2.5, 
 
 
 @pytest.mark.parametrize("make", FILTERS)
-def test_sampling_draws_from_these_probabilities(make: Callable[[int, int], Filters]) -> None:
-    rows = 6000
+@pytest.mark.parametrize("rows", TRIALS)
+def test_sampling_draws_from_these_probabilities(make: Callable[[int, int], Filters], rows: int) -> None:
     tokens = sampling.sample(LOGITS.repeat(rows, 1), make(rows, 0))
     shares = rejection.probabilities(LOGITS[None], make(1, 0))[0].double()
     assert_drawn_from(Counter(tokens.tolist()), dict(enumerate(shares.tolist())))
 
 
 @pytest.mark.parametrize("make", FILTERS)
-def test_verified_drafts_are_distributed_as_samples_under_filters(make: Callable[[int, int], Filters]) -> None:
+@pytest.mark.parametrize("rows", TRIALS)
+def test_verified_drafts_are_distributed_as_samples_under_filters(
+    make: Callable[[int, int], Filters], rows: int
+) -> None:
     """The draft's logits are others; it goes through the same filters, and is drawn with the noise of samples."""
-    rows = 4000
     near = LOGITS.roll(1) * 0.5 + LOGITS * 0.5
     p, q = (rejection.probabilities(row[None], make(1, 0)) for row in (LOGITS, near))
     drafts = sampling.sample(near.repeat(rows, 1), make(rows, 0)).tolist()

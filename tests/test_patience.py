@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from quire.core.step import Span, StepPlan
-from quire.engine.patience import COMPILING_SECONDS, Patience
+from quire.ipc.patience import COMPILING_SECONDS, Patience
 
 
 def model(parameters: float, layers: int, hidden: int, heads: int, width: int, vocab: int) -> Any:

@@ -16,11 +16,11 @@ from quire.ops.quantized import (
     PANEL,
     QuantizedProduct,
     codes_of,
-    dequantize,
     layout,
     quantize,
     quantize_rows,
 )
+from tests.quantized import dequantize
 
 INT8 = Quantization("int8")
 INT4 = [Quantization("int4", group) for group in GROUP_SIZES]

@@ -33,8 +33,9 @@ from quire.models.quantize import quantize_folder
 from quire.models.quantized_folder import RECORD_FILE
 from quire.models.registry import build_model, load_model
 from quire.ops import Kernels, Quantization
-from quire.ops.quantized import DEFAULT_GROUP, dequantize, quantize
+from quire.ops.quantized import DEFAULT_GROUP, quantize
 from tests.oracle import chunked_logits, edit_json, random_prompt, save_checkpoint
+from tests.quantized import dequantize
 
 PROMPT = random_prompt(40)
 INT8, INT4 = Quantization("int8"), Quantization("int4", 32)

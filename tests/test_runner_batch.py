@@ -98,7 +98,7 @@ def test_rows_ahead_are_the_batches_of_one_row_that_follow() -> None:
     ahead = made._forward.rows_ahead(np.array([1, 0]), np.arange(4)[:, None] + [30, end - 1])
     for i, count in enumerate([2, 1, 1, 1]):  # the second one goes no further: it has no more blocks
         spans = [Span(1, 30 + i, [5]), Span(0, end - 1 + i, [6])][:count]
-        batch = ahead.batch(i, torch.tensor([5, 6][:count]))
+        batch = ahead(i, torch.tensor([5, 6][:count]))
         rows = np.array([1, 0][:count])
         expected = made._forward.batch(spans, rows, np.arange(count + 1))
         for name in ("token_ids", "positions", "slots"):

@@ -135,7 +135,7 @@ def test_a_mask_ends_with_its_request() -> None:
         sampler.start(info(request, allowed_token_ids=[7 + request]))
         assert one(sampler, noise(1), 3, request).token == 7 + request
         sampler.end(request)
-    assert len(sampler._masks.masks) < 20, "rows are used again"
+    assert len(sampler._allowed.matrix) < 20, "rows are used again"
     sampler.start(info(30, temperature=0))
     assert one(sampler, logits_of({49: 5.0}), 3, 30).token == 49
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import random
 import re
+import socket
 
 import openai
 import pytest
@@ -338,3 +339,10 @@ def drafts_in(server):
     pattern = r'^vllm:spec_decode_num_(\w+)_total{.*?(?:position="(\d)")?} (\S+)$'
     found = re.findall(pattern, server.get("/metrics")[2].decode(), re.MULTILINE)
     return {f"per_pos {position}" if position else name: float(count) for name, position, count in found}
+
+
+def test_connections_that_say_nothing_hold_nobody_up(server):
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    assert server.post("/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 2})[0] == 200
+    for connection in silent:
+        connection.close()

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
@@ -33,8 +32,8 @@ def jobs(count, **more):
 
 
 def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice():
-    long = jobs(6, max_tokens=1000)
-    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(6) as pool:
+    long = jobs(4, max_tokens=1000)
+    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda job: server.json("/v1/completions", job), long)
         expected = [answer["choices"][0]["text"] for answer in answers]
         streams = [server.stream("/v1/completions", job) for job in long]
@@ -42,7 +41,7 @@ def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice():
         texts = [next(chunk)["choices"][0]["text"] for chunk in chunks]
         for _ in range(2):
             # Whoever runs alone, on probation, while an engine dies has brought it down twice: wait for the others.
-            wait_until(lambda: all_run(server, 6))
+            wait_until(lambda: all_run(server, 4))
             pid = server.kill("engine")
             wait_until(lambda pid=pid: server.pids("engine") not in ([], [pid]) and server.health() == 200)
             texts = [text + next(chunk)["choices"][0]["text"] for text, chunk in zip(texts, chunks, strict=True)]
@@ -130,28 +129,6 @@ def test_requests_that_the_end_of_the_drain_cuts_off_return_what_they_have(signa
         assert server.survivors() == []
 
 
-def test_wedged_processes_are_replaced_and_a_request_that_wedges_the_engine_twice_ends_alone():
-    flags = ["--inject-fault", "spin:1234", "--max-num-seqs", "16", "--max-num-batched-tokens", "64"]
-    flags += ["--stall-restart-s", "5", "--api-workers", "2"]
-    with ServeProcess(*flags) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
-        wait_until(lambda: len(server.pids("tokenizer")) == 2)
-        stopped = server.kill("http", index=1, number=signal.SIGSTOP)  # the other one takes the connections
-        long = jobs(3, max_tokens=300)
-        answers = pool.map(lambda job: server.json("/v1/completions", job), long)
-        expected = [answer["choices"][0]["text"] for answer in answers]
-        streams = [server.stream("/v1/completions", job) for job in long]
-        # A long prompt, so that its end is computed when the others have come.
-        status, _, body = server.post("/v1/completions", {**LONG, "prompt": [5] * 1500 + [1234]})
-        assert status == 500 and "twice" in json.loads(body)["error"]["message"]
-        assert [stream.texts()[0] for stream in streams] == expected
-        assert stopped not in wait_until(lambda: server.pids("http"))
-        wait_until(lambda: server.health() == 200)
-        assert server.json("/v1/completions", long[0])["choices"][0]["text"] == expected[0]
-        for number in (1, 2):
-            assert f"engine {number} died (it showed no sign of life" in server.stderr
-        assert "HTTP process 1 died (it showed no sign of life" in server.stderr
-
-
 def test_children_do_not_outlive_a_killed_supervisor():
     with ServeProcess() as server:
         pids = server.pids("all")
@@ -183,25 +160,6 @@ def test_starts_that_cannot_work_end_with_one_clear_line_and_code_1(tmp_path):
     assert code == 1 and "tokenizer.json" in line and line.startswith("quire: error:")
     code, line = fails("demo", "--port", "0", "--kv-cache-memory", "1KiB")
     assert code == 1 and "kv_cache_memory" in line and line.startswith("quire: error:")
-
-
-def test_the_port_answers_at_once_and_says_how_far_loading_is():
-    with ServeProcess(wait="url") as server:
-        opened = time.monotonic() - server.started
-        status, headers, body = wait_until(lambda: _answer(server))
-        assert opened < 30  # a busy machine; the figure is in benchmarks
-        if status == 503:
-            assert json.loads(body)["status"] == "loading" and {"phase", "percent"} <= json.loads(body).keys()
-            status, headers, body = server.post("/v1/completions", {"prompt": "x"})
-            assert status in (503, 200) and (status == 200 or "retry-after" in headers)
-        server.wait_ready()
-
-
-def _answer(server):
-    try:
-        return server.get("/health")
-    except OSError:
-        return None
 
 
 def test_nothing_of_a_server_stays_on_disk(monkeypatch):

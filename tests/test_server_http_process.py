@@ -21,8 +21,8 @@ import pytest
 import zmq
 
 import quire
-from quire.engine import wire
-from quire.engine.board import PULSE, Board
+from quire.ipc import wire
+from quire.ipc.board import PULSE, Board
 from quire.server.config import HttpStart, ServerConfig
 from tests.server_fakes import engine_info, wait_until
 

@@ -21,8 +21,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quire.engine.board import PATIENCE, PULSE, Board
 from quire.errors import ServerError
+from quire.ipc.board import PATIENCE, PULSE, Board
 from quire.server import supervisor as supervisor_module
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import (
@@ -358,26 +358,10 @@ async def test_nobody_is_watched_where_that_was_asked_for(folder: Path) -> None:
         await supervisor._watch(cast(Any, Victim()), Board.create(folder / "board"))  # returns at once
 
 
-async def test_an_engine_without_a_pulse_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "LOOK_SECONDS", 0.01)
-    async with running(folder, fault="still") as server:
-        await server.until_ready(boot=2)
-        causes = [state["cause"] for state in server.states() if state["state"] == "restarting"]
-        assert causes[0] == "it showed no sign of life for 60 s and was killed"
-
-
-async def test_an_http_process_without_a_pulse_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "LOOK_SECONDS", 0.01)
-    async with running(folder, manners="still") as server:
-        await server.until_ready(worker=1)
-        [private] = private_folders(folder)
-        await server.until((private / "gone-0").exists, "the engine is told that the first one is gone")
-
-
 async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> None:
     import zmq
 
-    from quire.engine import wire
+    from quire.ipc import wire
 
     async with running(folder) as server:
         await server.until_ready()

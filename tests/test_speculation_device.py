@@ -19,10 +19,11 @@ from quire.core.step import RequestInfo
 from quire.engine.engine import Engine
 from quire.ops import sampling
 from quire.runner.device_drafter import DeviceDrafter
+from quire.runner.draft_context import DeviceContext
 from quire.runner.model_runner import OUT_OF_MEMORY
-from quire.runner.proposer import Ahead, Asked, DeviceContext, DeviceProposer, Lines, Row
+from quire.runner.penalties import padded
+from quire.runner.proposer import Ahead, Asked, DeviceProposer, Lines, Row
 from quire.runner.sampler import Sampler
-from quire.runner.token_counts import padded
 from quire.speculate import methods
 from quire.speculate.device_drafting import DeviceDraftingProposer, kept_tokens
 from quire.speculate.drafting import DraftingProposer
@@ -46,6 +47,9 @@ AT_DEPTHS = [
     for depth in (0, 1, 2)
     for method in METHODS
 ]
+
+PREEMPTED = ((0, "eagle"), (1, "itself"), (2, "mtp"))
+"""So are these, while requests preempt each other."""
 
 UNDRAFTED = (7, 9, 10, 13)
 """Requests of `test_speculation` with bad_words, with min_tokens, and without speculation."""
@@ -152,7 +156,14 @@ def test_drafts_of_any_length_change_nothing(folders, alone, drafts):
     assert engine.stats.accepted == engine.stats.drafted > 100
 
 
-@pytest.mark.parametrize(("depth", "method"), AT_DEPTHS)
+@pytest.mark.parametrize(
+    ("depth", "method"),
+    [
+        pytest.param(depth, method, marks=() if (depth, method) in PREEMPTED else pytest.mark.slow)
+        for depth in (0, 1, 2)
+        for method in METHODS
+    ],
+)
 def test_drafts_change_nothing_while_requests_preempt_each_other(folders, alone, method, depth):
     engine = start(folders, method, num_kv_blocks=20, max_num_batched_tokens=40)
     engine._depth = depth
@@ -194,8 +205,8 @@ def test_requests_that_are_let_go_get_no_drafts_and_the_same_tokens(folders, alo
         steps[0] += 1
         for span in plan.spans if plan is not None and steps[0] in (5, 9) else ():
             if not span.start_follows and span.request % 3 == 0:
-                plan.let_go.append(span.request)
-                engine.scheduler.requests[span.request].draft_state.followed = False
+                plan.drop_drafting.append(span.request)
+                engine.scheduler.requests[span.request].draft_state.drafting_enabled = False
         return plan
 
     engine.scheduler.schedule = letting_go  # type: ignore[method-assign]
@@ -214,7 +225,7 @@ class OnHost(DraftingProposer):
         self.keeps = 1
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "draft_model"])
 def test_the_drafts_are_those_of_the_host(folders, method):
     """As many are accepted of each request, whatever is cached, chunked or in flight."""
     found = []
@@ -307,8 +318,18 @@ class Recorded(DeviceProposer):
         return lines
 
 
-@pytest.mark.parametrize("choice", ["right", "wrong", "right, then wrong", "random", "failing"])
-@pytest.mark.parametrize(("overlap", "drafts"), [(False, 3), (True, 8), pytest.param(True, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("overlap", "drafts", "choice"),
+    [
+        pytest.param(overlap, drafts, choice, marks=() if choice in choices else pytest.mark.slow)
+        for overlap, drafts, choices in (
+            (False, 3, ("wrong", "right, then wrong", "failing")),
+            (True, 8, ("right", "right, then wrong", "random")),
+            (True, 1, ()),
+        )
+        for choice in ("right", "wrong", "right, then wrong", "random", "failing")
+    ],
+)
 def test_whatever_is_drafted_the_output_is_the_same(folders, alone, choice, overlap, drafts):
     proposer = Recorded(alone["target"], CHOICES[choice])
     engine = start(folders, "ngram", drafts, proposer=proposer, async_scheduling=overlap, max_num_batched_tokens=64)
@@ -344,8 +365,7 @@ def test_nonsense_costs_speed_and_nothing_else(folders, alone, answer):
     [
         "propose",
         "follow",
-        "restart",
-        *(pytest.param(what, marks=pytest.mark.slow) for what in ("start", "end", "settle")),
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("restart", "start", "end", "settle")),
     ],
 )
 def test_a_proposer_that_fails_costs_speed_and_nothing_else(folders, alone, what, caplog):
@@ -393,11 +413,11 @@ def test_out_of_memory_halves_a_step_with_drafts(folders, alone):
     engine = start(folders, "itself", 8, cuda_graphs="off")
     forward, failures = engine.model.forward, []
 
-    def small(batch: Any, kv: Any, taps: Any = None) -> torch.Tensor:
+    def small(batch: Any, kv: Any, aux: Any = None) -> torch.Tensor:
         if len(batch.token_ids) > 64:
             failures.append(len(batch.token_ids))
             raise torch.OutOfMemoryError("no")
-        return forward(batch, kv, taps)
+        return forward(batch, kv, aux)
 
     engine.model.forward = small  # type: ignore[method-assign]
     indices = [0, 1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15]  # with prompts of up to 53 tokens
@@ -478,10 +498,10 @@ def test_a_request_that_does_not_fit_alone_ends_alone(folders, alone):
     engine = start(folders, "eagle", cuda_graphs="off")
     forward = engine.model.forward
 
-    def small(batch: Any, kv: Any, taps: Any = None) -> torch.Tensor:
+    def small(batch: Any, kv: Any, aux: Any = None) -> torch.Tensor:
         if len(batch.token_ids) > 80:
             raise torch.OutOfMemoryError("no")
-        return forward(batch, kv, taps)
+        return forward(batch, kv, aux)
 
     engine.model.forward = small  # type: ignore[method-assign]
     found: dict[int, list[Any]] = {index: [] for index in (1, 5, 8)}
@@ -572,7 +592,7 @@ def test_rows_are_sampled_alike_whether_the_host_knows_where_they_stand(reported
             sampler.start(RequestInfo(number, given, 0, [4, 5, 6], [9]))
     for _ in range(2):
         places = [(row.request, row.position) for row in rows]
-        wanted = known.launch_behind(logits.clone(), rows)
+        wanted = known.launch_with_drafts(logits.clone(), rows)
         ahead = Ahead(
             torch.tensor([row.position for row in rows]), torch.from_numpy(padded([row.ahead for row in rows]))
         )

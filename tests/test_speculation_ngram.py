@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
-from quire.runner.proposer import Computed, DraftContext, Wanted
+from quire.runner.draft_context import DraftContext
+from quire.runner.proposer import Computed, Wanted
 from quire.speculate import ngram
 from quire.speculate.ngram import NgramProposer
 

@@ -97,7 +97,7 @@ def test_it_accepts_oftener_than_equal_tokens_do_and_says_what_it_gives_up(folde
     outputs(classic, 300)
     outputs(exact, 300)
     assert classic.stats.accepted / classic.stats.drafted > exact.stats.accepted / exact.stats.drafted
-    assert any("keep the distribution of what is sampled, not the very tokens" in note for note in classic.notes)
+    assert any("keep the distribution of what is sampled, not the tokens" in note for note in classic.notes)
 
 
 def test_greedy_requests_get_the_very_tokens(folders):

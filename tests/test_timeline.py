@@ -21,8 +21,9 @@ import torch
 from quire import LLM, SamplingParams
 from quire.core.request import RequestUpdate
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
-from quire.engine import timeline as module
-from quire.engine.timeline import (
+from quire.errors import ConfigError
+from quire.observe import timeline as module
+from quire.observe.timeline import (
     BETWEEN_STEPS,
     DEVICE,
     FIRST_PROFILED_STEP,
@@ -33,7 +34,6 @@ from quire.engine.timeline import (
     Timeline,
     TraceFile,
 )
-from quire.errors import ConfigError
 
 from .core.fake_runner import make_request, make_scheduler, outputs
 

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import ChatTemplateError, CheckpointError, RequestError, TokenizerError
+from quire.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import CHATML_CONFIG, LLAMA_CONFIG, byte_level_json, metaspace_json
 
 CHATML = (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine import tokenizer_backend
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import TokenizerError, TokenizerFailedError
+from quire.text import tokenizer_backend
+from quire.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import byte_level_json, metaspace_json, panicking_json, unigram_json
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

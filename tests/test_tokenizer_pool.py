@@ -17,20 +17,19 @@ from typing import Any
 import pytest
 import uvloop
 
-from quire.engine import tokenizer_pool
-from quire.engine.tokenizer import Tokenizer
-from quire.engine.tokenizer_pool import LARGE_BYTES, MAX_JOB_BYTES, TokenizerPool
 from quire.errors import (
     ChatTemplateError,
     EngineClosedError,
     RequestError,
     TokenizerError,
     TokenizerFailedError,
-    TokenizerTimeoutError,
     TokenizerUnavailableError,
     TokenOutOfRangeError,
     UnknownTemplateVariableError,
 )
+from quire.text import tokenizer_pool
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_pool import LARGE_BYTES, MAX_JOB_BYTES, TokenizerPool
 
 from .http_tools import children_of, command_of
 from .tokenizer_builders import CHATML_CONFIG, byte_level_json, panicking_json
@@ -257,34 +256,12 @@ async def test_a_process_that_cannot_be_started_is_an_error(
 # -- deadlines and deaths ------------------------------------------------------------------------------------
 
 
-async def test_an_endless_template_is_killed_at_the_deadline_and_others_go_on(start: Any) -> None:
-    told: list[str] = []
-    pool = await start(2, deadline=3.0, log=told.append)
-    await until(lambda: len(pool.pids) == 2)
-    before = pool.pids
-    began = time.monotonic()
-    endless = asyncio.create_task(pool.render(user("endless")))
-    await until(lambda: pool.num_busy == 1)
-    beside = 0
-    for index in range(20):
-        assert await pool.encode([f"text {index}"])
-        beside += not endless.done()
-    assert beside
-    with pytest.raises(TokenizerTimeoutError, match="longer than 3 s"):
-        await endless
-    assert 3.0 <= time.monotonic() - began < 60.0
-    await until(lambda: len(pool.pids) == 2)
-    assert len(set(pool.pids) & set(before)) == 1
-    assert [line.partition("was killed")[1] for line in told] == ["was killed"]
-    assert (await pool.render(user("x"))).token_ids
-
-
 async def test_a_job_whose_worker_is_killed_is_done_again_once(start: Any, folder: Path) -> None:
     told: list[str] = []
     pool = await start(log=told.append)
     [victim] = pool.pids
     slow = asyncio.create_task(pool.render(user("slow")))
-    await until(lambda: pool.num_busy == 1 or slow.done())
+    await until(lambda: pool._num_busy == 1 or slow.done())
     os.kill(victim, signal.SIGKILL)
     assert await slow == Tokenizer.load(folder).apply_chat_template(user("slow"))
     await until(lambda: bool(told))
@@ -307,82 +284,13 @@ async def test_a_job_that_two_workers_died_of_fails_alone_and_is_blamed_only_if_
     for _ in range(2):
         await until(lambda: bool(pool.pids))
         [victim] = pool.pids
-        await until(lambda: pool.num_busy == 1)
+        await until(lambda: pool._num_busy == 1)
         os.kill(victim, number)
         await until(lambda victim=victim: victim not in pool.pids)
     with pytest.raises(TokenizerFailedError, match=words) as failed:
         await endless
     assert failed.type is kind
     assert await others
-
-
-async def test_a_job_given_to_a_stopped_worker_is_done_by_another_one(
-    start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    pool = await start(log=told.append)
-    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 0.5)
-    [victim] = pool.pids
-    os.kill(victim, signal.SIGSTOP)
-    job = asyncio.create_task(pool.encode(["hello"]))
-    await until(lambda: bool(told))
-    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 60.0)
-    assert await job == [Tokenizer.load(folder).encode("hello")]
-    assert "no sign of life" in told[0] and is_gone(victim)
-
-
-async def test_a_job_whose_worker_is_stopped_in_its_midst_is_done_again(
-    start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_pool, "WORKED_SHARE", 100.0)  # however late the stop comes
-    told: list[str] = []
-    pool = await start(deadline=0.5, log=told.append)
-    slow = asyncio.create_task(pool.render(user("slow")))
-    stopped = await stop_at_work(pool, slow)
-    await until(lambda: bool(told) or slow.done())
-    pool.deadline = 60.0
-    assert await slow == Tokenizer.load(folder).apply_chat_template(user("slow"))
-    if stopped:
-        assert "no sign of life" in told[0]
-
-
-async def test_a_job_whose_workers_are_stopped_twice_is_not_blamed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_pool, "WORKED_SHARE", 100.0)  # however late the stop comes
-    pool = await start(deadline=0.5, log=lambda _: None)
-    endless = asyncio.create_task(pool.render(user("endless")))
-    for _ in range(2):
-        await stop_at_work(pool, endless)
-        [victim] = pool.pids
-        await until(lambda victim=victim: victim not in pool.pids)
-    with pytest.raises(TokenizerUnavailableError, match="stopped or killed"):
-        await endless
-    assert (await pool.render(user("x"))).token_ids
-
-
-async def stop_at_work(pool: TokenizerPool, job: asyncio.Task[Any]) -> bool:
-    """Stop the worker that has begun this job; False if the job was done first."""
-    await until(lambda: job.done() or any(worker._begun is not None for worker in pool._workers))
-    if not job.done():
-        os.kill(pool.pids[0], signal.SIGSTOP)
-    return not job.done()
-
-
-async def test_an_idle_worker_that_is_stopped_is_replaced_before_anybody_needs_it(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_pool, "PING_SECONDS", 0.05)
-    told: list[str] = []
-    pool = await start(log=told.append)
-    [victim] = pool.pids
-    await asyncio.sleep(0.5)
-    assert pool.pids == [victim]  # it is asked, and answers
-    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 0.5)
-    os.kill(victim, signal.SIGSTOP)
-    await until(lambda: bool(told))
-    monkeypatch.setattr(tokenizer_pool, "BEGIN_SECONDS", 60.0)
-    await until(lambda: bool(pool.pids) and pool.pids != [victim])
-    assert "no sign of life" in told[0]
-    assert await pool.encode(["x"])
 
 
 async def test_a_worker_that_dies_idle_is_replaced_at_once(start: Any) -> None:
@@ -453,7 +361,7 @@ async def test_a_caller_that_gives_up_frees_its_worker(start: Any) -> None:
     pool = await start(deadline=600.0, log=lambda _: None)
     endless = asyncio.create_task(pool.render(user("endless")))
     queued = asyncio.create_task(pool.render(user("endless")))
-    await until(lambda: pool.num_busy == 1 and pool.num_waiting == 1)
+    await until(lambda: pool._num_busy == 1 and pool.num_waiting == 1)
     endless.cancel()
     queued.cancel()
     began = time.monotonic()
@@ -464,7 +372,7 @@ async def test_a_caller_that_gives_up_frees_its_worker(start: Any) -> None:
 async def test_nothing_is_kept_of_a_job_that_its_caller_gave_up_before_its_turn(start: Any) -> None:
     pool = await start(workers=1, log=lambda _: None)
     busy = asyncio.create_task(pool.render(user("endless")))
-    await until(lambda: pool.num_busy == 1)
+    await until(lambda: pool._num_busy == 1)
     given_up = [asyncio.create_task(pool.encode(["x" * size])) for size in (10, 100_000)]
     await until(lambda: pool.num_waiting == 2)
     for task in given_up:
@@ -482,7 +390,7 @@ async def test_a_caller_that_gives_up_on_a_short_job_costs_no_worker(
     before = pool.pids
     for _ in range(3):
         task = asyncio.create_task(pool.render(user("slow")))
-        await until(lambda task=task: pool.num_busy == 1 or task.done())
+        await until(lambda task=task: pool._num_busy == 1 or task.done())
         task.cancel()
         assert await pool.encode(["y"])
     assert pool.pids == before
@@ -494,7 +402,7 @@ async def test_large_jobs_leave_a_worker_to_small_ones(start: Any) -> None:
     large = [asyncio.create_task(pool.render([*user("endless"), *user("x" * LARGE_BYTES)])) for _ in range(3)]
     for index in range(20):
         assert await pool.encode([f"small {index}"])
-    assert pool.num_busy == 1 and pool.num_waiting == 2
+    assert pool._num_busy == 1 and pool.num_waiting == 2
     for task in large:
         task.cancel()
 
@@ -516,7 +424,7 @@ async def test_closing_ends_every_process_and_every_job(start: Any) -> None:
     await until(lambda: len(pool.pids) == 2)
     pids = pool.pids
     jobs = [asyncio.create_task(pool.render(user("endless"))) for _ in range(4)]
-    await until(lambda: pool.num_busy == 2)
+    await until(lambda: pool._num_busy == 2)
     await pool.close()
     await pool.close()
     assert all(is_gone(pid) for pid in pids)
@@ -545,12 +453,12 @@ async def test_closing_while_workers_start_leaves_no_process(folder: Path) -> No
 async def test_workers_die_with_their_parent_even_in_mid_job(folder: Path) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path\n"
-        "from quire.engine.tokenizer_pool import TokenizerPool\n"
+        "from quire.text.tokenizer_pool import TokenizerPool\n"
         "async def main():\n"
         "    pool = TokenizerPool(Path(sys.argv[1]), 1, 600.0)\n"
         "    await pool.start()\n"
         "    job = asyncio.create_task(pool.render([{'role': 'user', 'content': 'endless'}]))\n"
-        "    while pool.num_waiting or not pool.num_busy: await asyncio.sleep(0.01)\n"
+        "    while pool.num_waiting or not pool._num_busy: await asyncio.sleep(0.01)\n"
         "    print(*pool.pids, flush=True)\n"
         "    await job\n"
         "asyncio.run(main())\n"
@@ -574,6 +482,6 @@ async def test_the_terminals_signals_do_not_end_a_worker(start: Any) -> None:
 
 
 def test_neither_the_pool_nor_a_worker_imports_torch() -> None:
-    code = "import sys, quire.engine.tokenizer_pool, quire.engine.tokenizer_worker; print('torch' in sys.modules)"
+    code = "import sys, quire.text.tokenizer_pool, quire.text.tokenizer_worker; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "False"

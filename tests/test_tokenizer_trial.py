@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.engine import tokenizer_trial
-from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import ChatTemplateError, CheckpointError, TokenizerError, TokenizerFailedError
 from quire.models.hub import resolve
+from quire.text import tokenizer_trial
+from quire.text.tokenizer_trial import TokenizerTrial
 from tests.http_tools import children_of
 from tests.oracle import save_checkpoint
 from tests.tokenizer_builders import CHATML_CONFIG, byte_level_json

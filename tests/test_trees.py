@@ -343,8 +343,8 @@ def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it(kernels: K
 def test_tokens_move_with_their_scales_and_all_are_read_before_any_is_written(
     stored: KVCacheDtype, as_tensors: bool
 ) -> None:
-    kv = KVCache(4, 2, 3, 8, 16, torch.bfloat16, stored, behind=KVShape(1, 2, 4, torch.bfloat16))
-    other = kv.behind
+    kv = KVCache(4, 2, 3, 8, 16, torch.bfloat16, stored, draft_kv=KVShape(1, 2, 4, torch.bfloat16))
+    other = kv.draft_kv
     assert other is not None
     kv.memory.random_(0, 100, generator=torch.Generator().manual_seed(1))
     before, untouched = kv.data.clone(), other.data.clone()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tests.triton_launches  # noqa: F401  # for every test
 from quire.core.step import FROM_PREVIOUS
 from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype, quantize

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -27,8 +26,10 @@ from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
-from quire.runner.proposer import Branch, DraftContext, Drafts, Proposer, Row, Wanted
+from quire.runner.draft_context import DraftContext
+from quire.runner.proposer import Branch, Drafts, Proposer, Row, Wanted
 from quire.runner.sampler import Sampler
+from quire.speculate.replay import ReplayProposer
 from tests.devices import DelayedDevice, on_device
 from tests.oracle import VOCAB, save_checkpoint
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
@@ -170,7 +171,7 @@ def test_penalties_hold_in_each_row_of_a_step_that_verifies_drafts():
             given = SamplingParams(temperature=0.0, **more).resolved()
             sampler.start(RequestInfo(request, given, 0, prompt, [9]))
         rows = [Row(0, 4), Row(0, 5, [20]), Row(1, 4), Row(1, 5, [20])]
-        sampled = sampler.launch_behind(logits.clone(), rows)
+        sampled = sampler.launch_with_drafts(logits.clone(), rows)
         device.mark().wait()
         found.append([row.token for row in sampled.finish()])
     assert found[0] == found[1]

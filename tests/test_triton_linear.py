@@ -8,9 +8,10 @@ import torch
 from quire.errors import CheckpointError
 from quire.ops import Kernels, quantized
 from quire.ops.linear import Product
-from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, dequantize, layout
+from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, layout
 from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
 from quire.ops.triton.linear_chunks import PROGRAMS, Chunks
+from tests.quantized import dequantize
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 

@@ -16,6 +16,7 @@ import torch
 from triton.language import bfloat16, float32
 from triton.runtime import interpreter
 
+import tests.triton_launches  # noqa: F401  # for every test
 from quire.ops import Kernels
 from quire.ops.triton import rows
 from quire.ops.triton.kernels import TritonKernels

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tests.triton_launches  # noqa: F401  # for every test
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.ops import Kernels

@@ -177,10 +177,10 @@ def test_what_another_model_keeps_in_the_same_blocks_changes_nothing() -> None:
             if where != "alone":
                 shape, behind = (own, other) if where == "first" else (other, own)
                 heads = kv.num_blocks, shape.layers, shape.kv_heads, shape.head_dim, 16
-                both = KVCache(*heads, shape.dtype, shape.kv_cache_dtype, sides=shape.sides, behind=behind)
+                both = KVCache(*heads, shape.dtype, shape.kv_cache_dtype, sides=shape.sides, draft_kv=behind)
                 both.memory.fill_(255)
-                assert both.behind is not None
-                world.kv = both if where == "first" else both.behind
+                assert both.draft_kv is not None
+                world.kv = both if where == "first" else both.draft_kv
             one, another = world.request(130, 6, 5), world.request(100, 9, 6)
             outs.append(world.step([(one, Part(one.table, 130, paths=trees)), (another, Part(another.table, 100, 9))]))
         for out in zip(*outs, strict=True):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from triton.runtime import interpreter
 
+import tests.triton_launches  # noqa: F401  # for every test
+
 
 @pytest.fixture(autouse=True)
 def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

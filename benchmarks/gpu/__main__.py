@@ -34,7 +34,7 @@ GRACE_SECONDS = 3.0
 """What a process may take beyond its time before it is ended."""
 
 FIND_GPU = "import torch, triton; torch.zeros(1, device='cuda')"
-IMPORTS = "import quire.llm, quire.engine.engine, quire.bench.random_checkpoint"
+IMPORTS = "import quire.llm, quire.engine.engine, quire.models.random_checkpoint"
 """What must run before anything else can."""
 
 

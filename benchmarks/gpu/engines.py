@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from benchmarks.gpu.bound import limit, seconds, step_cost
 from benchmarks.gpu.job import Job
 from quire.bench.ceilings import Work
-from quire.bench.random_checkpoint import SPREAD, RandomCheckpoint, model_config
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -28,6 +27,7 @@ from quire.engine.engine import Engine
 from quire.engine.executor import Executor, PendingResult
 from quire.models.eagle import Eagle
 from quire.models.fields import Fields
+from quire.models.random_checkpoint import SPREAD, RandomCheckpoint, model_config
 from quire.runner.proposer import Proposer
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.job import Job, OutOfTime
 from benchmarks.gpu.workloads import figure, shape
-from quire.bench.random_checkpoint import random_checkpoint
+from quire.models.random_checkpoint import random_checkpoint
 
 WARM_STARTS = 2
 """One in a rehearsal."""

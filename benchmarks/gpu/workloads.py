@@ -17,10 +17,10 @@ from unittest import mock
 
 from benchmarks.gpu.engines import Bench, bench, random_head
 from benchmarks.gpu.job import Job
-from quire.bench.replay import ReplayProposer
 from quire.speculate import methods
 from quire.speculate.device_drafting import DeviceDraftingProposer
 from quire.speculate.drafting import DraftingModel, DraftingProposer
+from quire.speculate.replay import ReplayProposer
 
 SHAPES = {"0.6B": "qwen3-0.6b", "14B": "qwen3-14b"}
 
@@ -308,7 +308,7 @@ def heads(job: Job) -> None:
     """G: what it costs to draft with an EAGLE head, whose weights are random, so that hardly a draft is right.
 
     First where drafts stay on the device: requests without them, which only have its tables kept up, and with them.
-    Then where the host is told of the drafts and waits for each step, as it does for trees and for the classic rule.
+    Then where the host is told of the drafts and waits for each step, as it does for trees and for rejection sampling.
     """
     size = sizes(job)
     plain = _plain(job, size.head_output, "without a head")

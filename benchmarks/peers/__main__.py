@@ -30,8 +30,8 @@ from benchmarks.peers.table import Line, tables
 from benchmarks.peers.worker import Worker
 from quire.bench.ceilings import measure_machine
 from quire.bench.cells import CELLS, WARM_UP, Cell, parse_cells
-from quire.bench.random_checkpoint import SHAPES
 from quire.errors import ConfigError
+from quire.models.random_checkpoint import SHAPES
 
 RAW = run_all.HERE / "results-peers.jsonl"
 SECTIONS = {

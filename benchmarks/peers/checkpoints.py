@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.common import tell
 from benchmarks.peers.recipes import RECIPES, PeerError, environment, log_file, run
-from quire.bench.random_checkpoint import random_checkpoint
+from quire.models.random_checkpoint import random_checkpoint
 
 PEERS = {recipe.name: recipe for recipe in RECIPES}
 
@@ -22,7 +22,7 @@ def make(kind: str, shape: str, work: Path) -> Path:
     Args:
         kind: "hf" (a Hugging Face folder), "gguf-bf16", "gguf-q8_0", "gguf-q4_0", "openvino-fp16",
             "openvino-int8" or "openvino-int4".
-        shape: of `quire.bench.random_checkpoint`.
+        shape: of `quire.models.random_checkpoint`.
         work: the folder that holds them all.
 
     Raises:

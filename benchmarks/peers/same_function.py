@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.peers.recipes import DEFAULT_WORK, RECIPES, ROOT, PeerError, environment, last_line, log_file, run
 from quire import LLM, SamplingParams
 from quire.bench.cells import random_prompts
-from quire.bench.random_checkpoint import SHAPES, random_checkpoint
+from quire.models.random_checkpoint import SHAPES, random_checkpoint
 
 TINY = [shape for shape in SHAPES if shape.endswith("-tiny")]
 WIDER, NORMS = 8.0, 0.5

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quire.devices import find_device
 from quire.errors import ConfigError
-from quire.speculation import SpeculativeConfig
+from quire.speculate.config import SpeculativeConfig
 from quire.vllm_options import translated
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -104,9 +104,9 @@ class EngineConfig:
     max_num_batched_tokens: int = option(
         2048, "most tokens a step computes; on a GPU 8192 unless set", low=1, high=2**20
     )
-    min_chunk: int = option(16, "tokens a step that the oldest part-way prompt always gets", low=1)
+    min_chunk: int = option(16, "tokens a step that the oldest partial prefill always gets", low=1)
     enable_chunked_prefill: bool = option(True, "let a prompt be computed over several steps")
-    max_num_partial_prefills: int = option(1, "how many prompts may be part-way at once", low=1)
+    max_num_partial_prefills: int = option(1, "how many partial prefills there may be at once", low=1)
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt a step; 0: no limit", low=0)
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "order of requests: by arrival, or by priority (lower first) and arrival"
@@ -132,7 +132,7 @@ class EngineConfig:
         "draft tokens and verify several a step; JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ...",
     )
     speculative_acceptance: Literal["exact", "rejection"] = option(
-        "exact", "accept drafts that are the very tokens, or by the classic rule, which keeps the distribution alone"
+        "exact", "accept drafts that equal the sampled tokens, or by rejection sampling, which keeps the distribution"
     )
     profile: str | None = option(None, "folder for a timeline of the steps, to be opened in Perfetto")
     check_invariants: bool = option(False, "check the scheduler's book-keeping after every step (slow; debugging)")

@@ -27,16 +27,16 @@ from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
 from quire.engine.thread_guard import ThreadGuard
-from quire.engine.tokenizer import Tokenizer
-from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import ChatTemplateError, ConcurrentUseError, EngineClosedError, RequestError, SamplingParamsError
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
-    from quire.engine.progress import BatchProgress
+    from quire.progress import BatchProgress
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class LLM(_Base):
         return self._stream(self._frontend.prepare(prompt, params))
 
     def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
-        """Queued when the first output is asked for: an iterator that nobody reads costs nothing."""
+        """Queued when the first output is asked for: an iterator that is never read costs nothing."""
         output: RequestOutput | None = None
         try:
             with self._interrupts.held():
@@ -260,7 +260,7 @@ class LLM(_Base):
             self._drop(self._left.popleft())
 
     def _drop(self, output: RequestOutput) -> None:
-        """Nobody waits for this output any more."""
+        """This output is not waited for any more."""
         if self._changed.get(output.request_id) is output:
             del self._changed[output.request_id]
         self._frontend.drop(output)
@@ -441,7 +441,7 @@ class AsyncLLM(_Base):
 
     def _tell_loop(self, call: Callable[..., None], *args: Any) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no one to tell
                 self._loop.call_soon_threadsafe(call, *args)
 
     def _absorb(self, updates: list[RequestUpdate]) -> None:
@@ -479,7 +479,7 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
 def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcontext[_NoProgress]:
     if not shown:
         return contextlib.nullcontext(_NoProgress())
-    from quire.engine.progress import BatchProgress  # rich takes a while to import, and most callers show nothing
+    from quire.progress import BatchProgress  # rich takes a while to import, and most callers show nothing
 
     return BatchProgress(total)
 

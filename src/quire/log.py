@@ -1,7 +1,7 @@
 """What every process of Quire writes to its log: text for people, or one JSON object a line for machines.
 
 Writing never fails and never waits: lines go through a bounded queue to a thread, so that a terminal that was
-stopped, a pipe that nobody reads or one that broke costs log lines and not requests. This module is a leaf.
+stopped, a pipe without a reader or a broken one costs log lines and not requests. This module is a leaf.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class LineHandler(logging.Handler):
             self._lines.task_done()
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # broken, full or closed: nobody is left to be told
+        with contextlib.suppress(OSError, ValueError):  # broken, full or closed: there is no one to tell
             if self._descriptor is None:
                 self._stream.write(line + "\n")
                 return

@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
+from quire.core.cache_events import CacheEvents
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
@@ -156,7 +157,8 @@ def make_scheduler(
     drafts: int = 0,
     drafter: Callable[[list[int], int, int | None], list[int]] = often_right,
     adaptive: bool = False,
-    looks_ahead: bool = False,
+    needs_next_token: bool = False,
+    events: CacheEvents | None = None,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
     """A scheduler and the runner that goes with it; options are `EngineConfig`'s."""
@@ -164,12 +166,13 @@ def make_scheduler(
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "min_chunk": 4}
     config = EngineConfig(model="fake", **(defaults | options))
-    kv = KVManager(num_blocks, block_size, config.prefix_cache, BlockHasher(bytes(32), "fake"), window, looks_ahead)
+    hasher = BlockHasher(bytes(32), "fake")
+    kv = KVManager(num_blocks, block_size, config.prefix_cache, hasher, window, needs_next_token, events)
     return Scheduler(config, kv, max_model_len), FakeRunner(num_blocks, block_size, window, drafter if drafts else None)
 
 
 def make_request(id: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:
-    names = ("stop_token_ids", "scope", "owner", "arrived")
+    names = ("stop_token_ids", "scope", "owner", "arrived", "awaits")
     own = {name: fields.pop(name) for name in names if name in fields}
     return Request(id, prompt, SamplingParams(**fields), max_tokens=max_tokens, **own)
 

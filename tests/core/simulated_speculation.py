@@ -138,8 +138,8 @@ def scheduled(costs: Costs, work: Work, tuned: bool, most: int = MOST, seed: int
         while not scheduler.idle:
             plan = scheduler.schedule(machine.seconds)
             assert plan is not None
-            followed.update(info.request for info in plan.started if info.followed)
-            followed.difference_update(plan.ended, plan.let_go)
+            followed.update(info.request for info in plan.started if info.drafting_enabled)
+            followed.difference_update(plan.ended, plan.drop_drafting)
             scheduler.commit(plan, _run(machine, plan, followed), machine.seconds)
     return machine
 

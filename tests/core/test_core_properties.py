@@ -10,10 +10,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.core.cache_events import CacheEvents
 from quire.core.invariants import check
+from quire.core.kv_manager import Handle
+from quire.core.prefix_cache import KEY_BYTES
+from quire.core.request import Event
 from quire.errors import RequestTooLargeError
 from tests.core.fake_runner import StepFailed, expected_output, interrupted, make_request, make_scheduler, outputs
 from tests.core.policies import Policies
+
+EVENTS = [Event("grammar", 0), Event("grammar", 1), Event("adapter", 0)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -37,7 +43,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
             target_itl_ms=draw(st.sampled_from([None, 1.0])),
             drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
-            looks_ahead=draw(st.booleans()),
+            needs_next_token=draw(st.booleans()),
+            events=CacheEvents(),
         )
         luck, spoilt = random.Random(draw(st.integers(0, 99))), draw(st.sampled_from([0.0, 0.0, 0.3]))
         self.runner.spoils = lambda: luck.random() < spoilt
@@ -50,6 +57,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flying = []
         self.now = 0.0
         self.policies = Policies(self.scheduler, self.depth)
+        self.failed: set[int] = set()  # what they waited for did not come
+        self.handles: list[Handle] = []
+        self.stored: set[bytes] = set()  # as the cache's events tell it
+        self.num_events = 0
 
     @rule(
         head=st.integers(0, 40),
@@ -60,13 +71,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         scope=st.sampled_from(["", "", "tenant"]),
         owner=st.sampled_from(["", "", "a", "b"]),
+        awaits=st.sampled_from([None, None, None, *EVENTS]),
     )
-    def add(self, head, tail, like, max_tokens, priority, prompt_logprobs, scope, owner):
+    def add(self, head, tail, like, max_tokens, priority, prompt_logprobs, scope, owner, awaits):
         base = self.prompts.get(like % (len(self.prompts) or 1), [])
         prompt = (base + tail)[: head + 1] or [1]
         id = len(self.prompts)
         fields = {"priority": priority, "prompt_logprobs": prompt_logprobs, "scope": scope, "owner": owner}
-        request = make_request(id, prompt, max_tokens, **fields)
+        request = make_request(id, prompt, max_tokens, awaits=awaits, **fields)
         try:
             self.scheduler.add(request)
         except RequestTooLargeError:
@@ -109,6 +121,37 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.restart(whole=False)
         else:
             self.lose_steps()
+
+    @rule(event=st.sampled_from(EVENTS), how=st.sampled_from(["arrived", "failed", "error"]))
+    def bring(self, event, how):
+        """What some requests wait for is there, or will never be."""
+        if how == "arrived":
+            self.scheduler.arrived(event)
+        else:
+            if how == "error":
+                self.failed |= {each.id for each in self.scheduler.requests.values() if each.awaits == event}
+            self.scheduler.failed(event, self.now, "it did not come" if how == "error" else None)
+
+    @rule(which=st.integers(0, 1000))
+    def hold(self, which):
+        """Somebody outside reads a cached block and those before it, such as a transfer."""
+        nodes = self.scheduler.kv.cache.nodes
+        if nodes and len(self.handles) < 2:
+            node, blocks = nodes[sorted(nodes)[which % len(nodes)]], []
+            while node.parent is not None:
+                blocks.append(node.block)
+                node = node.parent
+            handle = Handle("transfer", which)
+            self.scheduler.kv.hold(handle, blocks)
+            self.handles += [handle] if handle not in self.handles else []
+
+    @rule(which=st.integers(0, 1000))
+    def release(self, which):
+        """One of them ends, the newest or an older one; some end twice."""
+        if self.handles:
+            handle = self.handles.pop(which % len(self.handles))
+            self.scheduler.kv.release(handle)
+            self.scheduler.kv.release(handle)
 
     @rule()
     def evict_all(self):
@@ -163,17 +206,39 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_agree(self):
         if hasattr(self, "scheduler"):
             check(self.scheduler)
+            self._check_events()
+
+    def _check_events(self):
+        """Whoever follows them knows what is cached."""
+        kv = self.scheduler.kv
+        for event in kv.events.take():
+            assert event.number == self.num_events
+            self.num_events += 1
+            if event.kind == "stored":
+                assert event.hash not in self.stored
+                assert event.parent in self.stored or event.parent in {root.hash for root in kv.cache.roots.values()}
+                self.stored.add(event.hash)
+            elif event.kind == "removed":
+                self.stored.remove(event.hash)
+            else:
+                self.stored.clear()
+        full = kv.block_size * KEY_BYTES
+        assert self.stored == {node.hash for node in kv.cache.nodes.values() if len(node.key) == full}
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
+        for handle in self.handles:
+            self.scheduler.kv.release(handle)
+        for event in EVENTS:
+            self.scheduler.arrived(event)
         for _ in range(20_000):
             if not self._step():
                 break
         self.updates += self.scheduler.take_updates()
         assert self.scheduler.idle, "runnable work is left, and nothing happens"
         kv = self.scheduler.kv
-        assert kv.num_available == kv.num_usable and not kv.deferred
+        assert kv.num_available == kv.num_usable and not list(kv.held)
         self._check_outputs()
 
     def _check_outputs(self):
@@ -193,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert [entry.ids[0] for entry in scored[id]] == prompt[1:]
             else:
                 bad = self.runner.broken | self.runner.fatal
-                assert id in self.aborted or (reasons[id] == "error" and id in bad)
+                assert id in self.aborted or (reasons[id] == "error" and id in bad | self.failed)
 
 
 SchedulerMachine.TestCase.settings = settings(
@@ -229,7 +294,7 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
         max_num_partial_prefills=rnd.choice([1, 2]),
         scheduling_policy=rnd.choice(["fcfs", "priority"]),
         drafts=rnd.choice([0, 2, 8]),
-        looks_ahead=rnd.choice([False, True]),
+        needs_next_token=rnd.choice([False, True]),
     )
     policies = Policies(scheduler, depth)
     prompts: list[list[int]] = []

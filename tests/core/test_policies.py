@@ -240,11 +240,11 @@ def test_a_queue_of_aborted_requests_keeps_books_in_proportion_to_the_living():
 @pytest.mark.parametrize(("kind", "whole", "one"), [("radix", 12, 1), ("hash", 12, 0)])
 def test_where_the_next_token_matters_the_last_one_of_a_cached_prefix_is_computed_again(kind, whole, one):
     """And no other: of 12 tokens 11 remain, of one none, and of nothing nothing."""
-    for looks_ahead in (False, True):
-        scheduler, runner = make_scheduler(block_size=4, prefix_cache=kind, looks_ahead=looks_ahead)
+    for needs_next_token in (False, True):
+        scheduler, runner = make_scheduler(block_size=4, prefix_cache=kind, needs_next_token=needs_next_token)
         run_one(scheduler, runner, 0, range(13))
         found = [matched(scheduler, prompt) for prompt in (range(13), [0, 50, 51], [60, 61])]
-        assert found == ([whole - 1, 0, 0] if looks_ahead else [whole, one, 0])
+        assert found == ([whole - 1, 0, 0] if needs_next_token else [whole, one, 0])
 
 
 @pytest.mark.parametrize(("reason", "found"), [("stop", 6), ("abort", 4)])

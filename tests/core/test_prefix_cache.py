@@ -8,7 +8,8 @@ from array import array
 import pytest
 
 from quire.core.block_hash import BlockHasher
-from quire.core.kv_manager import KVManager
+from quire.core.cache_events import KEPT_EVENTS, CacheEvents
+from quire.core.kv_manager import Handle, KVManager
 from quire.core.prefix_cache import common_tokens
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
 
@@ -168,6 +169,44 @@ def test_a_block_handed_out_again_has_a_new_generation():
     before = kv.pool.generations[block]
     kv.cache.release(block)
     assert kv.pool.allocate() == block and kv.pool.generations[block] == before + 1
+
+
+def test_what_a_handle_holds_is_neither_evicted_nor_freed_until_it_is_released_in_any_order():
+    scheduler, _ = cached(block_size=2, prompts=[[1, 2, 3, 4]], num_blocks=9)
+    kv = scheduler.kv
+    blocks = sorted(kv.cache.nodes)
+    first, second = Handle("transfer", 1), Handle("transfer", 2)
+    kv.hold(first, blocks)
+    kv.hold(second, blocks[:1])
+    kv.cache.clear()
+    assert sorted(kv.cache.nodes) == blocks and kv.num_held == {"transfer": 3} and not kv.num_deferred
+    kv.release(first)
+    assert not kv.pool.ref_counts[blocks[1]] and kv.pool.ref_counts[blocks[0]] == 1
+    kv.release(second)
+    kv.release(second)  # late, and ignored
+    assert kv.cache.clear() == len(blocks) and kv.num_available == kv.num_usable
+    assert not kv.pool.stale_handles and not kv.pool.double_releases
+
+
+def test_a_handle_of_a_block_that_was_handed_out_again_is_seen():
+    kv = KVManager(2, 4, "off", BlockHasher(bytes(32), "f"))
+    handle, block = Handle("transfer", 1), kv.pool.allocate()
+    kv.hold(handle, [block])
+    kv.cache.release(block)
+    kv.cache.release(block)  # somebody's mistake
+    kv.pool.allocate()
+    kv.release(handle)
+    assert kv.pool.stale_handles == 1
+
+
+def test_cache_events_that_nobody_takes_are_bounded_and_leave_a_gap():
+    events = CacheEvents()
+    for number in range(KEPT_EVENTS + 3):
+        events.add("stored", number.to_bytes(8, "little"))
+    taken = events.take()
+    assert (len(taken), taken[0].number, taken[-1].number) == (KEPT_EVENTS, 3, KEPT_EVENTS + 2)
+    events.add("cleared")
+    assert [(event.number, event.kind) for event in events.take()] == [(KEPT_EVENTS + 3, "cleared")]
 
 
 def test_partly_filled_leaves_that_say_nothing_new_are_dropped():

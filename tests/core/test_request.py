@@ -30,9 +30,9 @@ def test_the_runner_is_told_all_that_sampling_needs():
         output_token_ids=[8, 9],
         stop_token_ids=frozenset([4]),
         bad_words=[[5, 6]],
-        followed=False,
+        drafting_enabled=False,
     )
-    assert make_request(0, [1]).info().followed and make_request(0, [1]).info().bad_words == []
+    assert make_request(0, [1]).info().drafting_enabled and make_request(0, [1]).info().bad_words == []
 
 
 def test_a_request_that_is_resumed_goes_on_behind_its_tokens():
@@ -75,7 +75,7 @@ def test_only_a_request_that_is_followed_is_drafted_for():
     assert request.num_draftable == 4, "the last token is never a draft"
     request.append([3])
     assert request.num_draftable == 3
-    request.draft_state.followed = False
+    request.draft_state.drafting_enabled = False
     assert request.num_draftable == 0
     assert make_request(1, [1, 2], max_tokens=5, speculate=False).num_draftable == 0
 

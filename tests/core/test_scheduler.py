@@ -195,7 +195,7 @@ def test_requests_with_a_common_prefix_wait_for_the_one_that_computes_it():
         scheduler.add(make_request(id, [*common, id, id], max_tokens=2))
     plan = scheduler.schedule(0.0)
     assert lengths(plan) == {0: 42}
-    assert [scheduler.requests[id].status for id in (1, 2, 3)] == [Status.HELD] * 3
+    assert [scheduler.requests[id].status for id in (1, 2, 3)] == [Status.AWAITING] * 3
     scheduler.commit(plan, runner.run(plan), 0.0)
     plan, _ = run_step(scheduler, runner)
     assert lengths(plan) == {0: 1, 1: 2, 2: 2, 3: 2}
@@ -317,7 +317,7 @@ def test_a_latency_target_shrinks_chunks_but_never_starves_a_prompt():
         assert max(chunks[1:]) <= most, "noise never opens the whole budget"
 
 
-def test_a_prompt_that_is_part_way_leaves_room_for_one_of_higher_priority():
+def test_a_partial_prefill_leaves_room_for_one_of_higher_priority():
     scheduler, runner = make_scheduler(num_blocks=400, scheduling_policy="priority")
     scheduler.add(make_request(0, list(range(1000)), max_tokens=1, priority=9))
     run_step(scheduler, runner)
@@ -378,7 +378,7 @@ def test_a_prompt_that_many_requests_share_is_hashed_once_and_few_are_held_at_a_
     for _ in range(3):
         run_step(scheduler, runner)
         assert hashed == [250]
-        held = [request for request in scheduler.requests.values() if request.status is Status.HELD]
+        held = [request for request in scheduler.requests.values() if request.status is Status.AWAITING]
         assert len(held) == scheduler.config.max_num_seqs
     for id in range(20, 3000):
         scheduler.abort(id)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from quire.bench.cells import Cell, Timing, shape_of
-from quire.models.model import Model
+from quire.models.model import ModelSizes
 from quire.ops.memory import huge
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Work:
     expert_share: float = 1.0
 
     @classmethod
-    def of(cls, model: Model, kv_bytes_per_token: int) -> Work:
+    def of(cls, model: ModelSizes, kv_bytes_per_token: int) -> Work:
         """The work of a loaded model, whose cache takes that many bytes a token in all layers."""
         config = model.config
         table = config.vocab_size * config.layer.hidden_size

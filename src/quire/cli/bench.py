@@ -111,7 +111,7 @@ def _given(args: argparse.Namespace) -> Given:
 
 @contextmanager
 def json_file(path: str | None) -> Iterator[IO[str] | None]:
-    """Where JSON goes; None where none was asked for. Opened before a run, so that no run is in vain."""
+    """Where JSON goes; None where none was asked for. Opened before a run, so that no run is wasted."""
     if path is None or path == "-":
         yield None if path is None else sys.stdout
         return
@@ -131,7 +131,7 @@ def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
         with loading(shape) as on_load:
             if on_load:
                 on_load("importing torch", 0.0)
-            from quire.bench.random_checkpoint import random_checkpoint
+            from quire.models.random_checkpoint import random_checkpoint
 
             def progress(share: float) -> None:
                 if on_load:

@@ -308,7 +308,7 @@ def _base(url: str) -> str:
 
 
 def _trust(url: str) -> ssl.SSLContext | bool:
-    """Whose certificates count. Without TLS nobody's, since reading them takes longer than all else at the start."""
+    """Whose certificates count. Without TLS none are read: that takes longer than all else at the start."""
     return True if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -15,7 +15,7 @@ from quire.cli.terminal import console, loading, note, print_table
 from quire.server.processes import is_loopback, url_of
 
 if TYPE_CHECKING:
-    from quire.engine.wire import EngineInfo
+    from quire.ipc.wire import EngineInfo
     from quire.server.supervisor import Screen, ServeOptions
 
 logger = logging.getLogger(__name__)

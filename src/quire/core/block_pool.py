@@ -15,13 +15,14 @@ class BlockPool:
     Attributes:
         ref_counts: holders of each block.
         generations: how often each block was handed out, so that a stale handle can be told.
-        double_releases: releases of blocks that nobody held; a bug, counted and otherwise ignored.
+        double_releases: releases of blocks without a holder; a bug, counted and otherwise ignored.
+        stale_handles: uses of a handle whose block was handed out to another since; a bug, counted.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.generations = [0] * num_blocks
-        self.double_releases = 0
+        self.double_releases = self.stale_handles = 0
         self.reset()
 
     def reset(self) -> None:
@@ -44,6 +45,10 @@ class BlockPool:
         self.ref_counts[block] = 1
         self.generations[block] += 1
         return block
+
+    def check(self, block: int, generation: int) -> None:
+        """The block that is held must be the one that was handed out then."""
+        self.stale_handles += self.generations[block] != generation
 
     def retain(self, block: int) -> bool:
         """Add a holder; True if the block had none."""

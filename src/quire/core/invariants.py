@@ -3,9 +3,9 @@
 
 Blocks
     one place       A block is free, or cached without a holder, or held; never two of these, never none.
-    counts          Its count is the number of its holders: tables of running requests, copies to come, steps in
-                    flight.
-    free list       It is on the free list, once, exactly when nobody holds it and it is not cached.
+    counts          Its count is the number of its holders: tables of running requests, copies to come, handles
+                    of steps in flight and of whoever reads it from outside.
+    free list       It is on the free list, once, exactly when it has no holder and is not cached.
     one release     Whoever holds it lets go of it once.
     one writer      A block that may be written has one holder, and a full one never changes.
     tables          A request's table covers exactly the tokens that are computed, in flight and scheduled; what a
@@ -91,8 +91,7 @@ def _check_blocks(kv: KVManager, running: list[Request]) -> None:
     for request in running:
         holders.update(block for block in request.table if block != NULL_BLOCK)
         holders.update(source for source, _, _ in request.copies)
-    for blocks in kv.deferred.values():
-        holders.update(blocks)
+    holders.update(kv.held)
     for block in range(1, pool.num_blocks):
         count = pool.ref_counts[block]
         _must(count == holders[block], f"block {block} counts {count} holders and has {holders[block]}")
@@ -105,8 +104,9 @@ def _check_blocks(kv: KVManager, running: list[Request]) -> None:
     num_idle = sum(pool.ref_counts[block] == 0 for block in cache.nodes)
     _must(cache.num_idle == num_idle, f"the cache counts {cache.num_idle} idle blocks and has {num_idle}")
     _must(pool.double_releases == 0, f"{pool.double_releases} blocks were released twice")
-    deferred = sum(len(blocks) for blocks in kv.deferred.values())
-    _must(kv.num_deferred == deferred, f"{kv.num_deferred} deferred blocks are counted, there are {deferred}")
+    _must(pool.stale_handles == 0, f"{pool.stale_handles} handles were of blocks that had been handed out again")
+    counted, held = kv.num_held.total(), sum(1 for _ in kv.held)
+    _must(counted == held, f"{counted} blocks are counted as held beside the requests, and {held} are")
 
 
 def _check_tree(kv: KVManager) -> None:
@@ -140,14 +140,14 @@ def _check_tables(kv: KVManager, running: list[Request]) -> None:
         blocks = kv.blocks_for(request.num_computed)
         _must(len(request.table) == blocks, f"request {request.id}: {len(request.table)} blocks, {blocks} needed")
         _must(
-            request.num_committed <= request.num_computed - request.num_uncertain,
+            request.num_committed <= request.num_computed - request.num_unverified_tokens,
             f"request {request.id}: {request.num_committed} positions have committed, {request.num_computed} are "
-            f"computed at most, and {request.num_uncertain} of them may not be",
+            f"computed at most, and {request.num_unverified_tokens} of them may not be",
         )
         _must(
             all(0 <= b < kv.pool.num_blocks for b in request.table), f"request {request.id}: a block is not in the pool"
         )
-        certain = request.num_computed - request.num_uncertain
+        certain = request.num_computed - request.num_unverified_tokens
         for block in request.table[certain // kv.block_size :]:
             count = kv.pool.ref_counts[block]
             _must(count == 1, f"request {request.id} may write block {block}, which has {count} holders")

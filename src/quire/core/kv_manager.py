@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK, BlockPool
+from quire.core.cache_events import CacheEvents
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
+
+
+class Handle(NamedTuple):
+    """Who holds blocks beside the requests, until it is released: a step in flight, or somebody outside.
+
+    Attributes:
+        kind: `STEP`, or whatever others name theirs.
+        key: which one of the kind.
+    """
+
+    kind: str
+    key: Hashable
+
+
+STEP = "step"
 
 
 class KVManager:
@@ -21,8 +40,12 @@ class KVManager:
         prefix_cache: "radix", "hash" or "off".
         window: how many of the latest tokens each token attends to; None for all of them.
         hasher: gives blocks their identity.
-        looks_ahead: what is stored of a token depends on the next one too (a drafting head's KV), so the last token of
-            a cached head is computed again.
+        needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
+            token of a cached prefix is computed again.
+        events: told of what comes into the prefix cache and goes out of it; None: they are not recorded.
+
+    Attributes:
+        num_held: blocks that are held beside the requests, by the kind of their handles.
     """
 
     def __init__(
@@ -32,12 +55,14 @@ class KVManager:
         prefix_cache: str,
         hasher: BlockHasher,
         window: int | None = None,
-        looks_ahead: bool = False,
+        needs_next_token: bool = False,
+        events: CacheEvents | None = None,
     ) -> None:
-        self.looks_ahead = looks_ahead
+        self.needs_next_token = needs_next_token
         self.block_size = block_size
         self.window = window
         self.hasher = hasher
+        self.events = events
         self._prefix_cache = prefix_cache
         self.pool = BlockPool(num_blocks)
         self.reset()
@@ -45,9 +70,11 @@ class KVManager:
     def reset(self) -> None:
         """Every block is free, and nothing is cached, whatever was written in the books before."""
         self.pool.reset()
-        self.cache = CACHES[self._prefix_cache](self.pool, self.block_size)
-        self.num_deferred = 0
-        self._deferred: dict[int, list[int]] = {}  # by number of the last step that touches them
+        self.cache = CACHES[self._prefix_cache](self.pool, self.block_size, self.events)
+        if self.events is not None:
+            self.events.add("cleared")
+        self.num_held: Counter[str] = Counter()
+        self._held: dict[Handle, list[tuple[int, int]]] = {}  # blocks and their generations
         self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # hashed last: scope, keys, hashes
 
     @property
@@ -57,13 +84,18 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones, and cached ones that nobody holds."""
+        """Blocks that can be handed out now: free ones, and cached ones without a holder."""
         return self.pool.num_free + self.cache.num_idle
 
     @property
-    def deferred(self) -> dict[int, list[int]]:
-        """Blocks kept for steps in flight, for checks."""
-        return self._deferred
+    def num_deferred(self) -> int:
+        """Blocks that come back when the steps in flight commit."""
+        return self.num_held[STEP]
+
+    @property
+    def held(self) -> Iterable[int]:
+        """Blocks that are held beside the requests, once a holder, for checks."""
+        return (block for held in self._held.values() for block, _ in held)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""
@@ -90,7 +122,7 @@ class KVManager:
         match = self.cache.match(request.hashes, limit)
         start = match.num_blocks * self.block_size
         self.cache.match_partial(match, request.scope, request.key_bytes(start, min(start + self.block_size, limit)))
-        if self.looks_ahead:
+        if self.needs_next_token:
             self._drop_last_token(match)
         return match
 
@@ -119,7 +151,7 @@ class KVManager:
     def copied(self, request: Request, step: int) -> None:
         """The request's copies are in step `step`; their sources stay locked until it has committed."""
         for source, _, _ in request.copies:
-            self._defer(source, step)
+            self._hand_over(source, Handle(STEP, step))
         request.copies = []
 
     def publish(self, request: Request) -> list[bytes]:
@@ -133,7 +165,7 @@ class KVManager:
         tip = request.tip if first else self.cache.root(request.scope, self.hasher.root(request.scope))
         for index, key in enumerate(request.block_keys(first, full, self.block_size), start=first):
             if tip is None or not tip.attached:
-                request.tip = None  # its head was evicted (a window passed it): the rest stays private
+                request.tip = None  # its prefix was evicted (a window passed it): the rest stays private
                 break
             block = request.table[index]
             tip = request.tip = self.cache.insert(tip, key, block, request.hashes[index])
@@ -187,7 +219,7 @@ class KVManager:
             self._give_back(request, surplus[::-1])
 
     def free(self, request: Request, *, keep_partial: bool = False) -> None:
-        """Give back a request's blocks, the last one first, so that heads outlive tails in the cache.
+        """Give back a request's blocks, the last one first, so that prefixes outlive what follows them in the cache.
 
         Args:
             keep_partial: offer the last, partly filled block to the prefix cache.
@@ -200,11 +232,26 @@ class KVManager:
         request.tip, request.num_published = None, 0
         self._give_back(request, [block for block in reversed(blocks) if block != NULL_BLOCK])
 
-    def step_committed(self, step: int) -> None:
-        """Steps commit in order: what waited for this one is given back."""
-        for block in self._deferred.pop(step, ()):
-            self.num_deferred -= 1
+    def hold(self, handle: Handle, blocks: Iterable[int]) -> None:
+        """Keep blocks until the handle is released: they are neither freed nor written.
+
+        Args:
+            blocks: with a cached one all that lie before it, as whoever holds a block does.
+        """
+        for block in blocks:
+            self.cache.retain(block)
+            self._hand_over(block, handle)
+
+    def release(self, handle: Handle) -> None:
+        """Give back what a handle holds, in whatever order they end; one that holds nothing is ignored."""
+        for block, generation in self._held.pop(handle, ()):
+            self.num_held[handle.kind] -= 1
+            self.pool.check(block, generation)
             self.cache.release(block)
+
+    def step_committed(self, step: int) -> None:
+        """What waited for this step is given back."""
+        self.release(Handle(STEP, step))
 
     def _publish_partial(self, request: Request) -> None:
         full, rest = divmod(request.num_committed, self.block_size)
@@ -223,20 +270,21 @@ class KVManager:
     def _give_back(self, request: Request, blocks: list[int]) -> None:
         if request.num_in_flight:
             for block in blocks:
-                self._defer(block, request.last_step)
+                self._hand_over(block, Handle(STEP, request.last_step))
             return
         for block in blocks:
             self.cache.release(block)
 
-    def _defer(self, block: int, step: int) -> None:
-        self._deferred.setdefault(step, []).append(block)
-        self.num_deferred += 1
+    def _hand_over(self, block: int, handle: Handle) -> None:
+        """A holder that the block counts already is the handle from now on."""
+        self._held.setdefault(handle, []).append((block, self.pool.generations[block]))
+        self.num_held[handle.kind] += 1
 
     def _pass_window(self, request: Request) -> None:
         """Give up the blocks that no later token of the request attends to."""
         if self.window is None:
             return
-        certain = request.num_computed - request.num_uncertain
+        certain = request.num_computed - request.num_unverified_tokens
         passed = max(0, certain - self.window + 1) // self.block_size
         gone: list[int] = []
         for index in range(min(passed, len(request.table)) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Prefix caches: KV blocks that finished or running requests leave for others with the same prompt head.
+"""Prefix caches: KV blocks that finished or running requests leave for others with the same prefix.
 
 Both caches keep a tree with one node a block. A radix tree would usually merge a chain of such nodes into one
 edge; keeping them apart makes every lock and every eviction exact to the block, and there is nothing to split
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from quire.core.block_pool import NULL_BLOCK, BlockPool
+from quire.core.cache_events import CacheEvents
 
 KEY_BYTES = 8
 """A key id is a 64-bit integer: a token id, or a content hash where something other than a token stands."""
@@ -78,13 +79,17 @@ class PrefixCache:
 
     With `caching` False nothing is ever kept or found (`prefix_cache="off"`); `keeps_partial` says whether a
     partly filled block may be a leaf.
+
+    Args:
+        events: told of the full blocks that come and go; None: they are not recorded.
     """
 
     caching = True
     keeps_partial = False
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, events: CacheEvents | None = None) -> None:
         self.pool = pool
+        self._events = events
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
         self.nodes: dict[int, Node] = {}  # by block
@@ -109,7 +114,7 @@ class PrefixCache:
         return Match(self._by_hash[hashes[count - 1]], count) if count else Match()
 
     def match_partial(self, match: Match, scope: str, rest: bytes) -> None:
-        """Lengthen a match by the head of a block, where the cache `keeps_partial`.
+        """Lengthen a match by the first tokens of a block, where the cache `keeps_partial`.
 
         Args:
             rest: key ids of the tokens behind the match, at most a block.
@@ -187,7 +192,7 @@ class PrefixCache:
         return evicted
 
     def clear(self) -> int:
-        """Evict everything that nobody holds."""
+        """Evict everything without a holder."""
         return self.evict(self.num_idle)
 
     def _attach(self, node: Node) -> None:
@@ -199,9 +204,11 @@ class PrefixCache:
         self.nodes[node.block] = node
         if len(node.key) == self.block_bytes:
             self._by_hash[node.hash] = node
+            if self._events is not None:
+                self._events.add("stored", node.hash, parent.hash)
 
     def _detach(self, node: Node) -> int:
-        """Take a node and all below it out of the tree; recycles what nobody holds and says how many."""
+        """Take a node and all below it out of the tree; recycles blocks without a holder and says how many."""
         recycled, subtree = 0, [node]
         parent = node.parent
         if parent is not None:
@@ -214,7 +221,8 @@ class PrefixCache:
             lost.attached = False
             subtree.extend(lost.children.values())
             del self.nodes[lost.block]
-            self._by_hash.pop(lost.hash, None)
+            if self._by_hash.pop(lost.hash, None) is not None and self._events is not None:
+                self._events.add("removed", lost.hash)
             if self.pool.ref_counts[lost.block] == 0:
                 self.num_idle -= 1
                 self.pool.recycle(lost.block)
@@ -250,7 +258,7 @@ class PrefixCache:
         return None
 
     def _oldest_idle(self) -> Node | None:
-        """An idle node with held blocks below it: only a sliding window, which gives up heads first, leaves such."""
+        """An idle node with held blocks below it: left by a sliding window, which gives up first blocks first."""
         idle = [node for node in self.nodes.values() if self.pool.ref_counts[node.block] == 0]
         return min(idle, key=lambda node: node.last_used, default=None)
 
@@ -278,7 +286,7 @@ class RadixCache(PrefixCache):
 
     def insert(self, parent: Node, key: bytes, block: int, hash: bytes) -> Node:
         node = super().insert(parent, key, block, hash)
-        self._drop_heads(parent, key)
+        self._drop_prefixes(parent, key)
         return node
 
     def insert_partial(self, parent: Node, key: bytes, block: int) -> None:
@@ -286,15 +294,15 @@ class RadixCache(PrefixCache):
         covered = place < len(parent.order) and parent.order[place].startswith(key)
         if not covered:
             self._attach(Node(parent, key, block, b"", parent.scope))
-            self._drop_heads(parent, key)
+            self._drop_prefixes(parent, key)
 
-    def _drop_heads(self, parent: Node, key: bytes) -> None:
-        """Evict partly filled siblings that say nothing that `key` does not: its heads, which sort before it."""
+    def _drop_prefixes(self, parent: Node, key: bytes) -> None:
+        """Evict partly filled siblings that say nothing that `key` does not: its prefixes, which sort before it."""
         place = bisect_left(parent.order, key) - 1
         while place >= 0 and key.startswith(parent.order[place]):
-            head = parent.children[parent.order[place]]
-            if self._evictable(head):
-                self._detach(head)
+            prefix = parent.children[parent.order[place]]
+            if self._evictable(prefix):
+                self._detach(prefix)
             place -= 1
 
 
@@ -310,7 +318,7 @@ def longest_run(hashes: list[bytes], count: int, found: Callable[[bytes], bool])
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """How many key ids two keys have in common at their heads."""
+    """How many key ids two keys begin with in common."""
     length = min(len(a), len(b))
     for start in range(0, length, KEY_BYTES):
         if a[start : start + KEY_BYTES] != b[start : start + KEY_BYTES]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.core.draft_length import DraftState
 from quire.core.prefix_cache import KEY_BYTES, Node
@@ -13,11 +14,23 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, TokenLogprobs
 
 
+class Event(NamedTuple):
+    """What a request may wait for before it stands in line.
+
+    Attributes:
+        kind: who brings it: `prefix_leaders.BLOCK`, or whatever others name theirs.
+        key: which one of the kind.
+    """
+
+    kind: str
+    key: Hashable
+
+
 class Status(enum.Enum):
-    """Where a request is. `HELD`: another request is computing the block that this one needs next."""
+    """Where a request is. `AWAITING`: not in line before the event that it `awaits`."""
 
     WAITING = "waiting"
-    HELD = "held"
+    AWAITING = "awaiting"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -74,20 +87,20 @@ class Request:
 
     Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
     steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
-    in flight have run. Where those verify drafts, the last two are upper bounds: `num_uncertain` rows may come to
-    nothing.
+    in flight have run. Where those verify drafts, the last two are upper bounds: `num_unverified_tokens` rows
+    may yield none.
 
     Attributes:
         id: the engine's own number.
         owner: whose it is: owners take turns (see `turns.py`). "" where there is one only.
         order: its place in the order of service: (priority, turn, id).
-        awaits: hash of the block that it waits for while it is HELD.
+        awaits: the event that it waits for; None: it waits for none.
         max_tokens: longest output; 0: the prompt is computed and scored, and nothing sampled.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
         table: block ids from position 0 on; 0 where a window has passed.
         num_sent: how many entries of `table` the runner knows.
-        copies: block heads to copy when the next span runs: (source, destination, tokens).
+        copies: beginnings of blocks to copy when the next span runs: (source, destination, tokens).
         num_committed: positions whose steps have committed since the last admission.
         num_published: full blocks offered to the prefix cache since the last admission.
         tip: node of the last published block.
@@ -119,7 +132,7 @@ class Request:
         "num_published",
         "num_scored",
         "num_sent",
-        "num_uncertain",
+        "num_unverified_tokens",
         "order",
         "owner",
         "params",
@@ -147,6 +160,7 @@ class Request:
         arrived: float = 0.0,
         output_token_ids: Sequence[int] = (),
         num_scored: int = 0,
+        awaits: Event | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -157,7 +171,7 @@ class Request:
         self.scope = scope
         self.owner = owner
         self.order = (0, 0, id)
-        self.awaits = b""
+        self.awaits: Event | None = awaits
         self.status = Status.WAITING
         self.stats = RequestStats(arrived)
 
@@ -167,12 +181,12 @@ class Request:
         self.hashes: list[bytes] = []
         self.num_computed = 0
         self.num_pending = 0
-        self.num_uncertain = 0
+        self.num_unverified_tokens = 0
         self.num_cached = 0
         self.high_water = 0
         self.num_scored = num_scored
         self.known_to_runner = False
-        self.draft_state = DraftState(followed=params.speculate)
+        self.draft_state = DraftState(drafting_enabled=params.speculate)
 
         self.table: list[int] = []
         self.num_sent = 0
@@ -185,7 +199,7 @@ class Request:
 
     @property
     def num_positions(self) -> int:
-        """Positions that are computed in all: the prompt's, and the output's but the last, whose KV nobody needs."""
+        """Positions that are computed in all: the prompt's, and the output's but the last, whose KV is not needed."""
         return self.num_prompt + max(0, self.max_tokens - 1)
 
     @property
@@ -196,7 +210,7 @@ class Request:
     @property
     def num_draftable(self) -> int:
         """Drafts that a step could verify beside its next token: the last token of all is never a draft."""
-        if not self.draft_state.followed:
+        if not self.draft_state.drafting_enabled:
             return 0
         return max(0, self.num_positions - len(self.tokens) - self.num_pending)
 
@@ -218,6 +232,27 @@ class Request:
         self.tokens.extend(tokens)
         self.keys.extend(tokens)
 
+    def cut_at_end(self, update: RequestUpdate, end: int) -> None:
+        """Find the stop token, or the length, that ends it in an update that it has not got yet; the rest is dropped.
+
+        Args:
+            end: position behind what was computed, at most.
+        """
+        before = len(self.tokens) - self.num_prompt
+        left = self.max_tokens - before
+        for count, token in enumerate(update.tokens[:left], start=1):
+            if token in self.stop_token_ids and before + count >= self.params.min_tokens:
+                update.finish_reason = "stop"
+                update.stop_reason = token if token in (self.params.stop_token_ids or ()) else None
+                left = count
+                break
+        else:
+            if len(update.tokens) < left or end < self.num_prompt:
+                return
+            update.finish_reason = "length"
+        update.tokens = update.tokens[:left]
+        update.logprobs = update.logprobs and update.logprobs[:left]
+
     def restart(self) -> None:
         """Back to the queue, without blocks, unknown to the runner: whatever steps in flight would bring is lost."""
         if self.status is Status.RUNNING:
@@ -225,7 +260,7 @@ class Request:
         self.status = Status.WAITING
         self.known_to_runner = False
         self.high_water = max(self.high_water, self.num_computed)
-        self.num_computed = self.num_committed = self.num_pending = self.num_uncertain = 0
+        self.num_computed = self.num_committed = self.num_pending = self.num_unverified_tokens = 0
         self.num_in_flight = self.num_sent = self.num_published = 0
         self.table, self.copies, self.tip = [], [], None
 
@@ -239,5 +274,5 @@ class Request:
             output_token_ids=self.tokens[self.num_prompt :],
             stop_token_ids=self.stop_token_ids,
             bad_words=self.bad_words,
-            followed=self.draft_state.followed,
+            drafting_enabled=self.draft_state.drafting_enabled,
         )

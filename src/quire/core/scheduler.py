@@ -1,9 +1,9 @@
 """Which tokens of which requests the next step computes.
 
 One order rules everything: (priority, turn among owners, arrival), kept through preemption. A step holds first one
-token for every decoding request, then chunks of the prompts that are part-way, then waiting requests, drafts last. Its
-doors are `add`, `abort`, `schedule` and `commit`; several plans may be in flight, and they commit in order, or are all
-given up (`restart`).
+token for every decoding request, then chunks of partial prefills, then waiting requests, drafts last. Its
+doors are `add`, `abort`, `schedule`, `commit`, and `arrived` or `failed` for what requests wait for; several plans may
+be in flight, and they commit in order, or are all given up (`restart`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections import Counter, deque
 from quire.config import EngineConfig
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.draft_length import DraftLengths
-from quire.core.kv_manager import KVManager
+from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
-from quire.core.request import Request, RequestUpdate, Status
+from quire.core.prefix_leaders import BLOCK, PrefixLeaders
+from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
@@ -44,10 +45,11 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, at first admissions
         self._waiting = WaitingQueue()
+        self._leaders = PrefixLeaders()
         self._turns = Turns()
         self._ended: list[int] = []  # for the runner to forget
-        self._let_go: list[int] = []  # for it to follow no longer
-        self._updates: list[RequestUpdate] = []  # that nobody has been told
+        self._drop_drafting: list[int] = []  # for it to follow no longer
+        self._updates: list[RequestUpdate] = []  # not handed out yet
         self._next_number = 0
         self.trials = Trials()
         self._chunked = config.enable_chunked_prefill
@@ -58,12 +60,12 @@ class Scheduler:
         self._speculation = spec = config.speculation
         self._lengths: DraftLengths | None = None
         if spec is not None and spec.adaptive:
-            self._lengths = DraftLengths(spec.num_speculative_tokens, whole=spec.tree_width > 1)
+            self._lengths = DraftLengths(spec.num_speculative_tokens, tree_mode=spec.tree_width > 1)
 
     # -- doors ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; one that `awaits` an event is not in line before that has arrived.
 
         Raises:
             RequestTooLargeError: it could never fit into the pool, even alone.
@@ -82,7 +84,23 @@ class Scheduler:
             self._turns.reset()
         request.order = (priority, self._turns.deal(request.owner, len(self.running)), request.id)
         self.requests[request.id] = request
-        if self.trials.admits(request):
+        self._line_up(request)
+
+    def arrived(self, event: Event) -> None:
+        """Something that requests wait for is there: they are in line, at their places. None need wait for it."""
+        for request in self._waiting.take(event):
+            self._line_up(request)
+
+    def failed(self, event: Event, now: float, error: str | None = None) -> None:
+        """It will never be there: requests that wait for it do without, or end where there is an `error`."""
+        for request in self._waiting.take(event):
+            if error is None:
+                self._line_up(request)
+            else:
+                self.fail(request.id, error, now)
+
+    def _line_up(self, request: Request) -> None:
+        if request.awaits is not None or self.trials.admits(request):
             self._waiting.push(request)
 
     def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
@@ -140,7 +158,7 @@ class Scheduler:
         return self.take_updates()
 
     def restart(self, *, failed: bool = False, whole: bool = True) -> Request | None:
-        """Give up all plans in flight: what they computed is lost, and nobody can tell how far they have come.
+        """Give up all plans in flight: what they computed is lost, and how far they have come is not known.
 
         Requests go back to the queue, as those that are preempted do. The next plan's number leaves a gap, and all is
         sent again to a runner that forgets what it knew. What steps that still run write is written before whatever is
@@ -165,17 +183,18 @@ class Scheduler:
             self.kv.reset()
         culprit = self.trials.failed([r for r in lost if r.status is not Status.FINISHED]) if failed else None
         self.in_flight.clear()
-        self.running, self._waiting = [], WaitingQueue()
-        self._ended, self._let_go = [], []
+        self.running, self._waiting, self._leaders = [], WaitingQueue(), PrefixLeaders()
+        self._ended, self._drop_drafting = [], []
         self._next_number += 1
         for request in self.requests.values():
             request.restart()
-            if self.trials.admits(request):
-                self._waiting.push(request)
+            if request.awaits is not None and request.awaits.kind == BLOCK:
+                request.awaits = None  # no request computes it any more
+            self._line_up(request)
         return culprit
 
     def take_updates(self) -> list[RequestUpdate]:
-        """What requests got that nobody has been told: as a rule, ends that no commit yielded."""
+        """Updates that were not handed out: usually ends that no commit yielded."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -187,25 +206,31 @@ class Scheduler:
         return not self.requests
 
     @property
+    def expects_others(self) -> bool:
+        """Others are to bring an event, or to release blocks: where nothing can run, that is why."""
+        awaiting, held = self._waiting.num_awaiting, self.kv.num_held
+        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP]
+
+    @property
     def has_updates(self) -> bool:
-        """Some request got something, as a rule its end, and nobody has been told."""
+        """There are updates that were not handed out, usually a request's end."""
         return bool(self._updates)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, in the queue or for another's prefix."""
+        """Requests that wait, in the queue or for an event."""
         return len(self.requests) - len(self.running)
 
     # -- choosing ------------------------------------------------------------------------------------------
 
     def _choose_decodes(self, step: PendingStep) -> None:
-        """One token for every decoding request; those with more to compute are part-way."""
+        """One token for every decoding request; those with more to compute are partial prefills."""
         for request in list(self.running):
             remaining = request.num_remaining
             if request.status is not Status.RUNNING or not remaining or request.must_wait:
                 continue  # preempted for one before it, or waiting for its last commit
             if remaining > 1:
-                step.part_way.append(request)
+                step.partial_before.append(request)
             elif self._reserve(request, 1, step):
                 step.choose(request, 1)
                 step.num_decodes += 1
@@ -215,12 +240,12 @@ class Scheduler:
             step.budget = min(step.budget, self._latency.budget(step.budget))
 
     def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
-        """Further chunks of the prompts that are part-way, the oldest first.
+        """Further chunks of partial prefills, the oldest first.
 
         Those behind the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
         """
         step.partial = []
-        for request in step.part_way:
+        for request in step.partial_before:
             chosen = step.chosen.get(request, 0)
             remaining = request.num_remaining - chosen
             if request.status is not Status.RUNNING or not remaining:
@@ -237,16 +262,17 @@ class Scheduler:
     def _choose_waiting(self, step: PendingStep, now: float) -> None:
         """Admit waiting requests in order; the head of the queue is never bypassed for blocks.
 
-        At most `max_num_seqs` are held for another's prefix at once: no more could run when it is there.
+        At most `max_num_seqs` wait for others' prefixes at once: no more could run when they are there.
         """
         aside: list[Request] = []
-        while step.budget > 0 and step.lookup > 0 and self._waiting.num_held < self.config.max_num_seqs:
+        awaiting = self._waiting.num_awaiting
+        while step.budget > 0 and step.lookup > 0 and awaiting[BLOCK] < self.config.max_num_seqs:
             request = self._waiting.pop()
             if request is None:
                 break
             if request.num_pending:  # preempted while a step of it is in flight: its last token is not known yet
                 aside.append(request)
-            elif not self._admit(request, step, now) and request.status is not Status.HELD:
+            elif not self._admit(request, step, now) and request.awaits is None:
                 aside.append(request)
                 break
         for request in aside:
@@ -255,13 +281,13 @@ class Scheduler:
     def _choose_drafts(self, step: PendingStep, most: int) -> None:
         """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks.
 
-        Self-tuning gives none beside prompts: as a rule such a step is bound by arithmetic, where a draft's row costs
-        what the row of the token would that it may save, and is computed in vain at times.
+        Self-tuning gives none beside prompts: such a step is usually bound by arithmetic, where a draft's row costs
+        as much as the row of the token that it may save, and may be rejected.
         """
         decodes = [
             request
             for request, count in step.chosen.items()
-            if count == request.num_remaining == 1 and request.draft_state.followed
+            if count == request.num_remaining == 1 and request.draft_state.drafting_enabled
         ]
         if not decodes:
             return
@@ -281,13 +307,13 @@ class Scheduler:
         """How many drafts each of them gets in a step that is tuned."""
         states = [request.draft_state for request in decodes]
         counts = lengths.choose(states, room, step.budget, len(step.chosen))
-        vain = lengths.let_go(states)
+        vain = lengths.drop_drafting(states)
         if vain is not None:
-            self._let_go.append(decodes[vain].id)
+            self._drop_drafting.append(decodes[vain].id)
         return counts
 
     def _reserve_drafts(self, request: Request, count: int) -> int:
-        """How many of `count` drafts have blocks; nobody is preempted for them."""
+        """How many of `count` drafts have blocks; no request is preempted for them."""
         known = request.num_computed + 1
         if self.kv.reserve(request, known + count):
             return count
@@ -305,7 +331,9 @@ class Scheduler:
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
-        if self._hold(request, match):
+        request.awaits = self._awaited(request, match)
+        if request.awaits is not None:
+            self._waiting.push(request)
             return False
         if self.kv.num_available <= self.kv.blocks_for(len(request.tokens)):
             match.partial, match.partial_tokens = None, 0  # copying holds a block more: not in a tight pool
@@ -314,14 +342,19 @@ class Scheduler:
         # Alone and still too large: a match may hold more than a sliding window needs. Do without it.
         return not self.running and match.num_blocks > 0 and self._admit_match(request, Match(), step, now, False)
 
-    def _hold(self, request: Request, match: Match) -> bool:
-        """Whether a request waits for another one that computes its next blocks."""
+    def _awaited(self, request: Request, match: Match) -> Event | None:
+        """What a request waits for where another one computes its next blocks."""
         if request.params.prompt_logprobs is not None:
-            return False
+            return None
         size = self.kv.block_size
-        # The token that is computed again for a head that looks ahead is of a cached block.
-        cached = (match.num_blocks * size + match.partial_tokens + self.kv.looks_ahead) // size
-        return self._waiting.hold(request, cached, (len(request.tokens) - 1) // size)
+        # The token that is computed again for a drafting head is of a cached block.
+        cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
+        return self._leaders.awaited(request, cached, (len(request.tokens) - 1) // size)
+
+    def _abandon(self, leader: Request) -> None:
+        """It computes no further blocks: whoever waits for one of them does without."""
+        for event in self._leaders.abandoned(leader):
+            self.arrived(event)
 
     def _admit_match(self, request: Request, match: Match, step: PendingStep, now: float, seats_taken: bool) -> bool:
         cached = match.num_blocks * self.kv.block_size + match.partial_tokens
@@ -345,7 +378,7 @@ class Scheduler:
         return True
 
     def _too_many_partial(self, request: Request, step: PendingStep) -> bool:
-        """Whether no further prompt may be part-way; those that come after the request do not stand in its way."""
+        """Whether no further partial prefill is allowed; those that come after the request do not stand in its way."""
         before = sum(other.order < request.order for other in step.partial)
         return before >= self.config.max_num_partial_prefills
 
@@ -386,9 +419,9 @@ class Scheduler:
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
         self._turns.admitted(request.order[1])
-        if self._lengths and request.draft_state.followed and not request.known_to_runner:
+        if self._lengths and request.draft_state.drafting_enabled and not request.known_to_runner:
             self._lengths.start(request.draft_state, request.params.greedy, len(self.running))
-        self._waiting.claim(request)
+        self._leaders.claim(request)
 
     # -- preemption ----------------------------------------------------------------------------------------
 
@@ -436,7 +469,7 @@ class Scheduler:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""
         step.withdraw(victim)
         self.running.remove(victim)
-        self._waiting.abandoned(victim)
+        self._abandon(victim)
         self.kv.free(victim)
         victim.high_water = max(victim.high_water, victim.num_computed)
         victim.num_computed = victim.num_committed = 0
@@ -447,11 +480,11 @@ class Scheduler:
     # -- plans ---------------------------------------------------------------------------------------------
 
     def _plan(self, step: PendingStep) -> StepPlan:
-        plan = StepPlan(self._next_number, [], ended=self._ended, let_go=self._let_go)
+        plan = StepPlan(self._next_number, [], ended=self._ended, drop_drafting=self._drop_drafting)
         decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
         flight = StepInFlight(plan.number, [], decodes, step.tuned)
         self._next_number += 1
-        self._ended, self._let_go = [], []
+        self._ended, self._drop_drafting = [], []
         for request, count in step.chosen.items():
             if not request.known_to_runner:
                 request.known_to_runner = True
@@ -472,7 +505,7 @@ class Scheduler:
             tokens.append(FROM_PREVIOUS)
         tokens += [DRAFT] * (count - len(tokens))
         num_sampled = max(0, min(end + 1, request.num_prompt + request.max_tokens) - num_known)
-        span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_uncertain > 0)
+        span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_unverified_tokens > 0)
         if request.params.prompt_logprobs is not None:
             span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
         if len(request.table) > request.num_sent:
@@ -484,7 +517,7 @@ class Scheduler:
             self.kv.copied(request, number)
         request.num_computed = end
         request.num_pending += num_sampled
-        request.num_uncertain += _uncertain(span)
+        request.num_unverified_tokens += _unverified(span)
         request.num_in_flight += 1
         request.last_step = number
         return span
@@ -505,14 +538,14 @@ class Scheduler:
         else:
             stats.decode_seconds += seconds
         request.num_pending -= span.num_sampled
-        request.num_uncertain -= _uncertain(span)
+        request.num_unverified_tokens -= _unverified(span)
         if outcome.error is not None:
             self._end(request, now)
             return self._terminal(request, "error", error=outcome.error)
         if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
-        self._cut_at_end(request, update, span.start + len(span.tokens))
+        request.cut_at_end(update, span.start + len(span.tokens))
         request.append(update.tokens)
         if current:
             self._commit_rows(request, len(span.tokens), span.num_sampled - len(outcome.tokens))
@@ -535,7 +568,8 @@ class Scheduler:
         if surplus:
             self.kv.trim(request)
         if request.num_committed // self.kv.block_size > request.num_published:
-            self._waiting.published(self.kv.publish(request))
+            for event in self._leaders.published(self.kv.publish(request)):
+                self.arrived(event)
 
     def _count_drafts(self, request: Request, outcome: SpanResult) -> None:
         accepted = max(0, len(outcome.tokens) - 1)
@@ -544,32 +578,11 @@ class Scheduler:
         if self._lengths:
             self._lengths.accepted(request.draft_state, outcome.num_drafted, accepted)
 
-    def _cut_at_end(self, request: Request, update: RequestUpdate, end: int) -> None:
-        """Find the stop token, or the length, that ends the request; tokens behind it are dropped.
-
-        Args:
-            end: position behind what was computed, at most.
-        """
-        before = len(request.tokens) - request.num_prompt
-        left = request.max_tokens - before
-        for count, token in enumerate(update.tokens[:left], start=1):
-            if token in request.stop_token_ids and before + count >= request.params.min_tokens:
-                update.finish_reason = "stop"
-                update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-                left = count
-                break
-        else:
-            if len(update.tokens) < left or end < request.num_prompt:
-                return
-            update.finish_reason = "length"
-        update.tokens = update.tokens[:left]
-        update.logprobs = update.logprobs and update.logprobs[:left]
-
     def _end(self, request: Request, now: float, keep_partial: bool = False) -> None:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._waiting.abandoned(request)
+            self._abandon(request)
             self.kv.free(request, keep_partial=keep_partial)
             request.status = Status.FINISHED
         else:
@@ -589,8 +602,8 @@ class Scheduler:
         )
 
 
-def _uncertain(span: Span) -> int:
-    """Rows that may come to nothing: drafts that are rejected, and the first one, too, which drafts may spoil."""
+def _unverified(span: Span) -> int:
+    """Rows that may yield no token: rejected drafts, and the first row, too, since a draft's bad row may fail it."""
     return span.num_sampled if span.num_sampled > 1 else 0
 
 

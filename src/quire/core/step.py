@@ -3,7 +3,7 @@
 A step is a list of spans: *run these tokens of this request from this position*. A whole prompt, a chunk
 of one, one decoded token, and a row of drafted tokens to verify are the same thing with another length.
 
-Spans are mutable and slotted because hundreds are made every step; nobody changes one after `schedule`
+Spans are mutable and slotted because hundreds are made every step; none is changed after `schedule`
 has returned it. This module is a leaf: anyone may import it.
 """
 
@@ -29,13 +29,13 @@ class Span:
         request: the engine's own number of the request.
         start: position of the first token. With `start_follows` it is an upper bound.
         tokens: ids; `FROM_PREVIOUS` where the previous step's sample goes, `DRAFT` where drafts may.
-        num_sampled: how many of the last rows are sampled: 0 for part of a prompt, 1 as a rule,
+        num_sampled: how many of the last rows are sampled: 0 for part of a prompt, usually 1,
             1 + drafts when drafts are verified.
         targets: the prompt tokens that rows 0, 1, ... should have predicted; empty unless the request asks
             for prompt log-probabilities. The last one may lie in the next span.
         table_start: `blocks`, if there are any, replace the request's block table from this index on.
         blocks: block ids that are new in the table since the request's last span.
-        copies: (source, destination, tokens): block heads to copy before anything of this step is computed.
+        copies: (source, destination, tokens): beginnings of blocks to copy before anything of this step is computed.
         start_follows: a step in flight verifies drafts of the request: the true start is behind what it accepts.
     """
 
@@ -62,7 +62,7 @@ class RequestInfo:
         output_token_ids: tokens made before, when a request is resumed on a fresh runner.
         stop_token_ids: ids that end the request, so that `min_tokens` can mask them.
         bad_words: token sequences of which the last token must not follow the others.
-        followed: whether it may be drafted later; else nobody need follow it.
+        drafting_enabled: whether it may be drafted later; else its tokens need not be followed.
     """
 
     request: int
@@ -72,7 +72,7 @@ class RequestInfo:
     output_token_ids: list[int] = field(default_factory=list)
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: list[list[int]] = field(default_factory=list)
-    followed: bool = True
+    drafting_enabled: bool = True
 
 
 @dataclass(slots=True)
@@ -86,8 +86,8 @@ class StepPlan:
         started: requests that the runner has not seen yet, or not since a gap.
         ended: requests that the runner may forget before it runs this step.
         num_tokens: the sum of the spans' lengths.
-        let_go: requests that get no drafts from this step on, so that nobody need follow them. No step in flight
-            verifies any of theirs.
+        drop_drafting: requests that get no drafts from this step on, so that they need not be followed. No step in
+            flight verifies any of theirs.
     """
 
     number: int
@@ -95,7 +95,7 @@ class StepPlan:
     started: list[RequestInfo] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    let_go: list[int] = field(default_factory=list)
+    drop_drafting: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -12,16 +12,16 @@ not grow with the queue. Hashing so many takes some tens of milliseconds."""
 class PendingStep:
     """The step being made: tokens chosen for each request, and what is left of the budget."""
 
-    __slots__ = ("budget", "chosen", "lookup", "num_decodes", "part_way", "partial", "tuned")
+    __slots__ = ("budget", "chosen", "lookup", "num_decodes", "partial", "partial_before", "tuned")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
-        self.partial: list[Request] = []  # prompts that will still be part-way after this step
-        self.part_way: list[Request] = []  # those that were before it
-        self.tuned = False  # nobody has more than one token beside drafts, and somebody may be drafted
+        self.partial: list[Request] = []  # those that will still be after this step
+        self.partial_before: list[Request] = []  # those that were before it
+        self.tuned = False  # no request has more than one token beside drafts, and some may be drafted
 
     def choose(self, request: Request, count: int) -> None:
         self.chosen[request] = self.chosen.get(request, 0) + count

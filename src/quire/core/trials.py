@@ -12,7 +12,7 @@ from quire.core.request import Request, Status
 
 
 class Trials:
-    """Groups of requests that are still to be tried, the next one last; while there is one, nobody else runs.
+    """Groups of requests that are still to be tried, the next one last; while there is one, no other request runs.
 
     Attributes:
         num_halvings: groups that were halved since the first step failed.

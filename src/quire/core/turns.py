@@ -27,6 +27,6 @@ class Turns:
         self._newest = max(self._newest, turn)
 
     def reset(self) -> None:
-        """No request is left: nobody has precedence from what was."""
+        """No request is left: earlier turns give no precedence."""
         self._last.clear()
         self._newest = -1

@@ -15,20 +15,20 @@ from typing import Any, Protocol, TypeVar
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
-from quire.core.kv_manager import KVManager
-from quire.core.request import Request, RequestUpdate
+from quire.core.kv_manager import Handle, KVManager
+from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.devices import find_device
+from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
-from quire.engine.timeline import KernelProfile, Timeline, TraceFile
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
-from quire.layers.latent import LatentLayerConfig
-from quire.models.checkpoint import Checkpoint, content_hash, resolve
+from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.registry import load_model
+from quire.observe.timeline import KernelProfile, Timeline, TraceFile
 from quire.ops import choice_note, choose_kernels
 from quire.ops.threads import usable_threads
 from quire.runner.device import open_device
@@ -51,8 +51,8 @@ TWO_FORMS = (
 )
 
 
-CLASSIC_RULE = (
-    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the very tokens, which "
+REJECTION_NOTE = (
+    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the tokens, which "
     "depend on how many are drafted"
 )
 
@@ -145,8 +145,11 @@ class Engine:
         observer: told of every step.
         open_checkpoint: opens the folder that `config.model` names; another one may make its tensors up.
         proposer: drafts in place of what `config.speculative_config` names.
+        hash_key: 32 secret bytes: engines that have the same give equal blocks equal hashes; None: a random one.
 
     Attributes:
+        blocked: the last step found nothing that can run before others bring what requests wait for; the next one
+            would not either.
         computing: entered around what may take long and writes no books, so that it may be interrupted there: launching
             steps, and waiting for them.
         path: folder of the checkpoint.
@@ -166,6 +169,7 @@ class Engine:
         observer: StepObserver | None = None,
         open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
         proposer: Proposer | None = None,
+        hash_key: bytes | None = None,
     ) -> None:
         report = on_load or (lambda phase, share: None)
         if config.device == "auto":
@@ -196,7 +200,7 @@ class Engine:
                 f"of {self.max_model_len} tokens; lower it"
             )
         self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
-        self.scheduler = Scheduler(config, self._kv_manager(), self.max_model_len)
+        self.scheduler = Scheduler(config, self._kv_manager(hash_key or secrets.token_bytes(32)), self.max_model_len)
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
         self._timeline = None if trace is None else self._make_timeline(trace)
@@ -204,10 +208,11 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._updates: list[RequestUpdate] = []  # that nobody has been told
+        self._updates: list[RequestUpdate] = []  # not handed out yet
         self._committing: list[int] = []  # requests of the step that is being committed
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
+        self.blocked = False
         self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)
@@ -253,7 +258,7 @@ class Engine:
         if config.speculation is not None:
             notes.append(config.speculation.describe())
             if config.speculative_acceptance == "rejection":
-                notes.append(CLASSIC_RULE)
+                notes.append(REJECTION_NOTE)
         if self._timeline is not None:
             notes.append(f"a timeline of the steps is written to {self._timeline.path}")
         return notes
@@ -263,7 +268,7 @@ class Engine:
         config = self.config
         notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
         if not config.deterministic:
-            latent = isinstance(self.model.config.layer, LatentLayerConfig)
+            latent = self.model.config.layer.latent
             notes.append(TWO_FORMS if latent else "deterministic=False changes nothing on a CPU for this model")
         for each in fields(config):
             value = getattr(config, each.name)
@@ -271,13 +276,14 @@ class Engine:
                 notes.append(f"{each.name}={value} changes nothing on a CPU")
         return notes
 
-    def _kv_manager(self) -> KVManager:
-        config = self.config
-        precision = f"{self.model.precision}|kv={config.kv_cache_dtype}"
-        root = f"{content_hash(self.path)}|{precision}|block={config.block_size}|layout=1"
-        hasher = BlockHasher(secrets.token_bytes(32), root)
-        ahead = self.speculation is not None and self.speculation.looks_ahead
-        window = retention(self.model, self.speculation)
+    def _kv_manager(self, hash_key: bytes) -> KVManager:
+        config, speculation = self.config, self.speculation
+        # All that a block's bytes depend on beside its tokens.
+        system = fingerprint.system(self.path, self.model, config.kv_cache_dtype)
+        drafts = "" if speculation is None else speculation.fingerprint
+        hasher = BlockHasher(hash_key, f"{system}|{self.kv_cache.layout}|{drafts}")
+        ahead = speculation is not None and speculation.needs_next_token
+        window = retention(self.model, speculation)
         return KVManager(self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, window, ahead)
 
     @property
@@ -297,12 +303,29 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler.add`."""
         self._check_open()
+        self.blocked = False
         self.scheduler.add(request)
         self._stats.prompt_tokens += request.num_prompt
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
         """End a request wherever it is."""
+        self.blocked = False
         self.scheduler.abort(request_id, reason, time.monotonic())
+
+    def arrived(self, event: Event) -> None:
+        """See `Scheduler.arrived`."""
+        self.blocked = False
+        self.scheduler.arrived(event)
+
+    def failed(self, event: Event, error: str | None = None) -> None:
+        """See `Scheduler.failed`."""
+        self.blocked = False
+        self.scheduler.failed(event, time.monotonic(), error)
+
+    def release(self, handle: Handle) -> None:
+        """See `KVManager.release`."""
+        self.blocked = False
+        self.scheduler.kv.release(handle)
 
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""
@@ -312,7 +335,7 @@ class Engine:
         """Run the next step; what the requests got from it. Nothing to run gives only late aborts.
 
         Whatever it raises, the next call goes on as if this one had not been: all steps in flight are given up, their
-        requests are computed again, and nobody gets a token twice or not at all.
+        requests are computed again, and no request gets a token twice or misses one.
         """
         self._check_open()
         try:
@@ -326,8 +349,10 @@ class Engine:
         return updates + self.scheduler.take_updates()
 
     def _advance(self) -> None:
+        # 1. Decide what the next step computes.
         begin = time.monotonic()
         plan = self.scheduler.schedule(begin)
+        # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
             scheduled = time.monotonic()
             for observer in self._observers:
@@ -337,9 +362,12 @@ class Engine:
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
         elif not self._in_flight and not self.scheduler.idle:
-            self._end_stalled()
+            self.blocked = self.scheduler.expects_others
+            if not self.blocked:
+                self._end_stalled()
+        # 3. Take in the oldest steps, until no more are in flight than may overlap.
         depth = 0 if self.scheduler.trials.on else self._depth
-        # Once nobody is left, what is in flight is surplus, and nothing comes to overlap it with.
+        # Once no request is left, what is in flight is surplus, and nothing comes to overlap it with.
         while self._in_flight and (not plan or len(self._in_flight) > depth or self.scheduler.idle):
             self._commit(*self._in_flight.popleft())
 
@@ -383,7 +411,7 @@ class Engine:
         """All steps in flight: the last one could not be planned, computed or committed.
 
         Where that failed while it was computed, its requests are tried in halves, and who is to blame ends. Of a step
-        that failed while it was committed, nobody knows which tokens were told, so all its requests end.
+        that failed while it was committed, it is not known which tokens were handed out, so all its requests end.
         """
         whole, self._computing = self._computing, False
         ended, self._committing = self._committing, []
@@ -410,14 +438,14 @@ class Engine:
             logger.warning("a step failed (%s): its requests are computed again in halves", error, exc_info=cause)
             return
         logger.error(
-            "request %d (%d prompt and %d output tokens) ends: a step failed that held nobody else (%s; halvings: %d)",
+            "request %d (%d prompt and %d output tokens) ends: a step of it alone failed (%s; halvings: %d)",
             *(culprit.id, culprit.num_prompt, len(culprit.tokens) - culprit.num_prompt, error, halvings),
             exc_info=error,
         )
 
     def _end_stalled(self) -> None:
         """Requests are there, and none can run: a bug. The first one ends with an error, so the others go on."""
-        request = min(self.scheduler.requests.values(), key=lambda request: request.order)
+        request = min(self.scheduler.requests.values(), key=lambda each: (each.awaits is not None, each.order))
         logger.error("no request can run; request %d (%s) is ended", request.id, request.status.value)
         self.scheduler.fail(request.id, "the scheduler could not run this request", time.monotonic())
 

@@ -22,9 +22,7 @@ from msgspec.structs import replace
 from quire.core.request import Request, RequestStats, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.engine.detokenizer import Detokenizer
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import (
     EmptyPromptError,
     PromptTooLongError,
@@ -33,6 +31,8 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class _Live:
     owner: str = ""
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
-    dropped: bool = False  # nobody reads it any more
+    dropped: bool = False  # it is not read any more
 
 
 class Frontend:
@@ -276,7 +276,7 @@ class Frontend:
         return self.absorb(updates)
 
     def drop(self, output: RequestOutput) -> None:
-        """Nobody reads this output any more. What still runs of it is ended, and its id is free when that is done."""
+        """This output is not read any more. What still runs of it is ended, and its id is free when that is done."""
         live = self._live.get(output.request_id)
         if live is None or live.output is not output:
             return  # it was read to its end

@@ -18,7 +18,7 @@ class Streams:
     async def follow(
         self, output: RequestOutput, frontend: Frontend, check: Callable[[], None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output, whenever it has grown, until it has finished. What comes while nobody asks is added up.
+        """The output, whenever it has grown, until it has finished. What comes between two reads is added up.
 
         Args:
             frontend: where it grows; told when its reader leaves.

@@ -27,7 +27,7 @@ class ThreadGuard:
 
     @property
     def free(self) -> bool:
-        """Nobody is inside, not even this thread."""
+        """No thread is inside, not even this one."""
         return self._inside is None
 
     @contextlib.contextmanager
@@ -43,7 +43,7 @@ class ThreadGuard:
                 self._refuse_second(me, call)
                 self._inside, entered = (me, call), True
             yield
-        finally:  # Ctrl-C at any point leaves nobody inside
+        finally:  # Ctrl-C at any point leaves no thread inside
             if entered:
                 self._inside = None
 

@@ -1,7 +1,6 @@
-"""The decoder layer of Llama's family: attention, then a gated MLP or experts, each behind a norm and a residual.
+"""The decoder layer: attention, then a gated MLP or experts, each behind a norm and a residual.
 
-Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE share it; they differ in the options of `LayerConfig` and in the
-windows.
+All architectures share it; they differ in the options of `LayerConfig` and in the windows.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import torch
 
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
+from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
-from quire.ops import HeadNorm, KVCache, LayerParts, RaggedBatch
+from quire.ops import KVCache, LayerParts, RaggedBatch
 from quire.ops.kernels import WholeLayer
 
 
@@ -26,12 +26,14 @@ class LayerConfig:
         hidden_size: width of the residual stream.
         intermediate_size: width inside the MLP; of no meaning in a layer with experts.
         num_heads, num_kv_heads: query heads, and the key and value heads that they share.
-        head_dim: width of a head; num_heads * head_dim need not be hidden_size.
+        head_dim: width of a head; num_heads * head_dim need not be hidden_size. With latent attention there is one key
+            head, whose width is the cache's row.
         rms_norm_eps: added to the mean square.
         qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
-        qk_norm: whether each head's query and key are normalized before they are turned.
+        qk_norm: whether each head's query and key are normalized before they are rotated.
         input_norm: whether a norm stands before the attention; EAGLE's heads have none.
         experts: in place of the MLP; None: there are none.
+        latent: of latent attention, in place of attention with keys and values of their own; None: it is not latent.
     """
 
     hidden_size: int
@@ -46,12 +48,30 @@ class LayerConfig:
     qk_norm: bool = False
     input_norm: bool = True
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+
+    @property
+    def kv_sides(self) -> int:
+        """2: keys and values are stored; 1: rows that are both, of latent attention."""
+        return 1 if self.latent else 2
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """A layer's tensors by their names in a checkpoint, with their shapes."""
         hidden = self.hidden_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)} if self.input_norm else {}
+        shapes |= self.latent.tensor_shapes(hidden, self.num_heads) if self.latent else self._attention_shapes()
+        if self.experts is not None:
+            shapes |= self.experts.tensor_shapes(hidden)
+        else:
+            shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        shapes["post_attention_layernorm.weight"] = (hidden,)
+        return shapes
+
+    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, rows, columns, bias in (
             ("self_attn.q_proj", q, hidden, self.qkv_bias),
             ("self_attn.k_proj", kv, hidden, self.qkv_bias),
@@ -61,13 +81,6 @@ class LayerConfig:
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
-        if self.experts is not None:
-            shapes |= self.experts.tensor_shapes(hidden)
-        else:
-            shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
-        if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        shapes["post_attention_layernorm.weight"] = (hidden,)
         return shapes
 
 
@@ -84,27 +97,27 @@ class DecoderLayer:
     def __init__(self, config: LayerConfig, weights: LayerWeights, layer: int, window: int | None) -> None:
         eps = config.rms_norm_eps
         self.input_norm = weights.norm("input_layernorm", eps) if config.input_norm else None
-        self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
-        head_norm = _head_norm(weights, config) if config.qk_norm else None
-        self.attention = Attention(config.head_dim**-0.5, window, layer, head_norm, weights.kernels)
-        self.output = weights.linear("self_attn.o_proj", bias=config.output_bias)
+        self.attention = _attention(config, weights, layer, window)
         self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
         self.mlp: GatedMLP | ExpertsLayer
-        self._whole: WholeLayer | None = None
         if config.experts is None:
             self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
-            self._whole = weights.kernels.whole_layer(self._parts(self.mlp, config.num_heads))
         else:
             self.mlp = ExpertsLayer(config.experts, weights)
+        parts = self._parts(config.num_heads)
+        self._whole: WholeLayer | None = weights.kernels.whole_layer(parts) if parts else None
 
-    def _parts(self, mlp: GatedMLP, heads: int) -> LayerParts:
-        attention = self.attention
+    def _parts(self, heads: int) -> LayerParts | None:
+        """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+            return None
         return LayerParts(
             input_norm=None if self.input_norm is None else self.input_norm.weight,
             post_attention_norm=self.post_attention_norm.weight,
             eps=self.post_attention_norm.eps,
-            qkv=self.qkv.product,
-            output=self.output.product,
+            qkv=attention.qkv.product,
+            output=attention.output.product,
             gate_up=mlp.gate_up.product,
             down=mlp.down.product,
             head_norm=attention.norm,
@@ -141,13 +154,25 @@ class DecoderLayer:
             x = self.input_norm(residual)
         else:
             x, residual = self.input_norm.with_residual(x, residual)
-        x = self.output(self.attention(self.qkv(x), tables, kv, batch))
+        x = self.attention(x, tables, kv, batch)
         x, residual = self.post_attention_norm.with_residual(x, residual)
         return self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x), residual
 
 
-def _head_norm(weights: LayerWeights, config: LayerConfig) -> HeadNorm:
-    """One norm for the query and key heads, which lie side by side: a row of weights for each head."""
-    q, k = weights.tensor("self_attn.q_norm.weight"), weights.tensor("self_attn.k_norm.weight")  # [head_dim] each
-    rows = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
-    return HeadNorm(rows, config.rms_norm_eps)
+def _attention(
+    config: LayerConfig, weights: LayerWeights, layer: int, window: int | None
+) -> Attention | LatentAttention:
+    """The attention of a layer, of the kind that it has."""
+    if config.latent:
+        return LatentAttention(config.latent, config.num_heads, weights, layer)
+    return Attention(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        weights,
+        layer,
+        window,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        norm_eps=config.rms_norm_eps if config.qk_norm else None,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -112,8 +111,3 @@ class ExpertsLayer:
         per_token = ROUTING_BYTES * experts + 32 * top_k  # ids and weights, and their copies
         per_token += (3 * hidden + 3 * self._shared_size) * dtype.itemsize  # the experts', the shared one's, the sum
         return tokens * per_token + self._experts.workspace(tokens, top_k, dtype)
-
-
-def expert_layers(mlps: Iterable[object]) -> dict[int, ExpertsLayer]:
-    """Those layers that have experts, by the layer's number. `mlps`: one a layer, of either kind."""
-    return {index: mlp for index, mlp in enumerate(mlps) if isinstance(mlp, ExpertsLayer)}

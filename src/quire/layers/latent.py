@@ -1,4 +1,4 @@
-"""Multi-head latent attention, and the decoder layer of DeepSeek V2 and V3 (https://arxiv.org/abs/2405.04434).
+"""Multi-head latent attention, of DeepSeek V2 and V3 (https://arxiv.org/abs/2405.04434).
 
 A token's keys and values of all heads follow from one compressed vector and one rotated key, and the cache holds
 nothing else. In the *absorbed* form, a head's query is mapped into the space of the
@@ -15,9 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.layers.decoder import LayerConfig
-from quire.layers.experts import ExpertsLayer
-from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KEY, VALUE
@@ -82,23 +79,6 @@ class LatentConfig:
             biased = ["kv_a_proj_with_mqa", "o_proj"] + ([] if rank is None else ["q_a_proj"])
             shapes |= {f"self_attn.{name}.bias": shapes[f"self_attn.{name}.weight"][:1] for name in biased}
         return shapes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentLayerConfig(LayerConfig):
-    """A decoder layer with latent attention: `num_kv_heads` is 1, and `head_dim` the row of the cache."""
-
-    latent: LatentConfig
-
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `LayerConfig`."""
-        hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-        shapes |= self.latent.tensor_shapes(hidden, self.num_heads)
-        shapes["post_attention_layernorm.weight"] = (hidden,)
-        if self.experts is not None:
-            return shapes | self.experts.tensor_shapes(hidden)
-        return shapes | mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
 
 
 class LatentAttention:
@@ -272,41 +252,3 @@ def expanded_is_cheaper(config: LatentConfig, heads: int, batch: RaggedBatch) ->
         expanded += 2 * pairs * full + 2 * context * mapped
         expanded += OPERATIONS_A_BYTE * 2 * context * (config.row + 2 * full)  # restored ones are written and read
     return expanded < absorbed
-
-
-class LatentDecoderLayer:
-    """A decoder layer with latent attention, and experts or a gated MLP.
-
-    Args:
-        config: sizes and options.
-        weights: gives the layer's parts by name.
-        layer: which one this is.
-    """
-
-    def __init__(self, config: LatentLayerConfig, weights: LayerWeights, layer: int) -> None:
-        eps = config.rms_norm_eps
-        self.input_norm = weights.norm("input_layernorm", eps)
-        self.attention = LatentAttention(config.latent, config.num_heads, weights, layer)
-        self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
-        self.mlp: GatedMLP | ExpertsLayer
-        if config.experts is None:
-            self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
-        else:
-            self.mlp = ExpertsLayer(config.experts, weights)
-
-    def __call__(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        kv: KVCache,
-        batch: RaggedBatch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DecoderLayer`."""
-        if x is None:
-            x = self.input_norm(residual)
-        else:
-            x, residual = self.input_norm.with_residual(x, residual)
-        x = self.attention(x, tables, kv, batch)
-        x, residual = self.post_attention_norm.with_residual(x, residual)
-        return self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x), residual

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quire.errors import ModelConfigError
+from quire.errors import ConfigError, ModelConfigError
 from quire.layers.decoder import LayerConfig
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
@@ -77,7 +77,8 @@ class DecoderConfig:
         tie_word_embeddings: the output head is the embedding table.
         eos_token_ids: ids that end a text, without repeats.
         dense_layers: those with an MLP, in a model whose other layers have experts.
-        skipped: how the names of tensors begin that a checkpoint may hold and the model does not need.
+        num_mtp_layers: layers behind the last one that predict further tokens, in the checkpoint.
+        mtp: whether the one layer of these is part of the model.
     """
 
     layer: LayerConfig
@@ -88,7 +89,8 @@ class DecoderConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dense_layers: frozenset[int] = frozenset()
-    skipped: tuple[str, ...] = ()
+    num_mtp_layers: int = 0
+    mtp: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -113,7 +115,32 @@ class DecoderConfig:
         shapes["model.norm.weight"] = (self.layer.hidden_size,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = table
-        return shapes
+        return shapes | self._mtp_shapes() if self.mtp else shapes
+
+    def mtp_prefix(self, index: int = 0) -> str:
+        """How the names of the tensors of such a layer begin."""
+        return f"model.layers.{self.num_layers + index}."
+
+    def skipped(self) -> tuple[str, ...]:
+        """How the names of tensors begin that a checkpoint may hold and the model does not need."""
+        return tuple(self.mtp_prefix(index) for index in range(self.num_mtp_layers))
+
+    def with_mtp(self) -> DecoderConfig:
+        """With the layer that predicts one token more; raises ConfigError where there is not one."""
+        if self.num_mtp_layers != 1:
+            raise ConfigError(
+                "mtp=True, and speculation with method mtp, need a model with one layer that predicts one token more "
+                f"(num_nextn_predict_layers is 1); this one has {self.num_mtp_layers}; choose another method"
+            )
+        return replace(self, mtp=True)
+
+    def _mtp_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, prefix = self.layer.hidden_size, self.mtp_prefix()
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{prefix}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")
+        }
+        shapes[f"{prefix}eh_proj.weight"] = (hidden, 2 * hidden)
+        return shapes | {prefix + name: shape for name, shape in self.layer.tensor_shapes().items()}
 
 
 def read_decoder_config(

@@ -50,13 +50,14 @@ class Head:
     Attributes:
         config: what config.json and the names of the tensors say.
         hidden_size: of what `forward` takes and gives.
-        taps: layers of the target whose inputs are its features; none: it is fed what the target's `forward` gives.
+        aux_layers: layers of the target whose inputs are its features; none: it is fed what the target's `forward`
+            gives.
         dtype: of activations, KV and weights: the target's.
         kv_shape: of a token's KV.
         weight_bytes: what a step reads of its own weights; an embedding table is not among them.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, config: HeadConfig, weights: Weights, target: Model) -> None:
         self.config = config
@@ -70,7 +71,7 @@ class Head:
 
 
 class Eagle(Head):
-    """See the head of this file.
+    """One decoder layer that continues the target's last hidden states, fed with the embedding of the token after each.
 
     Args:
         config: of the head.

@@ -25,7 +25,7 @@ from quire.models.weights import Weights
 from quire.ops import KVCache, RaggedBatch
 
 MOVES, CHOSEN = "d2t", "t2d"
-TAPS_FIELD = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS_FIELD = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Eagle3Config(HeadConfig):
     """An EAGLE-3 head.
 
     Attributes:
-        taps: layers of the target whose inputs it reads.
+        aux_layers: layers of the target whose inputs it reads.
         draft_vocab_size: how many tokens it can draft.
     """
 
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     draft_vocab_size: int
 
 
@@ -52,9 +52,8 @@ class Eagle3Layer:
     def __init__(self, config: LayerConfig, weights: LayerWeights) -> None:
         eps = config.rms_norm_eps
         self.input_norm, self.hidden_norm = weights.norm("input_layernorm", eps), weights.norm("hidden_norm", eps)
-        self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
-        self.attention = Attention(config.head_dim**-0.5, None, 0, None, weights.kernels)
-        self.output = weights.linear("self_attn.o_proj", bias=config.output_bias)
+        shape, bias = (config.num_heads, config.num_kv_heads, config.head_dim), config.qkv_bias
+        self.attention = Attention(*shape, weights, 0, None, qkv_bias=bias, output_bias=config.output_bias)
         self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
         self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
 
@@ -68,14 +67,14 @@ class Eagle3Layer:
     ) -> torch.Tensor:
         """All [tokens, hidden]; tables: cos and sin of the step's positions."""
         x = torch.cat([self.input_norm(embedded), self.hidden_norm(hidden)], dim=1)
-        x = self.output(self.attention(self.qkv(x), tables, kv, batch))
+        x = self.attention(x, tables, kv, batch)
         # The sum may be written where the residual lies, and `hidden` is the caller's.
         x, residual = self.post_attention_norm.with_residual(x, hidden.clone())
         return self.mlp(x) + residual
 
 
 class Eagle3(Head):
-    """See the head of this file.
+    """One decoder layer that continues fused hidden states of three layers of the target, with its own vocabulary.
 
     Args:
         config: of the head.
@@ -86,7 +85,7 @@ class Eagle3(Head):
 
     def __init__(self, config: Eagle3Config, weights: Weights, target: Model, ids: torch.Tensor | None) -> None:
         super().__init__(config, weights, target)
-        self.taps = config.taps
+        self.aux_layers = config.aux_layers
         self.ids = None if ids is None else ids.to(weights.kernels.device)
         self.head = weights.linear("lm_head")
         self.fc = weights.linear("fc", bias="fc.bias" in config.shapes)
@@ -101,12 +100,12 @@ class Eagle3(Head):
         """
         fields.refuse("norm_before_residual", (False,), "a residual that is normalized")
         layer, rope, vocab_size = read_layer(fields, names)
-        taps = read_taps(fields, target_layers)
+        aux_layers = read_aux_layers(fields, target_layers)
         hidden = layer.hidden_size
         width = fields.integer("target_hidden_size", default=hidden)
         draft_vocab_size = fields.integer("draft_vocab_size", default=vocab_size, max=vocab_size)
         shapes = {
-            "fc.weight": (hidden, len(taps) * width),
+            "fc.weight": (hidden, len(aux_layers) * width),
             "norm.weight": (hidden,),
             "lm_head.weight": (draft_vocab_size, hidden),
         }
@@ -115,10 +114,10 @@ class Eagle3(Head):
         if TABLE in names:
             shapes[TABLE] = (vocab_size, hidden)
         shapes |= {f"layers.0.{name}": shape for name, shape in _layer_shapes(layer).items()}
-        return Eagle3Config(layer, rope, vocab_size, width, shapes, taps, draft_vocab_size)
+        return Eagle3Config(layer, rope, vocab_size, width, shapes, aux_layers, draft_vocab_size)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """features: [tokens, taps * the target's hidden size], `Taps.features`. Returns [tokens, hidden]."""
+        """features: [tokens, layers * the target's hidden size] of `AuxHiddenStates`. Returns [tokens, hidden]."""
         return self.fc(features)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
@@ -146,7 +145,7 @@ class Eagle3(Head):
         return wide.index_copy_(1, self.ids, scores)
 
 
-def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
+def read_aux_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The layers that a head reads: those that config.json names, else EAGLE-3's own choice for so many layers.
 
     Raises:
@@ -154,13 +153,13 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
         ConfigError: it names none, and the target has too few for a low, a middle and a high one.
     """
     for section in (fields, fields.section("eagle_config")):
-        if TAPS_FIELD in section:
-            return tuple(section.integers(TAPS_FIELD, below=num_layers))
+        if AUX_LAYERS_FIELD in section:
+            return tuple(section.integers(AUX_LAYERS_FIELD, below=num_layers))
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if not low < middle < high:
         raise ConfigError(
             f"an EAGLE-3 head reads layers 2, n/2 and n - 3 of its target, which has only {num_layers} layers, and 7 "
-            f"are needed; for a head that reads others, list them in its config.json as {TAPS_FIELD!r}"
+            f"are needed; for a head that reads others, list them in its config.json as {AUX_LAYERS_FIELD!r}"
         )
     return low, middle, high
 

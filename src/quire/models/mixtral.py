@@ -8,11 +8,7 @@ window of `sliding_window` tokens unless the field is null, as in the published 
 
 from __future__ import annotations
 
-import torch
-
-from quire.layers.decoder import DecoderLayer
-from quire.layers.experts import ExpertNames, ExpertsConfig, expert_layers
-from quire.layers.rotary import RotaryEmbedding
+from quire.layers.experts import ExpertNames, ExpertsConfig
 from quire.models.config import (
     MAX_CONTEXT,
     DecoderConfig,
@@ -21,57 +17,23 @@ from quire.models.config import (
     read_routing,
 )
 from quire.models.fields import Fields
-from quire.models.model import Model, Taps
-from quire.models.weights import Weights
-from quire.ops import KVCache, RaggedBatch
 
 NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 THETA = 1e6
 """Where config.json does not say rope_theta."""
 
 
-class Mixtral(Model):
-    """Mixtral: see the head of this file."""
-
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
-        # The largest tensor first: memory's peak is then not the whole model and once more this.
-        self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
-        self.embedding = weights.embedding("model.embed_tokens")
-        self.rotary = RotaryEmbedding(config.rope, weights.kernels.device)
-        self.layers = [
-            DecoderLayer(config.layer, weights.under(f"model.layers.{index}."), index, window)
-            for index, window in enumerate(config.windows)
-        ]
-        self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
-        self.expert_layers = expert_layers(layer.mlp for layer in self.layers)
-
-    @staticmethod
-    def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-        """Reads config.json and generation_config.json; raises ModelConfigError."""
-        num_layers = read_num_layers(fields)
-        window = fields.integer("sliding_window", max=MAX_CONTEXT) if "sliding_window" in fields else None
-        kind = "full_attention" if window is None else "sliding_attention"
-        fields.refuse("layer_types", ([kind] * num_layers,), "all of Mixtral's layers see the same window")
-        routing = read_routing(fields, "num_local_experts")
-        return read_decoder_config(
-            fields,
-            generation,
-            windows=(window,) * num_layers,
-            experts=ExpertsConfig(routing, fields.integer("intermediate_size"), names=NAMES),
-            default_theta=THETA,
-        )
-
-    def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:
-        """See Model."""
-        tables = self.rotary.tables(batch.positions)
-        x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
-        for index, layer in enumerate(self.layers):
-            if taps is not None:
-                taps.take(index, x, residual)
-            x, residual = layer(x, residual, tables, kv, batch)
-        return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model."""
-        return self.head(hidden, torch.float32)
+def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    num_layers = read_num_layers(fields)
+    window = fields.integer("sliding_window", max=MAX_CONTEXT) if "sliding_window" in fields else None
+    kind = "full_attention" if window is None else "sliding_attention"
+    fields.refuse("layer_types", ([kind] * num_layers,), "all of Mixtral's layers see the same window")
+    routing = read_routing(fields, "num_local_experts")
+    return read_decoder_config(
+        fields,
+        generation,
+        windows=(window,) * num_layers,
+        experts=ExpertsConfig(routing, fields.integer("intermediate_size"), names=NAMES),
+        default_theta=THETA,
+    )

@@ -1,28 +1,24 @@
-"""What the engine and the runner may ask of a model, whatever its architecture."""
+"""A loaded model: embedding, decoder layers, norm and head. Architectures differ in what `read_config` says alone."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
-from quire.errors import ConfigError
-from quire.layers.embedding import Embedding
+from quire.layers.decoder import DecoderLayer
 from quire.layers.experts import ExpertsLayer
+from quire.layers.latent import may_expand
+from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
+from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
-from quire.ops import KVCache, KVShape, RaggedBatch
+from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
 
-NO_MTP = (
-    "this model has no layer that predicts one token more, which mtp=True and speculation with method mtp need; "
-    "choose another method"
-)
 
-
-class Taps:
+class AuxHiddenStates:
     """What enters some layers in one step: the residual stream, as EAGLE-3 reads it.
 
     Args:
@@ -43,63 +39,105 @@ class Taps:
         return torch.cat([self._taken[layer] for layer in self.layers], dim=1)
 
 
-class Model(ABC):
-    """A loaded causal language model.
+class ModelSizes:
+    """What memory and time need to know of a model.
 
-    Attributes:
+    Args:
         config: what config.json says.
         dtype: of activations and KV, and of weights that are not quantized.
         quantization: how the linear layers are quantized; None: they are not.
-        kernels: the implementation that computes it.
-        embedding: its table of tokens.
+        expands: latent attention keeps weights of its own to restore keys with.
+
+    Attributes:
         vocab_size: ids run from 0 to vocab_size - 1.
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
-        kv_sides: 2: keys and values are stored; 1: rows that are both, of latent attention.
+        windows: per layer, how many tokens back it sees, itself included; None where all.
+        kv_sides: see `LayerConfig`.
         kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
             token; None: they are what is stored.
         attention_width: numbers of a key and its value that each query head is multiplied with.
-        max_position_embeddings: the longest context, in tokens.
-        eos_token_ids: ids that end a text.
-        windows: per layer, how many tokens back it sees, itself included; None where all.
         num_parameters: numbers in the checkpoint; a tied head is counted once.
         weight_bytes: what memory holds of them, and a step of many tokens reads. An embedding table is not among
             them: it stays a mapped file, of which a step reads a row a token. A tied one is there as the head.
         expert_parameters, expert_bytes: those of them in experts that tokens are sent to, of which a step reads what
             some token chose; 0 where there are none.
         active_parameters: numbers that one token is computed with, and the embedding table.
-        expert_layers: the layers' experts, by number of the layer; none where there are none.
-        notes: what a user should know at start-up.
     """
 
-    embedding: Embedding
-    notes: tuple[str, ...] = ()
-    kv_sides = 2
-    kv_saving: float | None = None
-
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None = None, expands: bool = False
+    ) -> None:
+        layer = config.layer
         self.config = config
-        self.dtype = dtype = weights.dtype
-        self.quantization = weights.quantization
-        self.kernels = weights.kernels
+        self.dtype, self.quantization = dtype, quantization
         self.vocab_size = config.vocab_size
-        self.num_layers = config.num_layers
-        self.num_kv_heads = config.layer.num_kv_heads
-        self.head_dim = config.layer.head_dim
-        self.attention_width = 2 * self.head_dim
-        self.max_position_embeddings = config.max_position_embeddings
-        self.eos_token_ids = config.eos_token_ids
-        self.windows = config.windows
+        self.num_layers, self.windows = config.num_layers, config.windows
+        self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides
+        self.kv_saving, self.attention_width = None, 2 * self.head_dim
+        if layer.latent is not None:
+            self.kv_saving = layer.num_heads * (layer.latent.qk_head_dim + layer.latent.v_head_dim) / layer.latent.row
+            self.attention_width = layer.latent.row + layer.latent.kv_lora_rank
         sizes = {name: math.prod(shape) for name, shape in config.tensor_shapes().items()}
         self.num_parameters = sum(sizes.values())
-        table = 0 if config.tie_word_embeddings else config.vocab_size * config.layer.hidden_size
-        self.weight_bytes = (self.num_parameters - table) * dtype.itemsize
+        held = self.num_parameters
+        if not config.tie_word_embeddings:
+            held -= config.vocab_size * layer.hidden_size
+        if layer.latent is not None and expands:
+            held += config.num_layers * layer.num_heads * layer.latent.qk_nope_head_dim * layer.latent.kv_lora_rank
+        self.weight_bytes = held * dtype.itemsize
         self.expert_parameters = sum(size for name, size in sizes.items() if EXPERT.fullmatch(name))
         self.expert_bytes = self.expert_parameters * dtype.itemsize
         self.active_parameters = self.num_parameters
         if config.routing is not None:
             idle = config.routing.num_experts - config.routing.top_k
             self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
-        self.expert_layers: dict[int, ExpertsLayer] = {}
+
+    def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
+        """What it keeps of each token."""
+        shape = (self.num_layers, self.num_kv_heads, self.head_dim)
+        return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
+
+
+class Model(ModelSizes):
+    """A loaded causal language model.
+
+    Args:
+        config: what config.json says.
+        weights: the checkpoint's.
+
+    Attributes:
+        kernels: the implementation that computes it.
+        embedding: its table of tokens.
+        max_position_embeddings: the longest context, in tokens.
+        eos_token_ids: ids that end a text.
+        expert_layers: the layers' experts, by number of the layer; none where there are none.
+        mtp: what predicts one token more; None unless it was asked for.
+        architecture: its name in config.json.
+        notes: what a user should know at start-up.
+    """
+
+    architecture: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        expands = config.layer.latent is not None and may_expand(weights.kernels)
+        super().__init__(config, weights.dtype, weights.quantization, expands)
+        self.kernels = weights.kernels
+        self.max_position_embeddings = config.max_position_embeddings
+        self.eos_token_ids = config.eos_token_ids
+        # The largest tensor first: memory's peak is then not the whole model and once more this.
+        self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        self.embedding = weights.embedding("model.embed_tokens")
+        self.rotary = RotaryEmbedding(config.rope, weights.kernels.device)
+        self.layers = [
+            DecoderLayer(config.layer_at(index), weights.under(f"model.layers.{index}."), index, window)
+            for index, window in enumerate(config.windows)
+        ]
+        self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
+        self.expert_layers = {
+            index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, ExpertsLayer)
+        }
+        self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
 
     @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
@@ -118,37 +156,33 @@ class Model(ABC):
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == len(self.windows) else None
 
-    @staticmethod
-    def with_mtp(config: DecoderConfig) -> DecoderConfig:
-        """The configuration with the layer that predicts one token more; raises ConfigError where there is none."""
-        raise ConfigError(NO_MTP)
-
     def new_cache(
         self,
         num_blocks: int,
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
-        behind: KVShape | None = None,
+        draft_kv: KVShape | None = None,
     ) -> KVCache:
         """Blocks for its KV, and for what another model keeps behind it; raises what `KVCache` does."""
         shape = (num_blocks, self.num_layers, self.num_kv_heads, self.head_dim, block_size)
-        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides, behind)
+        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides, draft_kv)
 
-    def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
-        """What it keeps of each token."""
-        shape = (self.num_layers, self.num_kv_heads, self.head_dim)
-        return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
-
-    @abstractmethod
-    def forward(self, batch: RaggedBatch, kv: KVCache, taps: Taps | None = None) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, kv: KVCache, aux: AuxHiddenStates | None = None) -> torch.Tensor:
         """Runs a step: stores its keys and values, returns the hidden states after the last norm.
 
         Shape: [tokens, hidden], in the model's data type.
 
         Args:
-            taps: filled with what enters some of the layers; None: nobody wants it.
+            aux: filled with what enters some of the layers; None: they are not needed.
         """
+        tables = self.rotary.tables(batch.positions)
+        x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
+        for index, layer in enumerate(self.layers):
+            if aux is not None:
+                aux.take(index, x, residual)
+            x, residual = layer(x, residual, tables, kv, batch)
+        return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
 
-    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] of `forward`. Returns [rows, vocabulary] fp32."""
+        return self.head(hidden, torch.float32)

@@ -1,4 +1,4 @@
-"""Which class computes which architecture, and loading a model from a folder."""
+"""Which module reads which architecture's configuration, and loading a model from a folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from quire.ops.quantized import Scheme
 from quire.ops.threads import usable_threads
 
 ARCHITECTURES = {
-    "DeepseekV2ForCausalLM": ("quire.models.deepseek_v2", "DeepseekV2"),
-    "DeepseekV3ForCausalLM": ("quire.models.deepseek_v3", "DeepseekV3"),
-    "LlamaForCausalLM": ("quire.models.llama", "Llama"),
-    "MistralForCausalLM": ("quire.models.mistral", "Mistral"),
-    "MixtralForCausalLM": ("quire.models.mixtral", "Mixtral"),
-    "Qwen2ForCausalLM": ("quire.models.qwen2", "Qwen2"),
-    "Qwen3ForCausalLM": ("quire.models.qwen3", "Qwen3"),
-    "Qwen3MoeForCausalLM": ("quire.models.qwen3_moe", "Qwen3Moe"),
+    "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
+    "DeepseekV3ForCausalLM": "quire.models.deepseek_v3",
+    "LlamaForCausalLM": "quire.models.llama",
+    "MistralForCausalLM": "quire.models.mistral",
+    "MixtralForCausalLM": "quire.models.mixtral",
+    "Qwen2ForCausalLM": "quire.models.qwen2",
+    "Qwen3ForCausalLM": "quire.models.qwen3",
+    "Qwen3MoeForCausalLM": "quire.models.qwen3_moe",
 }
-"""Name in config.json: (module, class). A module is imported when its architecture is asked for."""
+"""Name in config.json, and the module whose `read_config` reads it, imported when it is asked for."""
 
 
 def load_model(
@@ -77,19 +77,18 @@ def build_model(
     mtp: bool = False,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
-    model_class = _model_class(checkpoint.config)
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
-    config = model_class.read_config(checkpoint.config, checkpoint.generation)
+    config = read_config(checkpoint.config, checkpoint.generation)
     if mtp:
-        config = model_class.with_mtp(config)
-    tied = config.tie_word_embeddings
-    shapes = config.tensor_shapes()
-    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored, config.skipped)
+        config = config.with_mtp()
+    shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
+    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored, skipped)
     with kernels.threads(usable_threads()):
-        model: Model = model_class(config, weights)
+        model = Model(config, weights)
     weights.check_all_taken()
+    model.architecture = _architecture(checkpoint.config)
     model.weight_bytes -= weights.bytes_saved()
     model.expert_bytes -= weights.bytes_saved(experts=True)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
@@ -103,14 +102,9 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         UnknownArchitectureError: Quire does not have it.
         ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
     """
-    config: DecoderConfig = _model_class(fields).read_config(fields, generation)
+    module: Any = importlib.import_module(ARCHITECTURES[_architecture(fields)])
+    config: DecoderConfig = module.read_config(fields, generation)
     return config
-
-
-def _model_class(fields: Fields) -> Any:
-    """The class whose architecture config.json names, a `Model` with a `read_config` of its own."""
-    module, class_name = ARCHITECTURES[_architecture(fields)]
-    return getattr(importlib.import_module(module), class_name)
 
 
 def _architecture(fields: Fields) -> str:

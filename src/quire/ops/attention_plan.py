@@ -3,8 +3,8 @@
 Three rules keep every row's bits independent of what else is in the step:
 
 - **Key tiles lie at constant absolute positions**, `KEY_TILE` keys each, whatever `block_size` or length.
-- **Rows are cut anywhere**: a row tile has a multiple of 4 rows of its product (padded by repeating a row),
-  from where on the products' bits do not depend on the number of rows.
+- **Rows are cut anywhere**: a row tile has so many rows of its product (padded by repeating a row) that the product's
+  bits do not depend on their number (`row_multiple` finds out of what that must be a multiple).
 - **A tile that a row cannot see changes nothing**, so tiles that no row of a row tile can see are left out.
 
 The last key tile of a context may be computed narrower than `KEY_TILE` where this machine's products give
@@ -14,6 +14,7 @@ the same bits for it (`narrow_widths` finds out).
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class Chunk:
         invalid: rows of the gathered [2 * (last - first) * kv_heads * width, head_dim] to be zeroed, because
             no one has written them or a window has passed them; None: none.
         mask: [last - first, 1, rows * group, width] fp32, 0 or -inf; None: all rows see all keys.
-        gathered: the chunk before has just gathered the very same keys and values.
+        gathered: the chunk before has just gathered the same keys and values.
     """
 
     first: int
@@ -123,7 +124,8 @@ def make_plan(
     block_tables: torch.Tensor,
 ) -> AttentionPlan:
     """Cut the spans into row tiles, bucket them by size, and lay out each bucket's products."""
-    multiple = next(n for n in (1, 2, 4) if n * layout.group % 4 == 0)
+    exact = row_multiple(layout.head_dim)
+    multiple = exact // math.gcd(exact, layout.group)
     buckets: dict[int, list[_RowTile]] = {}
     for span, context in enumerate(context_lens):
         for tile in _row_tiles(layout, span, row_starts[span], row_starts[span + 1], context):
@@ -157,7 +159,7 @@ def _row_tiles(layout: Layout, span: int, first: int, last: int, context: int) -
 
 def _padded(rows: int, multiple: int) -> int:
     """Few different sizes, so that row tiles of about the same size are computed together."""
-    step = multiple if rows <= 8 else 8 if rows <= 32 else 32
+    step = max(multiple, 1 if rows <= 8 else 8 if rows <= 32 else 32)
     return -(-rows // step) * step
 
 
@@ -257,6 +259,31 @@ def _hide(chunk: Chunk, keys: torch.Tensor, positions: torch.Tensor, context: to
 
 
 @functools.cache
+def row_multiple(dim: int) -> int:
+    """Products of so many rows, or a multiple of it, give each row the same bits, for heads of `dim` numbers.
+
+    Found by trying, since matrix libraries do not promise it: some have kernels of their own for a few rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(3, KEY_TILE, dim, generator=generator)
+    queries = torch.randn(3, ROW_TILE, dim, generator=generator)
+    weights = torch.rand(3, ROW_TILE, KEY_TILE, generator=generator)
+    factors = ((queries, keys.transpose(1, 2)), (weights, keys))
+    whole = [torch.bmm(rows, other) for rows, other in factors]
+
+    def equal(count: int, tiles: int) -> bool:
+        return all(
+            torch.equal(torch.bmm(rows[:tiles, :count].contiguous(), other[:tiles]), product[:tiles, :count])
+            for (rows, other), product in zip(factors, whole, strict=True)
+        )
+
+    for multiple in (4, 8, 16):
+        if all(equal(count, tiles) for count in range(multiple, ROW_TILE, multiple) for tiles in (1, 3)):
+            return multiple
+    return 32
+
+
+@functools.cache
 def narrow_widths() -> tuple[int, ...]:
     """Widths, `KEY_TILE` the last, at which a key tile with nothing behind that width gives the same bits.
 
@@ -285,7 +312,7 @@ def _exact_widths(dim: int) -> list[int]:
                 torch.bmm(queries, keys.transpose(1, 2))[:, :rows, :width],
             )
             and torch.equal(cut[:, :rows].contiguous().sum(-1), zeroed.sum(-1)[:, :rows])
-            for rows in (4, 8, 64)
+            for rows in (row_multiple(dim), 2 * row_multiple(dim), 64)
         )
         if exact:
             widths.append(width)

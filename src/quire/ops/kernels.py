@@ -146,7 +146,7 @@ class Kernels:
                 the one behind it, and so on.
             span_of_row: [rows] int32; 0 in rows of padding.
             recent: [requests, size] int64, tokens of each row of the block tables by position modulo `size`; a negative
-                one (that step failed, and nobody will see this one's result) counts as 0.
+                one (that step failed, and this one's result will not be used) counts as 0.
             spans: `context_lens` is written here: start + rows. A row's slot is start + its number in the span; so is
                 its position, unless it has a depth in `spans.trees`.
 
@@ -206,7 +206,7 @@ class Kernels:
 
         Args:
             qkv: [tokens, (heads + 2 * kv_heads) * head_dim], may be overwritten.
-            norm: of each query and key head, before it is turned; None: none.
+            norm: of each query and key head, before it is rotated; None: none.
             tables: cos and sin of the step's positions, [tokens, head_dim / 2] fp32 each.
 
         Returns:

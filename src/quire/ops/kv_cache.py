@@ -26,6 +26,9 @@ SCALE_BYTES = 4
 WORD = 4
 """Bytes that a token's are a multiple of: then those of the smallest block are one of a cache line."""
 
+LAYOUT = 1
+"""Version of how tokens lie in a block. Whoever changes that counts it up, so that no block is read as another."""
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Each code type's largest number: a row's largest magnitude becomes it."""
 
@@ -67,12 +70,13 @@ class KVCache:
     there, and nothing reads from it.
 
     Args:
-        behind: what another model keeps of the same tokens.
+        draft_kv: what another model keeps of the same tokens.
         memory: [num_blocks, bytes] uint8, blocks in which the planes lie first; None: memory of its own, all zeros.
 
     Attributes:
         memory: with `memory[block]` a block moves, whoever has something in it.
-        behind: the other model's cache; None: there is no other.
+        draft_kv: the other model's cache; None: there is no other.
+        shape: of a token's keys and values.
         sides: 2: keys and values; 1: rows that are both.
         dtype: the model's data type.
         stored_dtype: of `numbers`: `dtype`, or that of the codes.
@@ -97,7 +101,7 @@ class KVCache:
         kv_cache_dtype: KVCacheDtype = "auto",
         device: torch.device | str = "cpu",
         sides: int = 2,
-        behind: KVShape | None = None,
+        draft_kv: KVShape | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
         """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
@@ -112,9 +116,9 @@ class KVCache:
         self.head_dim, self.block_size, self.dtype, self.sides = head_dim, block_size, dtype, sides
         self.stored_dtype = CODE_DTYPES.get(kv_cache_dtype, dtype)
         self.pulse: array[int] | memoryview[int] = array("q", [0])
-        own = KVShape(layers, kv_heads, head_dim, dtype, kv_cache_dtype, sides)
+        self.shape = own = KVShape(layers, kv_heads, head_dim, dtype, kv_cache_dtype, sides)
         if memory is None:
-            size = block_size * (own.bytes_per_token + (behind.bytes_per_token if behind else 0))
+            size = block_size * (own.bytes_per_token + (draft_kv.bytes_per_token if draft_kv else 0))
             memory = _zeros(num_blocks * size, device).view(num_blocks, size)
         self.memory = memory
         planes, shape, plane = (num_blocks, layers, kv_heads, sides), (block_size, head_dim), block_size * own.row_bytes
@@ -127,12 +131,18 @@ class KVCache:
             self.data = part.view(*planes, plane)
             self.numbers = self.data[..., :codes].view(self.stored_dtype).view(*planes, *shape)
             self.scales = self.data[..., codes:].view(torch.float32)
-        self.behind: KVCache | None = None
-        if behind is not None:
+        self.draft_kv: KVCache | None = None
+        if draft_kv is not None:
             rest = memory[:, block_size * own.bytes_per_token :]
-            heads = num_blocks, behind.layers, behind.kv_heads, behind.head_dim, block_size
-            stored = behind.dtype, behind.kv_cache_dtype, device, behind.sides
-            self.behind = KVCache(*heads, *stored, memory=rest)
+            heads = num_blocks, draft_kv.layers, draft_kv.kv_heads, draft_kv.head_dim, block_size
+            stored = draft_kv.dtype, draft_kv.kv_cache_dtype, device, draft_kv.sides
+            self.draft_kv = KVCache(*heads, *stored, memory=rest)
+
+    @property
+    def layout(self) -> str:
+        """What lies where in a block, in words: blocks of two caches whose bytes are to be exchanged have the same."""
+        drafts = "" if self.draft_kv is None else f"|{self.draft_kv.shape}"
+        return f"{LAYOUT}|{self.block_size}|{self.shape}{drafts}"
 
     @property
     def bytes_per_block(self) -> int:
@@ -140,15 +150,15 @@ class KVCache:
         return self.memory.stride(0)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy block heads: the first `tokens` tokens of block `source`, all layers, of what lies behind too, for each
+        """Copy beginnings of blocks: the first `tokens` tokens of `source`, all layers, what lies behind too, for each
         (source, destination, tokens). The rest of the destination is left as it is. In the list's order.
         """
         for source, destination, tokens in copies:
             self.numbers[destination, :, :, :, :tokens].copy_(self.numbers[source, :, :, :, :tokens])
             if self.scales is not None:
                 self.scales[destination, :, :, :, :tokens].copy_(self.scales[source, :, :, :, :tokens])
-        if self.behind is not None:
-            self.behind.copy(copies)
+        if self.draft_kv is not None:
+            self.draft_kv.copy(copies)
 
     def move(self, sources: torch.Tensor | Sequence[int], destinations: torch.Tensor | Sequence[int]) -> None:
         """Copy tokens, all layers, from slots (`block * block_size + offset`) to as many others, each named once.

@@ -61,7 +61,7 @@ class History:
 
     Attributes:
         counts: [requests, vocab] int32: twice how often a token stands in the output, plus 1 where it is the prompt's.
-            The first row is nobody's, and stays 0.
+            The first row belongs to no request, and stays 0.
         requests: [n] int64, each row's place in `counts`; 0 where a row has no penalties.
     """
 
@@ -76,7 +76,7 @@ class Masks:
     Attributes:
         masks: [requests, vocab] fp32: minus infinity where a token is masked, else infinity; a logit becomes the lower
             of both. (A CPU does that 15 times as fast as it fills under a mask.) The first row, all infinity, is
-            nobody's.
+            no request's.
         requests: [n] int64, each row's place in `masks`; 0 where a row allows all.
     """
 

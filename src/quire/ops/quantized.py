@@ -291,17 +291,6 @@ def codes_of(weight: QuantizedWeight, panels: slice = slice(None)) -> torch.Tens
     return torch.cat([fours & 15, fours >> 4], 2).flatten(1).view(torch.int8) - 8
 
 
-def dequantize(weight: QuantizedWeight) -> torch.Tensor:
-    """The weight that it stands for, fp32 [out, in]."""
-    codes = codes_of(weight).float()
-    if weight.group is None:
-        full = codes * weight.scales[:, None]
-    else:
-        scales = weight.scales.float().transpose(1, 2).flatten(0, 1)  # [outputs, groups]
-        full = codes * scales.repeat_interleave(weight.group, 1)
-    return full[: weight.out_features]
-
-
 # -- the product ---------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The classic rule to verify drafts, and the distribution it needs: it keeps that of what is sampled, not the tokens.
+"""Rejection sampling of drafts, and the distribution it needs: it keeps that of what is sampled, not the tokens.
 
 A draft that was drawn from q is accepted with chance min(1, p / q) of its probabilities; in place of the first one that
 is not, a token is drawn from what p has more than q (Leviathan et al. 2023, Chen et al. 2023). In plain torch, and

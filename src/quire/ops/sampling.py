@@ -1,6 +1,6 @@
 """The tensor side of sampling: best tokens, filters and noise over rows of logits, in plain torch.
 
-A vocabulary of 151,936 makes a full sort, or noise for every token, as dear as a small model. So a row is
+A vocabulary of 151,936 makes a full sort, or noise for every token, as expensive as a small model. So a row is
 seen through *chunks*: chunk c holds the ids c, c + C, c + 2C, ... (C chunks of up to `CHUNK` ids), and one
 fast pass takes each chunk's maximum. All tokens above some logit lie in the few chunks whose maximum is
 above it; only those are looked at. Every function gives exactly what the plain full computation would.

@@ -300,7 +300,7 @@ class _Attention:
 
     heads, kv_heads, dim, sides = 4, 2, 64, 2
     width, turned = (4 + 2 * 2) * 64, 64
-    """Numbers of a token, and how many of a head's are turned."""
+    """Numbers of a token, and how many of a head's are rotated."""
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -7,23 +7,20 @@ The host learns it a step later, and works with upper bounds until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span
-from quire.ops import KVCache, RaggedBatch
-from quire.runner.device import Device
-from quire.runner.device_forward import AT_LAST, DeviceForward
-from quire.runner.drafter import Guard, Outcome, kept_behind
+from quire.runner.device_forward import AT_LAST
+from quire.runner.draft_context import DeviceContext
+from quire.runner.drafter import Guard, Outcome
 from quire.runner.host_forward import Forwarded
-from quire.runner.proposer import Ahead, Asked, Computed, DeviceProposer, Drafts, Ends, Placed
-from quire.runner.sampler import Sampled, Sampler
+from quire.runner.proposer import Ahead, Asked, Computed, DeviceProposer, Drafts, Placed
+from quire.runner.sampler import Sampled
 
 
 @dataclass(slots=True)
@@ -55,7 +52,7 @@ class DeviceDrafter:
 
     waits, following = False, True
 
-    def __init__(self, proposer: DeviceProposer, context: Context) -> None:
+    def __init__(self, proposer: DeviceProposer, context: DeviceContext) -> None:
         self._proposer, self._context = proposer, context
         self._texts: dict[int, _Text] = {}
         self._ask = Guard()
@@ -63,7 +60,7 @@ class DeviceDrafter:
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner."""
         self._texts[info.request] = _Text(len(info.prompt_token_ids) + len(info.output_token_ids))
-        if info.followed:
+        if info.drafting_enabled:
             self._ask("start a request", lambda: self._proposer.start(info))
 
     def end(self, request: int) -> None:
@@ -71,7 +68,7 @@ class DeviceDrafter:
         if self._texts.pop(request, None) is not None:
             self._ask("end a request", lambda: self._proposer.end(request))
 
-    def let_go(self, requests: Sequence[int]) -> None:
+    def drop_drafting(self, requests: Sequence[int]) -> None:
         """Follow some no longer."""
         self._ask("end a request", lambda: [self._proposer.end(request) for request in requests])
 
@@ -124,20 +121,20 @@ class DeviceDrafter:
     # -- a step --------------------------------------------------------------------------------------------
 
     def sample(
-        self, spans: Sequence[Span], row_starts: Sequence[int], made: Forwarded, logits: Callable[[Tensor], Tensor]
+        self,
+        spans: Sequence[Span],
+        row_starts: Sequence[int],
+        made: Forwarded,
+        drafts: Mapping[int, Drafts],
+        logits: Callable[[Tensor], Tensor],
     ) -> tuple[Sampled | None, Tensor]:
-        """Samples the last rows of spans, puts down what was accepted, and tells the proposer.
-
-        Returns:
-            Sampled rows, in the order of the spans; and the drafts that they verified, [sampled spans, most], of which
-            a span had `num_sampled - 1`, on the host once the device has come so far.
-        """
+        """See `Drafter`; also puts down what was accepted, and tells the proposer."""
         chosen = [index for index, span in enumerate(spans) if span.num_sampled]
-        placed, sampled, drafts = None, None, torch.empty(0, 0)
+        placed, sampled, verified = None, None, torch.empty(0, 0)
         if chosen:
             rows = _Rows(self._context, [spans[i] for i in chosen], [row_starts[i + 1] for i in chosen])
             sampled = self._sample(rows, logits(made.hidden.index_select(0, rows.picked)))
-            placed, [drafts] = rows.placed(), self._context.download(rows.drafts)
+            placed, [verified] = rows.placed(), self._context.download(rows.drafts)
             self._put_accepted(rows, sampled.tokens, made.finite.index_select(0, rows.picked))
         computed = [
             Computed(span.request, span.start, span.tokens, None, range(first, first + len(span.tokens)))
@@ -145,7 +142,7 @@ class DeviceDrafter:
             if len(span.tokens) > span.num_sampled
         ]
         self._ask("follow a step", lambda: self._proposer.follow(computed, placed, made.features, self._context))
-        return sampled, drafts
+        return sampled, verified
 
     def _sample(self, rows: _Rows, logits: Tensor) -> Sampled:
         places = []
@@ -212,11 +209,11 @@ class _Rows:
         counts: [spans] int64, rows of each.
         picked: [rows] int64, which rows of the step they are.
         grid: [spans, most] int64, the rows of each span, counted from the first one here; the last one again behind it.
-        places: [spans, most] int64, see `Context.places`.
+        places: [spans, most] int64, see `DeviceContext.places`.
         drafts: [spans, most - 1] int64, the drafts behind each one's last known token.
     """
 
-    def __init__(self, context: Context, spans: Sequence[Span], stops: Sequence[int]) -> None:
+    def __init__(self, context: DeviceContext, spans: Sequence[Span], stops: Sequence[int]) -> None:
         self.spans = spans
         lengths = np.array([span.num_sampled for span in spans])
         starts = np.cumsum(lengths) - lengths
@@ -242,98 +239,3 @@ class _Rows:
     def placed(self) -> Placed:
         """For the proposer."""
         return Placed(self.picked, self.ends.rows[self._of_row], self._positions - 1)
-
-
-class Context:
-    """A runner as a `DeviceProposer` and its drafter see it: see `DeviceContext`."""
-
-    def __init__(
-        self,
-        vocab_size: int,
-        kv: KVCache,
-        sampler: Sampler,
-        forward: DeviceForward,
-        device: Device,
-        row_of: Callable[[int], int],
-    ) -> None:
-        self.sampler, self.row_of = sampler, row_of
-        self._vocab_size, self._kv, self._forward, self._device = vocab_size, kv, forward, device
-
-    @property
-    def kv(self) -> KVCache:
-        """See `DraftContext.kv`; raises what `kept_behind` does."""
-        return kept_behind(self._kv)
-
-    @property
-    def recent(self) -> Tensor:
-        """See `DeviceContext.recent`."""
-        return self._forward.recent
-
-    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """See `DeviceContext.upload`."""
-        return self._device.upload(*arrays)
-
-    def download(self, *tensors: Tensor) -> list[Tensor]:
-        """See `Device.download`."""
-        return self._device.download(*tensors)
-
-    def ends(self, requests: Sequence[int]) -> Ends:
-        """See `DeviceContext.ends`."""
-        [rows] = self.upload(self._rows_of(requests).astype(np.int32))
-        return Ends(rows, self._forward.lengths.index_select(0, rows).long())
-
-    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
-        """See `DeviceContext.batch`."""
-        spans = [Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)]
-        return self._forward.batch(spans, self._rows_of(requests), np.cumsum([0, *map(len, tokens)]))
-
-    def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
-        """See `DeviceContext.decodes`."""
-        return self._forward.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
-
-    def draw(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
-        """See `DeviceContext.draw`."""
-        places = [(each.request, each.most + drafts.shape[1]) for each in asked]
-        return self.sampler.draw_ahead(logits, places, Ahead(ends.lengths + drafts.shape[1], drafts))
-
-    # -- the tables ----------------------------------------------------------------------------------------
-
-    def tell(self, requests: Sequence[int], lengths: NDArray[np.int64], last: NDArray[np.int64]) -> None:
-        """So many tokens of these requests are known, and the last one of each."""
-        rows, keeps = self._rows_of(requests), self.recent.shape[1]
-        places = rows * keeps + (lengths - 1) % keeps
-        sent = self.upload(rows, lengths.astype(np.int32), places, last)
-        self._forward.lengths.index_copy_(0, *sent[:2])
-        self.recent.view(-1).index_copy_(0, *sent[2:])
-
-    def places(self, ends: Ends, count: int) -> Tensor:
-        """Of the positions behind the known tokens, in `recent`: [requests, count] int64."""
-        keeps = self.recent.shape[1]
-        positions = ends.lengths[:, None] + torch.arange(count, device=ends.lengths.device)
-        return ends.rows[:, None].long() * keeps + positions % keeps
-
-    def put_drafts(self, requests: Sequence[int], tokens: Tensor) -> None:
-        """Drafts [requests, count] behind the known tokens; what is no token of the model's is none."""
-        tokens = torch.where((tokens >= 0) & (tokens < self._vocab_size), tokens, -1)
-        places = self.places(self.ends(requests), tokens.shape[1])
-        self.recent.view(-1).index_copy_(0, places.flatten(), tokens.flatten())
-
-    def putting(self, ends: Ends, places: Tensor, tokens: Tensor, counts: Tensor) -> Callable[[], None]:
-        """What puts tokens [requests, most] into these places, and makes the first `counts` of each known tokens.
-
-        Called once, it takes no memory.
-
-        Args:
-            counts: [requests] int32.
-        """
-        rows, lengths = ends.rows.long(), ends.lengths.to(torch.int32) + counts
-        places, tokens = places.flatten(), tokens.flatten()
-
-        def put() -> None:
-            self.recent.view(-1).index_copy_(0, places, tokens)
-            self._forward.lengths.index_copy_(0, rows, lengths)
-
-        return put
-
-    def _rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
-        return np.array([self.row_of(request) for request in requests], np.int64)

@@ -26,7 +26,7 @@ from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
-from quire.runner.host_forward import NO_BRANCHES, Forwarded, forward, tree_end, tree_rows
+from quire.runner.host_forward import NO_BRANCHES, Forwarded, RowsAhead, forward, tree_end, tree_rows
 from quire.runner.proposer import Branch
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class DeviceForward:
         width: blocks of the longest context.
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
         spare: bytes of the device that must be free for another graph: its own, and those of steps without one.
-        taps: see `HostForward`.
+        aux_layers: see `HostForward`.
         keeps: tokens of each request in `recent`.
 
     Attributes:
@@ -85,10 +85,10 @@ class DeviceForward:
         width: int,
         graphs: str = "off",
         spare: int = 0,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         keeps: int = 1,
     ) -> None:
-        self._model, self._kv, self._device, self._taps = model, kv, device, taps
+        self._model, self._kv, self._device, self._aux_layers = model, kv, device, aux_layers
         self._most_spans, self.graphs, self._spare = most_spans, graphs, spare
         self._recorded: dict[Size, _Graph] = {}
         self._full = False  # no memory for more graphs
@@ -249,7 +249,7 @@ class DeviceForward:
     ) -> RaggedBatch:
         """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie behind a row."""
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
-        if self.recent.shape[1] > 1:  # else nobody keeps the lengths
+        if self.recent.shape[1] > 1:  # else the lengths are not kept
             starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables, trees)
         batch = self._placed(tokens, span_of_row, spans)
@@ -274,8 +274,18 @@ class DeviceForward:
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables)
         return self._placed(tokens.to(torch.int32), row_starts[:-1], spans)
 
+    def rows_ahead(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> RowsAhead:
+        """See `HostForward.rows_ahead`."""
+        table_rows, *starts = self._device.upload(rows.astype(np.int32), *positions.astype(np.int32))
+
+        def batch(index: int, tokens: Tensor) -> RaggedBatch:
+            count = len(tokens)
+            return self.decodes(table_rows[:count], starts[index][:count], tokens.to(self._device.torch))
+
+        return batch
+
     def _forward(self, batch: RaggedBatch) -> Forwarded:
-        return forward(self._model, batch, self._kv, self._taps)
+        return forward(self._model, batch, self._kv, self._aux_layers)
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:

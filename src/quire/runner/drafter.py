@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import operator
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
@@ -19,17 +17,17 @@ import torch
 from torch import Tensor
 
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult
-from quire.models.model import Model
-from quire.ops import Kernels, KVCache, RaggedBatch
-from quire.ops.sampling import Filters
-from quire.runner.device_forward import DeviceForward
-from quire.runner.host_forward import HostForward, RowsAhead
-from quire.runner.proposer import Branch, Computed, DraftContext, Drafts, Proposer, Row, Wanted
-from quire.runner.sampler import Sampler
+from quire.runner.draft_context import DraftContext
+from quire.runner.host_forward import Forwarded
+from quire.runner.proposer import Branch, Computed, Drafts, Proposer, Row, Wanted
+from quire.runner.sampler import Sampled
+from quire.runner.verify import Verified
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+NO_DRAFTS = Drafts([])
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class _Text:
     """What the host knows of a request's tokens: how many there are, and the last one.
 
     Attributes:
-        drafted: False once a row failed beside drafts: they may have spoilt it, so there are no more of them.
+        drafted: False once a row failed beside drafts: they may have caused that, so there are no more of them.
     """
 
     length: int
@@ -91,23 +89,23 @@ class Drafter:
     Args:
         proposer: guesses.
         context: what it may use.
+        rejection: see `Speculation`.
 
     Attributes:
-        waits: whether the host must know what came of a step before the next one is launched.
-        seconds: spent on proposing and following since the last step.
+        waits: whether the host must know what came of a step before the next one is launched. Then steps in which
+            nothing is drafted are sampled as if there were no drafter.
     """
 
     waits = True
 
-    def __init__(self, proposer: Proposer, context: RunnerContext) -> None:
-        self._proposer, self._context = proposer, context
+    def __init__(self, proposer: Proposer, context: DraftContext, rejection: bool = False) -> None:
+        self._proposer, self._context, self._rejection = proposer, context, rejection
         self._texts: dict[int, _Text] = {}
         self._ask = Guard()
-        self.seconds = 0.0
 
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner; one that is not followed gets no drafts."""
-        if not info.followed:
+        if not info.drafting_enabled:
             return
         tokens = [*info.prompt_token_ids, *info.output_token_ids]
         self._texts[info.request] = _Text(len(tokens), tokens[-1])
@@ -123,7 +121,7 @@ class Drafter:
         """Whether there is a request that may be drafted; without any, steps need not come by here."""
         return bool(self._texts)
 
-    def let_go(self, requests: Sequence[int]) -> None:
+    def drop_drafting(self, requests: Sequence[int]) -> None:
         """Follow some no longer; one that is not known is ignored."""
         known = [request for request in requests if request in self._texts]
         if known:  # the next step finds their last tokens where it would if they had never been followed
@@ -133,8 +131,9 @@ class Drafter:
 
     def resolve(self, spans: list[Span]) -> tuple[list[Span], dict[int, Drafts]]:
         """Spans with true starts and ids in place of what stood for them; by request, the drafts that they verify."""
-        begin, texts = time.monotonic(), self._texts
-        known = [span if span.tokens[-1] >= 0 or span.request not in texts else self._known(span) for span in spans]
+        known = [
+            span if span.tokens[-1] >= 0 or span.request not in self._texts else self._known(span) for span in spans
+        ]
         wanted = [
             Wanted(span.request, span.start + len(span.tokens), span.tokens[-1], len(given.tokens) - len(span.tokens))
             for span, given in zip(known, spans, strict=True)
@@ -146,7 +145,6 @@ class Drafter:
                 guesses = drafts[span.request].tokens
                 span.tokens += guesses
                 span.num_sampled += len(guesses)
-        self.seconds += time.monotonic() - begin
         return known, drafts
 
     def _known(self, span: Span) -> Span:
@@ -167,9 +165,43 @@ class Drafter:
         found = self._ask("propose drafts", ask) or {}
         return {request: drafts for request, drafts in found.items() if drafts.tokens}
 
+    def sample(
+        self,
+        spans: Sequence[Span],
+        row_starts: Sequence[int],
+        made: Forwarded,
+        drafts: Mapping[int, Drafts],
+        logits: Callable[[Tensor], Tensor],
+    ) -> tuple[Sampled | None, Tensor]:
+        """Samples the last rows of spans, those of `drafts` among them.
+
+        Returns:
+            Sampled rows, in the order of the spans; and the drafts that they verified where only the device knew them,
+            [sampled spans, most], of which a span had `num_sampled - 1`, on the host once the device has come so far.
+        """
+        rows: list[int] = []
+        places: list[Row] = []
+        verified: list[Verified] = []
+        for index, span in enumerate(spans):
+            if not span.num_sampled:
+                continue
+            own = drafts.get(span.request, NO_DRAFTS)
+            first, known = row_starts[index + 1] - span.num_sampled, len(span.tokens) - len(own.tokens)
+            if self._rejection and own.tokens and own.parents is None:  # a tree's are sampled exactly
+                verified.append(Verified(len(rows), own.tokens, own.distributions))
+            for row, ahead in enumerate(drafts_before(own)):
+                rows.append(first + row)
+                places.append(Row(span.request, span.start + known + len(ahead), ahead))
+        hidden = made.hidden
+        if len(rows) < row_starts[-1]:
+            [picked] = self._context.upload(np.array(rows))
+            hidden = hidden.index_select(0, picked)
+        return self._context.sampler.launch_with_drafts(logits(hidden[: len(rows)]), places, verified), torch.empty(
+            0, 0
+        )
+
     def settle(self, outcome: Outcome) -> None:
         """A step has run: take in its tokens, put accepted rows into place, and tell the proposer."""
-        begin = time.monotonic()
         computed = []
         others: dict[int, int] = {}  # the last tokens of those that are not followed
         for index, (span, result) in enumerate(zip(outcome.spans, outcome.results, strict=True)):
@@ -202,12 +234,6 @@ class Drafter:
         if others:
             self._context.set_last(list(others), list(others.values()))
         self._ask("follow a step", lambda: self._proposer.follow(computed, outcome.features, self._context))
-        self.seconds += time.monotonic() - begin
-
-    def take_seconds(self) -> float:
-        """`seconds`, and from 0 again."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
 
 
 def _usable(drafts: Drafts, count: int, vocab_size: int) -> Drafts:
@@ -252,148 +278,6 @@ def drafts_before(drafts: Drafts) -> list[list[int]]:
     for row, draft in enumerate(drafts.tokens, start=1):
         before.append([*before[drafts.parent(row)], draft])
     return before
-
-
-class Line:
-    """See `DraftLine`. What depends on no token is made for all drafts at once.
-
-    Args:
-        filters: how to sample each draft, see `Sampler.filters_ahead`; None: that depends on the drafts before it.
-        rows: how to compute each, see `HostForward.rows_ahead`; None: as any other batch.
-    """
-
-    def __init__(
-        self,
-        context: DraftContext,
-        wanted: Sequence[Wanted],
-        lead: int,
-        kernels: Kernels | None = None,
-        filters: Sequence[Filters] | None = None,
-        rows: RowsAhead | None = None,
-    ) -> None:
-        self._context, self._wanted, self._lead = context, wanted, lead
-        self._kernels, self._filters, self._rows = kernels, filters, rows
-        self._going = wanting(wanted)
-        self._drawn: list[Tensor] = []  # a draft each: [requests that wanted it] int64, -1: no token was left
-
-    @property
-    def rows(self) -> list[Row]:
-        """See `DraftLine`."""
-        depth = len(self._drawn)
-        ahead = zip(*(tokens.clamp(min=0).tolist() for tokens in self._drawn), strict=False) if depth else repeat(())
-        return [
-            Row(want.request, want.position + depth, tokens)
-            for want, tokens in zip(self._wanted[: self._going[depth]], ahead, strict=False)
-        ]
-
-    def draw(self, logits: Tensor) -> int:
-        """See `DraftLine`."""
-        if self._kernels is not None and self._filters is not None:
-            tokens = self._kernels.sample(logits, self._filters[len(self._drawn)])
-        else:
-            tokens = torch.tensor(self._context.draw(logits, self.rows))
-        self._drawn.append(tokens)
-        return self._going[len(self._drawn)]
-
-    def batch(self) -> RaggedBatch:
-        """See `DraftLine`."""
-        depth = len(self._drawn)
-        tokens = self._drawn[-1].clamp(min=0)
-        if len(tokens) > self._going[depth]:
-            tokens = tokens[: self._going[depth]]
-        if self._rows is not None:
-            return self._rows.batch(depth - 1, tokens)
-        wanted = self._wanted[: len(tokens)]
-        starts = [want.position + depth - 1 - self._lead for want in wanted]
-        return self._context.batch([want.request for want in wanted], starts, [[token] for token in tokens.tolist()])
-
-    def drafts(self) -> list[list[int]]:
-        """See `DraftLine`."""
-        drawn = [tokens.tolist() for tokens in self._drawn]
-        lines = [[tokens[i] for tokens in drawn[: want.count]] for i, want in enumerate(self._wanted)]
-        return [line[: line.index(-1)] if -1 in line else line for line in lines]
-
-
-def wanting(wanted: Sequence[Wanted]) -> list[int]:
-    """How many want at least 1, 2, ... drafts, up to a number that nobody wants; the most comes first in `wanted`."""
-    return [sum(want.count > depth for want in wanted) for depth in range(wanted[0].count + 1)]
-
-
-def kept_behind(kv: KVCache) -> KVCache:
-    """What a proposer keeps in these blocks; raises RuntimeError where they were made without it."""
-    if kv.behind is None:
-        raise RuntimeError("these blocks have no room for what drafts: make them with Speculation.kv_shape behind")
-    return kv.behind
-
-
-class RunnerContext:
-    """A runner as proposers see it: see `DraftContext`."""
-
-    def __init__(
-        self,
-        model: Model,
-        kv: KVCache,
-        sampler: Sampler,
-        forward: HostForward | DeviceForward,
-        row_of: Callable[[int], int],
-    ) -> None:
-        self.sampler, self.vocab_size = sampler, model.vocab_size
-        self._kernels, self._kv = model.kernels, kv
-        self._forward, self._row_of = forward, row_of
-
-    @property
-    def kv(self) -> KVCache:
-        """See `DraftContext.kv`; raises what `kept_behind` does."""
-        return kept_behind(self._kv)
-
-    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
-        """See `DraftContext.batch`."""
-        spans = [Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)]
-        return self._batch(spans, {})
-
-    def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
-        """See `DraftContext.tree_batch`."""
-        spans = [Span(branch.request, branch.base, list(branch.tokens)) for branch in branches]
-        return self._batch(spans, {branch.request: branch for branch in branches})
-
-    def _batch(self, spans: list[Span], branches: Mapping[int, Branch]) -> RaggedBatch:
-        rows = np.array([self._row_of(span.request) for span in spans])
-        return self._forward.batch(spans, rows, np.cumsum([0, *(len(span.tokens) for span in spans)]), branches)
-
-    def draw(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """See `DraftContext.draw`."""
-        tokens: list[int] = self.sampler.draw(logits, rows).tolist()
-        return tokens
-
-    def line(self, wanted: Sequence[Wanted], lead: int) -> Line:
-        """See `DraftContext.line`."""
-        requests, positions = [want.request for want in wanted], [want.position for want in wanted]
-        filters = self.sampler.filters_ahead(requests, positions, wanting(wanted)[:-1])
-        rows, most = None, wanted[0].count
-        if isinstance(self._forward, HostForward) and most > 1:
-            table_rows = np.array([self._row_of(request) for request in requests])
-            ahead = np.arange(most - 1)[:, None] - lead
-            rows = self._forward.rows_ahead(table_rows, ahead + positions)
-        return Line(self, wanted, lead, self._kernels, filters, rows)
-
-    def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """See `DraftContext.distributions`."""
-        return self.sampler.distributions(logits, rows)
-
-    def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
-        """See `DraftContext.candidates`."""
-        return self.sampler.candidates(logits, rows, width)
-
-    def set_last(self, requests: Sequence[int], tokens: Sequence[int]) -> None:
-        """Say which token was sampled last for some requests, where the runner itself did not see it."""
-        last = self._forward.last_tokens
-        rows, values = (torch.tensor(x, device=last.device) for x in ([self._row_of(r) for r in requests], tokens))
-        last.index_copy_(0, rows, values)
-
-    def move(self, request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Put the model's keys and values from positions of a request to others: accepted rows of a tree."""
-        slots = self._forward.slots(self._row_of(request), [*sources, *destinations])
-        self._kernels.move_rows(self._kv, *slots.chunk(2))
 
 
 def branch_of(span: Span, drafts: Drafts) -> Branch | None:

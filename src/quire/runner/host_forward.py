@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import FROM_PREVIOUS, Span
-from quire.models.model import Model, Taps
+from quire.models.model import AuxHiddenStates, Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import Trees
 from quire.runner.proposer import Branch
@@ -34,53 +34,29 @@ class Forwarded(NamedTuple):
     features: Tensor
 
 
-class RowsAhead(NamedTuple):
-    """Batches of one row a request, but for their tokens.
-
-    Attributes:
-        positions, slots: [batches, requests] int64.
-        block_tables, block_size: as in `RaggedBatch`, for all batches: the tables may go on behind the context of one.
-    """
-
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    block_tables: Tensor
-    block_size: int
-
-    def batch(self, index: int, tokens: Tensor) -> RaggedBatch:
-        """One of them, of the first requests: tokens [rows] int64."""
-        count = len(tokens)
-        positions = self.positions[index, :count]
-        return RaggedBatch(
-            token_ids=tokens,
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(self.slots[index, :count]),
-            row_starts=list(range(count + 1)),
-            context_lens=[position + 1 for position in positions.tolist()],
-            block_tables=self.block_tables[:count],
-            block_size=self.block_size,
-        )
+RowsAhead = Callable[[int, Tensor], RaggedBatch]
+"""The batch of one row a request with this index, of the first requests: their tokens [rows] int64."""
 
 
-def forward(model: Model, batch: RaggedBatch, kv: KVCache, tapped: Sequence[int]) -> Forwarded:
-    """Through the model; `tapped` are the layers of which features are made."""
-    taps = Taps(tapped) if tapped else None
-    hidden = model.forward(batch, kv, taps)
-    return Forwarded(hidden, model.kernels.finite_rows(hidden), taps.features() if taps else hidden)
+def forward(model: Model, batch: RaggedBatch, kv: KVCache, aux_layers: Sequence[int]) -> Forwarded:
+    """Through the model; `aux_layers` are the layers of which features are made."""
+    aux = AuxHiddenStates(aux_layers) if aux_layers else None
+    hidden = model.forward(batch, kv, aux)
+    return Forwarded(hidden, model.kernels.finite_rows(hidden), aux.features() if aux else hidden)
 
 
 class HostForward:
     """Runs spans through the model; keeps the block tables of all requests.
 
     Args:
-        taps: layers of which `Forwarded.features` are made.
+        aux_layers: layers of which `Forwarded.features` are made.
 
     Attributes:
         last_tokens: [requests] int64, the last sampled token of each row of the tables.
     """
 
-    def __init__(self, model: Model, kv: KVCache, taps: Sequence[int] = ()) -> None:
-        self._model, self._kv, self._taps = model, kv, taps
+    def __init__(self, model: Model, kv: KVCache, aux_layers: Sequence[int] = ()) -> None:
+        self._model, self._kv, self._aux_layers = model, kv, aux_layers
         self._tables = np.zeros((16, 64), np.int64)  # [requests, blocks]; grows, so that a step gathers them at once
         self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64)
 
@@ -120,7 +96,7 @@ class HostForward:
             row_starts: first row of each span, and one entry more.
             branches: by request, where a span's rows do not continue one another.
         """
-        return forward(self._model, self.batch(spans, rows, row_starts, branches), self._kv, self._taps)
+        return forward(self._model, self.batch(spans, rows, row_starts, branches), self._kv, self._aux_layers)
 
     def batch(
         self,
@@ -134,7 +110,7 @@ class HostForward:
         tokens = list(chain.from_iterable(span.tokens for span in spans))
         ends = [span.start + len(span.tokens) for span in spans]
         rows_of = rows if len(tokens) == len(spans) else rows.repeat(np.diff(row_starts))  # [tokens]
-        if FROM_PREVIOUS in tokens:  # a step that failed left -1: nobody will see what this one makes of it
+        if FROM_PREVIOUS in tokens:  # a step that failed left -1: what this one makes of it is not used
             last = self.last_tokens.numpy()[rows_of].clip(min=0).tolist()
             tokens = [last[i] if token == FROM_PREVIOUS else token for i, token in enumerate(tokens)]
         positions = np.array([*chain.from_iterable(map(range, (span.start for span in spans), ends))])
@@ -160,13 +136,28 @@ class HostForward:
 
         Args:
             rows: which row of the tables belongs to each request.
-            positions: they may go beyond what a request has blocks for, as long as nobody asks for its rows there.
+            positions: they may go beyond what a request has blocks for, as long as its rows there are not asked for.
         """
         size = self._kv.block_size
         blocks, offsets = np.divmod(positions, size)
         blocks = blocks.clip(max=self._tables.shape[1] - 1)
         slots = self._tables[rows, blocks] * size + offsets
-        return RowsAhead(positions, slots, torch.from_numpy(self._heads(rows, blocks[-1] + 1)), size)
+        tables = torch.from_numpy(self._heads(rows, blocks[-1] + 1))  # they may go on behind the context of one
+
+        def batch(index: int, tokens: Tensor) -> RaggedBatch:
+            count = len(tokens)
+            here = positions[index, :count]
+            return RaggedBatch(
+                token_ids=tokens,
+                positions=torch.from_numpy(here),
+                slots=torch.from_numpy(slots[index, :count]),
+                row_starts=list(range(count + 1)),
+                context_lens=[position + 1 for position in here.tolist()],
+                block_tables=tables[:count],
+                block_size=size,
+            )
+
+        return batch
 
     def _heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first `lengths` entries of some rows, [rows, longest], with zeros behind them."""

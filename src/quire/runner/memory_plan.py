@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
-from quire.layers.latent import RESTORED_BYTES, LatentLayerConfig, may_expand
+from quire.layers.latent import RESTORED_BYTES, may_expand
 from quire.models.model import Model
 from quire.ops.memory import Scratch
 from quire.runner.proposer import Speculation
@@ -111,7 +111,7 @@ def plan_memory(
     if activations is None:
         activations = activation_bytes(config, model, rows)
     if speculation is not None:
-        features = len(speculation.taps) * model.config.layer.hidden_size * model.dtype.itemsize
+        features = len(speculation.aux_layers) * model.config.layer.hidden_size * model.dtype.itemsize
         activations += config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features
         activations += _draft_logits(config, model, rows)
     most_useful = config.max_num_seqs * -(-longest // block_size) + 1
@@ -168,7 +168,7 @@ def logit_rows(model: Model) -> int:
 def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int:
     """Intermediate results of the largest admissible step without drafts, counted rather than run.
 
-    A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which nobody waits for at start, and
+    A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which is too long for a start, and
     memory there is not a hard limit. Counted are, for each token: the residual and the normed state, the
     fused q/k/v rows, attention's fp32 rows, and the fused gate/up rows with their product; what layers with experts
     need, and latent attention where it may restore keys and values; then logits in the model's type and three times
@@ -178,7 +178,7 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     heads = layer.num_heads + 2 * layer.num_kv_heads
     per_token = (4 * layer.hidden_size + 2 * heads * layer.head_dim) * itemsize
     per_token += 3 * 4 * layer.num_heads * layer.head_dim
-    restored = RESTORED_BYTES if isinstance(layer, LatentLayerConfig) and may_expand(model.kernels) else 0
+    restored = RESTORED_BYTES if layer.latent and may_expand(model.kernels) else 0
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
     return body + restored + _logits(config, model, logit_rows, 0)
 

@@ -23,16 +23,17 @@ from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprob
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device, Mark, is_lost, is_out_of_memory
-from quire.runner.device_drafter import Context, DeviceDrafter
+from quire.runner.device_drafter import DeviceDrafter
 from quire.runner.device_forward import DeviceForward
-from quire.runner.drafter import Drafter, Outcome, RunnerContext, accepted_path, branch_of, drafts_before
+from quire.runner.draft_context import DeviceContext, DraftContext
+from quire.runner.drafter import Drafter, Outcome, accepted_path, branch_of
 from quire.runner.host_forward import HostForward
-from quire.runner.proposer import DeviceProposer, Drafts, Proposer, Row, Speculation
-from quire.runner.sampler import Sampled, SampledRow, Sampler, Scored, Verified
+from quire.runner.proposer import DeviceProposer, Drafts, Speculation
+from quire.runner.sampler import Sampled, SampledRow, Sampler
+from quire.runner.scores import Scored
 
 logger = logging.getLogger(__name__)
 
-NO_DRAFTS = Drafts([])
 NOT_FINITE = "the model's logits or hidden states are not finite (NaN or infinity)"
 STEP_FAILED = "the step that computed this request failed; the engine's log says why"
 FAILED_BEFORE = "an earlier step of this request failed"
@@ -53,7 +54,7 @@ class ModelRunner:
             step and put back after it: engines side by side, and the program around them, keep their own.
         device: where the model lies.
         forward: how spans get through the model; what suits the kernels, unless said.
-        speculation: drafts tokens; None: nobody does.
+        speculation: drafts tokens; None: there are no drafts.
         halves: whether a step that fails is computed again in halves; else it is what `launch` raises.
 
     Attributes:
@@ -75,7 +76,7 @@ class ModelRunner:
         self.kv = kv
         self.num_halved = 0
         self.device = device or Device()
-        self._forward = forward or HostForward(model, kv, speculation.taps if speculation else ())
+        self._forward = forward or HostForward(model, kv, speculation.aux_layers if speculation else ())
         self._logit_rows = logit_rows
         self._threads = threads
         self._halves = halves
@@ -91,20 +92,21 @@ class ModelRunner:
             if self._drafter is not None:
                 self._drafter.end(request)
         self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device)
-        self._drafter = None if self._speculation is None else self._make_drafter(self._speculation.proposer)
+        self._drafter = None if self._speculation is None else self._make_drafter(self._speculation)
         self._requests = {}
         self._free_rows: list[int] = []  # of the block tables
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
         self._unsettled: deque[LaunchedStep] = deque()  # their tokens have not been taken in
 
-    def _make_drafter(self, proposer: Proposer | DeviceProposer) -> Drafter | DeviceDrafter:
-        forward = self._forward
+    def _make_drafter(self, speculation: Speculation) -> Drafter | DeviceDrafter:
+        """The one place that asks whether drafts are made on the host or stay on the device."""
+        proposer, forward, rest = speculation.proposer, self._forward, (self._row_of, self.device)
         if not isinstance(proposer, DeviceProposer):
-            return Drafter(proposer, RunnerContext(self.model, self.kv, self.sampler, forward, self._row_of))
+            context = DraftContext(self.model, self.kv, self.sampler, forward, *rest)
+            return Drafter(proposer, context, speculation.rejection)
         if not isinstance(forward, DeviceForward):
             raise ValueError("these drafts stay on the device, but the forward pass keeps its tables on the host")
-        vocab_size = self.model.vocab_size
-        return DeviceDrafter(proposer, Context(vocab_size, self.kv, self.sampler, forward, self.device, self._row_of))
+        return DeviceDrafter(proposer, DeviceContext(self.model, self.kv, self.sampler, forward, *rest))
 
     def _row_of(self, request: int) -> int:
         return self._requests[request].row
@@ -131,19 +133,16 @@ class ModelRunner:
             failed = self._failed
             spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
             drafts: Mapping[int, Drafts] = {}
-            following = self._drafter is not None and self._drafter.following
-            if self._drafter is not None and following:
-                spans, drafts = self._drafter.resolve(spans)
-            drafted = self.device.mark() if isinstance(self._drafter, DeviceDrafter) else None
-            parts = self._compute(spans, drafts) if spans else []
-            step = LaunchedStep(plan, parts, begin, self.device.mark(), drafted)
-            if self._drafter is not None and following:
+            drafter = self._drafter if self._drafter is not None and self._drafter.following else None
+            if drafter is not None:
+                spans, drafts = drafter.resolve(spans)
+            drafted = begin if drafter is None else self.device.mark()
+            step = LaunchedStep(plan, self._compute(spans, drafts) if spans else [], begin, drafted, self.device.mark())
+            if drafter is not None:
                 self._unsettled.append(step)
                 if not self.device.asynchronous:
                     self._settle()
-                    step.end = self.device.mark()
-                if isinstance(self._drafter, Drafter):
-                    step.drafting = self._drafter.take_seconds()
+                    step.settled = self.device.mark()
             self._next_number = plan.number + 1
             return step
 
@@ -161,8 +160,8 @@ class ModelRunner:
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
         self._failed.difference_update(plan.ended)
-        if self._drafter is not None and plan.let_go:
-            self._drafter.let_go(plan.let_go)
+        if self._drafter is not None and plan.drop_drafting:
+            self._drafter.drop_drafting(plan.drop_drafting)
         for number in plan.ended:
             request = self._requests.pop(number, None)
             if request is not None:
@@ -186,7 +185,7 @@ class ModelRunner:
             self.model.kernels.copy_blocks(self.kv, copies)
 
     def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[_Part]:
-        """All spans at once; where that fails, for want of memory as a rule, one half after the other."""
+        """All spans at once; where that fails, usually for want of memory, one half after the other."""
         try:
             return [self._compute_at_once(spans, drafts)]
         except Exception as error:
@@ -228,14 +227,15 @@ class ModelRunner:
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
-        # Sampling comes last: if there is no memory for anything else, nobody has gone on yet.
+        # Sampling comes last: if there is no memory for anything else, no request has gone on yet.
         [part.finite] = self.device.download(finite)
-        if isinstance(self._drafter, DeviceDrafter):  # all that needs the features is launched when it returns
-            part.sampled, part.ahead = self._drafter.sample(spans, part.row_starts, made, self.model.logits)
-        else:
-            part.drafts, part.features = drafts, features
-            if part.chosen:
-                part.sampled = self._sample_behind(part, hidden) if drafts else self._sample(part, hidden, rows)
+        drafter, part.drafts = self._drafter, drafts
+        if drafter is not None and drafter.waits:  # else all that needs the features is launched by `sample`
+            part.features = features
+        if drafter is not None and (drafts or not drafter.waits):
+            part.sampled, part.ahead = drafter.sample(spans, part.row_starts, made, drafts, self.model.logits)
+        elif part.chosen:
+            part.sampled = self._sample(part, hidden, rows)
         return part
 
     def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:
@@ -260,39 +260,18 @@ class ModelRunner:
         self._forward.last_tokens.index_copy_(0, table_rows, sampled.tokens)
         return sampled
 
-    def _sample_behind(self, part: _Part, hidden: Tensor) -> Sampled:
-        """A token for each row that is sampled: those of drafts, too."""
-        rows: list[int] = []
-        places: list[Row] = []
-        verified: list[Verified] = []
-        rejection = self._speculation is not None and self._speculation.rejection
-        for index in part.chosen:
-            span = part.spans[index]
-            drafts = part.drafts.get(span.request, NO_DRAFTS)
-            first, known = part.row_starts[index + 1] - span.num_sampled, len(span.tokens) - len(drafts.tokens)
-            if rejection and drafts.tokens and drafts.parents is None:  # a tree's are sampled exactly
-                verified.append(Verified(len(rows), drafts.tokens, drafts.distributions))
-            for row, ahead in enumerate(drafts_before(drafts)):
-                rows.append(first + row)
-                places.append(Row(span.request, span.start + known + len(ahead), ahead))
-        if len(rows) < part.row_starts[-1]:
-            [picked] = self.device.upload(np.array(rows))
-            hidden = hidden.index_select(0, picked)
-        return self.sampler.launch_behind(self.model.logits(hidden[: len(rows)]), places, verified)
-
 
 class LaunchedStep:
     """A step that the device was told to compute.
 
     Attributes:
         parts: what it was computed in.
-        end: when all of it was done.
-        drafting: see `StepResult`. Where a device drafts without being waited for, what it took is known in the end.
+        settled: when what drafts knew of it, too; the end of it, unless it was settled at once.
     """
 
-    def __init__(self, plan: StepPlan, parts: list[_Part], begin: Mark, end: Mark, drafted: Mark | None = None) -> None:
-        self._plan, self.parts, self._begin, self._drafted, self.end = plan, parts, begin, drafted, end
-        self.drafting = 0.0
+    def __init__(self, plan: StepPlan, parts: list[_Part], begin: Mark, drafted: Mark, end: Mark) -> None:
+        self._plan, self.parts, self._begin, self._drafted, self._end = plan, parts, begin, drafted, end
+        self.settled = end
         self._results: list[list[SpanResult]] | None = None
 
     @property
@@ -303,18 +282,16 @@ class LaunchedStep:
     def results(self) -> list[list[SpanResult]]:
         """One a span of each part, once the device has computed them."""
         if self._results is None:
-            self.end.wait()
+            self._end.wait()
             self._results = [part.results() for part in self.parts]
         return self._results
 
     def wait(self) -> StepResult:
         """Its result, once the device has computed it."""
-        self.end.wait()
+        self.settled.wait()
         results = self.results()
-        began = self._begin.time()
-        if self._drafted is not None:
-            self.drafting = self._drafted.time() - began
-        ended = self.end.time()
+        began, drafted, computed = self._begin.time(), self._drafted.time(), self._end.time()
+        ended = computed if self.settled is self._end else self.settled.time()
         if len(self.parts) == 1 and self.parts[0].spans is self._plan.spans:
             [spans] = results
         else:  # computed in parts, resolved, or without those that failed before
@@ -324,7 +301,7 @@ class LaunchedStep:
                 for span, r in zip(part.spans, own, strict=True)
             }
             spans = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
-        return StepResult(self._plan.number, spans, ended - began, began, self.drafting)
+        return StepResult(self._plan.number, spans, ended - began, began, drafted - began + ended - computed)
 
 
 class _Part:
@@ -383,7 +360,7 @@ class _Part:
         """The drafts that were accepted, and one token more.
 
         A row that failed behind drafts counts for nothing: the next step computes it again, as it would without drafts.
-        Nor does the first one, which drafts may have spoilt: 0 times a value that is not finite is none either.
+        Nor does the first one, which drafts may have made so: 0 times a value that is not finite is none either.
         """
         first = self.row_starts[index + 1] - len(rows)
         finite = self.finite[first : first + len(rows)].tolist()

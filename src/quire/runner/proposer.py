@@ -9,13 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.ops import KVCache, KVShape, RaggedBatch
+from quire.ops import KVShape
+
+if TYPE_CHECKING:
+    from quire.runner.draft_context import DeviceContext, DraftContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Drafts:
         tokens: guessed ids, at most as many as were wanted.
         parents: per draft, the row that it continues: 0 is the last known token, j the draft `tokens[j - 1]`; each is
             smaller than the draft's own row. None: each continues the one before.
-        distributions: [drafts, vocabulary] fp32, what each was drawn from, where the classic rejection rule needs it;
+        distributions: [drafts, vocabulary] fp32, what each was drawn from, where rejection sampling needs it;
             None: each was certain.
     """
 
@@ -111,82 +113,11 @@ class Branch(NamedTuple):
     paths: Sequence[Sequence[int]]
 
 
-class DraftLine(Protocol):
-    """Drafts one behind the other, of several requests side by side: see `DraftContext.line`."""
-
-    @property
-    def rows(self) -> list[Row]:
-        """Where the next draft stands of each request that wants one."""
-        ...
-
-    def draw(self, logits: Tensor) -> int:
-        """Those drafts from their logits, as `DraftContext.draw`; returns how many of the requests want another one."""
-        ...
-
-    def batch(self) -> RaggedBatch:
-        """A row for the draft just drawn of each request that wants another one."""
-        ...
-
-    def drafts(self) -> list[list[int]]:
-        """What was drawn, by request, up to where no token was left."""
-        ...
-
-
-class DraftContext(Protocol):
-    """What a proposer may use of the runner that it works for."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the model that verifies."""
-        ...
-
-    @property
-    def kv(self) -> KVCache:
-        """What the proposer keeps of each token: see `Speculation.kv_shape`, without which there is none."""
-        ...
-
-    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
-        """A span a request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""
-        ...
-
-    def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
-        """The same with spans whose rows follow paths of their own."""
-        ...
-
-    def draw(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """The token that each row's request would sample there from these logits [rows, vocabulary] fp32.
-
-        With the same parameters and the same noise, so that equal logits give equal tokens. -1: no token is left. The
-        logits may be overwritten; no request goes on by it.
-        """
-        ...
-
-    def line(self, wanted: Sequence[Wanted], lead: int) -> DraftLine:
-        """Draws drafts one behind the other.
-
-        Args:
-            wanted: those that want the most drafts first, so that those that go on are always the first ones.
-            lead: the row of a token at position p is stored at p - lead.
-        """
-        ...
-
-    def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """What `draw` draws from: probabilities [rows, vocabulary] fp32, after edits, temperature and filters."""
-        ...
-
-    def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
-        """The `width` tokens that each row's request most likely samples: ids and log-confidences [rows, width].
-
-        With the request's temperature and noise: the first one is what `draw` would give, as a rule.
-        """
-        ...
-
-
 class Proposer(Protocol):
     """Guesses tokens. It keeps what it must know of each request itself."""
 
     def start(self, info: RequestInfo) -> None:
-        """A request is new, and may be drafted; of others nothing is told (`RequestInfo.followed`)."""
+        """A request is new, and may be drafted; of others nothing is told (`RequestInfo.drafting_enabled`)."""
         ...
 
     def end(self, request: int) -> None:
@@ -258,46 +189,8 @@ class Placed(NamedTuple):
     positions: Tensor
 
 
-class DeviceContext(Protocol):
-    """What a `DeviceProposer` may use of the runner that it works for."""
-
-    @property
-    def kv(self) -> KVCache:
-        """See `DraftContext.kv`."""
-        ...
-
-    @property
-    def recent(self) -> Tensor:
-        """[requests, size] int64: tokens of each row of the block tables by position modulo `size`."""
-        ...
-
-    def row_of(self, request: int) -> int:
-        """Its row of the block tables."""
-        ...
-
-    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """To the device, in one copy."""
-        ...
-
-    def ends(self, requests: Sequence[int]) -> Ends:
-        """Of these requests."""
-        ...
-
-    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
-        """See `DraftContext.batch`; -1 stands for the recent token of the row's position, -2 for the next one."""
-        ...
-
-    def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
-        """A row a request, `offset` positions behind its last known token: `tokens` [requests] int64."""
-        ...
-
-    def draw(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
-        """See `DraftContext.draw`: the tokens [requests] behind `drafts` [requests, count], which stay there."""
-        ...
-
-
 class DeviceProposer(ABC):
-    """A proposer whose drafts nobody but the device need know, so that the host waits for no step to launch the next.
+    """A proposer whose drafts the device alone need know, so that the host waits for no step to launch the next.
 
     It is told of requests that it was not told to start, too, and ignores them.
 
@@ -345,21 +238,23 @@ class Speculation:
     """A proposer, and what it asks of the engine that it drafts for.
 
     Attributes:
-        taps: layers of the target whose input it is fed; none: the target's hidden states.
+        aux_layers: layers of the target whose input it is fed; none: the target's hidden states.
         weight_bytes: of what it computes drafts with.
         kv_shape: of what it keeps of each token, in the same blocks as the target; None: nothing.
         bytes_per_request: of what it keeps of each request that runs.
-        looks_ahead: what it keeps of a token depends on the next one.
-        rejection: drafts are accepted by the classic rule, in place of being the very tokens.
+        needs_next_token: what it keeps of a token depends on the next one.
+        rejection: drafts are accepted by rejection sampling, in place of being the sampled tokens.
+        fingerprint: names the weights that what it keeps depends on, beside the target's own.
     """
 
     proposer: Proposer | DeviceProposer
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_shape: KVShape | None = None
     bytes_per_request: int = 0
-    looks_ahead: bool = False
+    needs_next_token: bool = False
     rejection: bool = False
+    fingerprint: str = ""
 
     @property
     def keeps(self) -> int:

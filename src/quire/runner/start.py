@@ -51,14 +51,14 @@ def start_runner(
         ConfigError: what was asked for does not fit; see `plan_memory`.
     """
     report("planning memory", 1.0)
-    behind = speculation.kv_shape if speculation else None
+    draft_kv = speculation.kv_shape if speculation else None
     if not device.asynchronous:
         plan = plan_memory(config, model, free_memory(), speculation=speculation)
     else:
-        activations = _measured_activations(config, model, device, behind)
+        activations = _measured_activations(config, model, device, draft_kv)
         granted = _granted(config, device)
         plan = plan_memory(config, model, granted, activations, share=1.0, speculation=speculation)
-    kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype, behind)
+    kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype, draft_kv)
     if not model.kernels.reads_spans:
         return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation), kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
@@ -87,8 +87,8 @@ def _device_forward(
     speculation: Speculation | None = None,
 ) -> DeviceForward:
     width = -(-longest // config.block_size)
-    taps, keeps = (speculation.taps, speculation.keeps) if speculation else ((), 1)
-    return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, taps, keeps)
+    aux_layers, keeps = (speculation.aux_layers, speculation.keeps) if speculation else ((), 1)
+    return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, aux_layers, keeps)
 
 
 def _granted(config: EngineConfig, device: Device) -> int:
@@ -110,15 +110,15 @@ def _granted(config: EngineConfig, device: Device) -> int:
     return granted
 
 
-def _measured_activations(config: EngineConfig, model: Model, device: Device, behind: KVShape | None) -> int:
+def _measured_activations(config: EngineConfig, model: Model, device: Device, draft_kv: KVShape | None) -> int:
     """Most bytes that the largest admissible step holds: such a step is run, on a pool of two blocks.
 
-    They have what lies `behind` too: kernels are compiled for how far apart blocks are.
+    They have the `draft_kv` too: kernels are compiled for how far apart blocks are.
 
     Raises:
         MemoryPlanError: there is not enough for it.
     """
-    kv = model.new_cache(2, config.block_size, config.kv_cache_dtype, behind)
+    kv = model.new_cache(2, config.block_size, config.kv_cache_dtype, draft_kv)
     forward = _device_forward(config, model, kv, device, longest_context(config, model))
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, halves=False)
     with torch.inference_mode(), device.active():

@@ -180,7 +180,7 @@ def _shown(text: str) -> str:
 
 
 class EdgeMiddleware:
-    """The outermost layer: gives each request its id, each answer its headers, catches what nobody expected, and logs
+    """The outermost layer: gives each request its id, each answer its headers, catches unexpected errors, and logs
     the one line that a request gets: all calls for text, and whatever else was refused."""
 
     def __init__(self, app: ASGIApp, context: AppContext) -> None:

@@ -1,6 +1,6 @@
 """API keys: who may come in, and as whom.
 
-Every route needs a key but the few in `OPEN_PATHS` and the page's static files. The decision is made on the very
+Every route needs a key but the few in `OPEN_PATHS` and the page's static files. The decision is made on the same
 path that the router matches (decoded once by the HTTP server, never normalized), so that no spelling of a path can
 reach a route without passing here: what is not spelled exactly like an open path needs a key.
 """

@@ -1,7 +1,7 @@
 """Request bodies: JSON from strangers.
 
 An object is first split into its fields, which stay bytes; each is decoded only when it is known and of a sensible
-size. So what nobody asked for is never built, and a body of millions of empty objects costs a scan, not a heap.
+size. So what is not asked for is never built, and a body of millions of empty objects costs a scan, not a heap.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Shape:
             raise invalid(f"{what} has more than {SMALL_BYTES} bytes in fields that are not known", self._where or None)
 
 
-class Fields:
+class BodyFields:
     """The fields of a body, decoded when they are asked for. null is the same as not given.
 
     Args:

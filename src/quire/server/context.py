@@ -12,10 +12,10 @@ from quire.server.auth import Tenants
 from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
-    from quire.engine.tokenizer_pool import TokenizerPool
+    from quire.ipc.client import EngineClient
     from quire.server.config import ServerConfig
     from quire.server.metrics import Metrics
+    from quire.text.tokenizer_pool import TokenizerPool
 
 RETRY_LOADING, RETRY_RESTARTING, RETRY_DRAINING = 2, 1, 5
 """Seconds that `Retry-After` names while the engine loads, restarts, and when the server is leaving."""
@@ -57,7 +57,7 @@ class AppContext:
 
     @property
     def is_ready(self) -> bool:
-        """Requests can be taken: the engine runs, tokenizers are there, and nobody asked the server to leave."""
+        """Requests can be taken: the engine runs, tokenizers are there, and the server was not asked to leave."""
         return self.client.state == "ready" and self.pool is not None and not self.client.draining
 
     async def wait_for_the_rest(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from quire.server.body import Fields, Shape, decode, has_more_strings, shorten, wrong_type, wrong_value
+from quire.server.body import BodyFields, Shape, decode, has_more_strings, shorten, wrong_type, wrong_value
 from quire.server.errors import invalid
 from quire.server.fields import MESSAGE_UNSUPPORTED
 from quire.server.limits import (
@@ -41,7 +41,7 @@ _PART = Shape(["type", "text"], "messages", num_required=1)
 
 @dataclass(slots=True)
 class Conversation:
-    """A chat as it goes to the template. `ignored` names fields of messages that nobody knows."""
+    """A chat as it goes to the template. `ignored` names unknown fields of messages."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -50,7 +50,7 @@ class Conversation:
     ignored: list[str] = field(default_factory=list)
 
 
-def read_conversation(given: Fields, limits: Limits) -> Conversation:
+def read_conversation(given: BodyFields, limits: Limits) -> Conversation:
     """The fields `messages`, `add_generation_prompt`, `continue_final_message` and `chat_template_kwargs`.
 
     Raises:
@@ -106,7 +106,7 @@ class _Reader:
         return [self._message(f"messages[{index}]", fields) for index, fields in enumerate(given)]
 
     def _message(self, where: str, raw: dict[str, Raw]) -> dict[str, Any]:
-        given = Fields(raw, f"{where}.")
+        given = BodyFields(raw, f"{where}.")
         for name, harmless in MESSAGE_UNSUPPORTED.items():
             if given.has(name) and given.get(name) not in harmless:
                 raise invalid(
@@ -147,7 +147,7 @@ class _Reader:
         return [self._part(f"{param}[{index}]", part) for index, part in enumerate(parts)]
 
     def _part(self, where: str, raw: dict[str, Raw]) -> dict[str, str]:
-        given = Fields(raw, f"{where}.")
+        given = BodyFields(raw, f"{where}.")
         kind = given.text("type", MAX_NAME_LENGTH)
         if kind != "text":
             message = (
@@ -162,7 +162,7 @@ class _Reader:
         self._ignore("messages[].content[].", given, _PART)
         return {"type": "text", "text": text}
 
-    def _ignore(self, prefix: str, given: Fields, shape: Shape) -> None:
+    def _ignore(self, prefix: str, given: BodyFields, shape: Shape) -> None:
         """Unknown fields, each named once however many messages have it."""
         self.ignored.update((prefix + name, None) for name in given.unknown(shape.names, prefix=False))
 
@@ -172,7 +172,7 @@ class _Reader:
             raise invalid(f"messages have more than {self._limits.text} characters", "messages")
 
 
-def _template_kwargs(given: Fields) -> dict[str, Any]:
+def _template_kwargs(given: BodyFields) -> dict[str, Any]:
     """Variables of the template: few, with names and of bounded depth; their values are plain JSON."""
     name = "chat_template_kwargs"
     values = given.get(name, MAX_TEMPLATE_KWARGS_BYTES)

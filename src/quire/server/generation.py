@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
-from quire.engine.tokenizer_pool import TokenizerPool
 from quire.errors import RequestError
 from quire.log import event
 from quire.server.accounts import Account
@@ -37,11 +36,12 @@ from quire.server.request_log import note_call, summary_of
 from quire.server.responses import ChatResponder, CompletionResponder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
+from quire.text.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
 
 MAX_IGNORED_NAMES = 1000
-"""So many names of fields that nobody knows are logged, once each, in the life of a process."""
+"""So many names of unknown fields are logged, once each, in the life of a process."""
 
 LARGE_BODIES = 16
 """So many bodies of the largest size may be held at once, or more smaller ones, until they are parsed."""
@@ -146,7 +146,7 @@ class Generation:
 
         Raises:
             ApiError: nothing has been sent yet; the app answers with it.
-            ClientDisconnect: there is nobody to answer.
+            ClientDisconnect: the client is gone.
         """
         writer = AnswerWriter(send)
         try:
@@ -165,7 +165,7 @@ class Generation:
             self._end()
 
     async def _supervised(self, work: Coroutine[Any, Any, None], writer: AnswerWriter, receive: Receive) -> None:
-        """See `supervised`; what cuts an answer off becomes an error, or means that nobody is there."""
+        """See `supervised`; what cuts an answer off becomes an error, or means that the client is gone."""
         limit = self._context.server.request_timeout
         try:
             await supervised(
@@ -359,5 +359,5 @@ def _headers(call: Call, prepared: list[Prepared]) -> dict[str, str]:
 
 
 def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
-    """The header that names the fields that nobody knows."""
+    """The header that names unknown fields."""
     return {"x-quire-ignored": ", ".join(names)} if names else {}

@@ -97,7 +97,7 @@ class HostPolicy:
         return any(site not in (b"same-origin", b"none") for site in sites)
 
     def _is_own(self, origin: str, host: Host | None) -> bool:
-        """Whether a page of this origin came from here: from the very host that is asked, or from a name that was
+        """Whether a page of this origin came from here: from the host that is asked, or from a name that was
         allowed, behind which a proxy may have put another `Host`."""
         found = _ORIGIN.fullmatch(origin)
         page = parse_host(found["host"].encode("latin-1")) if found else None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from quire import log
-from quire.engine import child, wire
-from quire.engine.board import PATIENCE, PULSE, Board
+from quire import child, log
+from quire.ipc import wire
+from quire.ipc.board import PATIENCE, PULSE, Board
 from quire.server.config import HttpStart
 from quire.server.replies import send_json
 from quire.server.transport import make_server, raise_file_limit

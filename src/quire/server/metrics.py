@@ -326,7 +326,7 @@ def _expert_family(balances: Mapping[str, float]) -> Metric:
 
 
 def _block_family(stats: Mapping[str, Any]) -> Metric:
-    help = "KV blocks: held by requests, cached and held by nobody, free."
+    help = "KV blocks: held by requests, cached without a holder, free."
     family = GaugeMetricFamily("quire:kv_blocks", help, labels=["state"])
     held, free = stats["held_blocks"], stats["free_blocks"]
     for state, value in (("held", held), ("cached", stats["num_blocks"] - held - free), ("free", free)):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine import child
+from quire import child
 from quire.errors import ServerError
 
 BACKLOG = 2048
@@ -188,7 +188,7 @@ def _remove_if_stale(path: Path) -> None:
 
 
 class Child:
-    """A process of the server, as `quire.engine.child` starts them.
+    """A process of the server, as `quire.child` starts them.
 
     Attributes:
         name: for people: "engine 1", "HTTP process 0".

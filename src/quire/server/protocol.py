@@ -1,7 +1,7 @@
 """From a request's body to a call: everything that can be checked without the model is checked here.
 
 Pure functions of bytes, safe to run in any thread. Every field is bounded before work is done for it, null is the
-same as not given, what OpenAI or vLLM know and Quire does not support is refused by name, and what nobody knows is
+same as not given, what OpenAI or vLLM know and Quire does not support is refused by name, and what is unknown is
 listed in `ignored`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from quire.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SamplingParams
 from quire.errors import SamplingParamsError
 from quire.server import fields as tables
-from quire.server.body import MAX_FIELD_BYTES, Fields, Shape, ignored_names, shorten, wrong_type
+from quire.server.body import MAX_FIELD_BYTES, BodyFields, Shape, ignored_names, shorten, wrong_type
 from quire.server.conversation import Conversation, message_bytes, read_conversation
 from quire.server.errors import ApiError, api_error, invalid
 from quire.server.limits import (
@@ -58,7 +58,7 @@ class GenerationCall:
         return_token_ids: the answer holds token ids.
         prompt_logprobs: what to return in the field of that name; None if it was not asked for.
         user: whom the client says it asks for; a label for the log.
-        ignored: names of fields that nobody knows, fit for a header.
+        ignored: names of unknown fields, fit for a header.
     """
 
     model: str | None
@@ -260,7 +260,7 @@ def parse_detokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Detokenize
     return DetokenizeCall(model=_model(given), tokens=tokens, ignored=ignored_names(given.unknown(_DETOKENIZE.names)))
 
 
-def _read(shape: Shape, body: bytes) -> Fields:
+def _read(shape: Shape, body: bytes) -> BodyFields:
     """A body's fields. Strings of unknown fields are not decoded later, so UTF-8 is checked here."""
     if not body:
         raise invalid("the body is empty; it must be a JSON object", code="invalid_json")
@@ -268,7 +268,7 @@ def _read(shape: Shape, body: bytes) -> Fields:
         body.decode()
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not valid UTF-8, at byte {error.start}", code="invalid_json") from None
-    return Fields(shape.read(body))
+    return BodyFields(shape.read(body))
 
 
 def _spread(conversation: Conversation) -> dict[str, Any]:
@@ -280,11 +280,11 @@ def _spread(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def _model(given: Fields) -> str | None:
+def _model(given: BodyFields) -> str | None:
     return given.text("model", MAX_MODEL_NAME_LENGTH)
 
 
-def _common(given: Fields) -> tuple[dict[str, Any], list[str]]:
+def _common(given: BodyFields) -> tuple[dict[str, Any], list[str]]:
     """Fields that both routes read alike, and unknown names within them."""
     labels = {name: given.text(name, MAX_LABEL_LENGTH) for name in tables.LABELS}
     metadata = given.get("metadata")
@@ -294,7 +294,7 @@ def _common(given: Fields) -> tuple[dict[str, Any], list[str]]:
     options = given.raw("stream_options")
     if options is not None and not stream:
         raise invalid("stream_options is allowed with stream=true only", "stream_options")
-    streaming = Fields({} if options is None else _STREAM_OPTIONS.read(options), "stream_options.")
+    streaming = BodyFields({} if options is None else _STREAM_OPTIONS.read(options), "stream_options.")
     if streaming.boolean("include_obfuscation"):
         raise _unsupported("stream_options.include_obfuscation", True, (False,))
     common = {
@@ -308,7 +308,7 @@ def _common(given: Fields) -> tuple[dict[str, Any], list[str]]:
     return common, streaming.unknown(_STREAM_OPTIONS.names)
 
 
-def _check_unsupported(given: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_unsupported(given: BodyFields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuses fields that are not supported, unless their value asks for nothing."""
     for name, harmless in unsupported.items():
         raw = given.raw(name)
@@ -330,7 +330,7 @@ def _unsupported(name: str, value: object, harmless: Sequence[Any]) -> ApiError:
 
 
 def _params(
-    given: Fields, logprobs: int | None, *, echo: bool = False, max_tokens: int | None = None
+    given: BodyFields, logprobs: int | None, *, echo: bool = False, max_tokens: int | None = None
 ) -> tuple[SamplingParams, int | None]:
     """How to sample, with a seed; and `prompt_logprobs` as it was asked for.
 
@@ -358,7 +358,7 @@ def _params(
     return params, shown
 
 
-def _max_tokens(given: Fields, default: int | None) -> int | None:
+def _max_tokens(given: BodyFields, default: int | None) -> int | None:
     old, new = (given.integer(name, 0, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
     if old is not None and new is not None and old != new:
         message = f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so give one of them"
@@ -367,7 +367,7 @@ def _max_tokens(given: Fields, default: int | None) -> int | None:
     return default if asked is None else asked
 
 
-def _chat_logprobs(given: Fields) -> int | None:
+def _chat_logprobs(given: BodyFields) -> int | None:
     """`logprobs` and `top_logprobs` of the chat route as one number."""
     wanted, top = given.boolean("logprobs"), given.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top and not wanted:

@@ -263,7 +263,7 @@ class ChatResponder(Responder[ChatCall]):
         sent.ended = choice.finish_reason is not None
 
     def _role_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """A choice's first chunk: who speaks. The very first also tells of the prompt, where that was asked for."""
+        """A choice's first chunk: who speaks. The first of all also tells of the prompt, where that was asked for."""
         choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         return self._wrap(choice, output, 0, _members(self._extras(output)) if index == 0 else b"")
 

@@ -130,7 +130,7 @@ def _server_info(context: AppContext) -> dict[str, Any]:
 
 
 def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
-    """An option's value and origin. What nobody gave and the engine has filled in came from its memory plan."""
+    """An option's value and origin. What was not given and the engine has filled in came from its memory plan."""
     origin = context.origins.get(name, "default")
     given = context.engine_options.get(name, value)
     if origin == "default" and given is None and value is not None:

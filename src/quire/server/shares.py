@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Shares:
-    """So much may be held at once, by whoever asks first; but nobody's share of it can be taken by others.
+    """So much may be held at once, by whoever asks first; but no one's share of it can be taken by others.
 
     With k owners that hold something, the share of each is `limit / k`. What keeps an owner within its share is always
     let in, beyond that only what the whole bound has room for. So one who is alone may take everything, and who comes

@@ -1,7 +1,7 @@
 """The supervisor of a server: starts its processes, starts again what dies, and ends all of them in order.
 
-It computes nothing and serves nobody, so that there is little in it that could fail. One engine process and some HTTP
-processes are its children; they hear from it, and it from them, over `control.sock` (see `quire.engine.wire`). Its
+It computes nothing and serves no request, so there is little in it that could fail. One engine process and some HTTP
+processes are its children; they hear from it, and it from them, over `control.sock` (see `quire.ipc.wire`). Its
 listening socket is bound before anything else happens and is inherited by the HTTP processes.
 """
 
@@ -22,12 +22,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire import log
+from quire import child, log
 from quire.config import EngineConfig
-from quire.engine import child, wire
-from quire.engine.board import Board
-from quire.engine.process import EngineStart
 from quire.errors import ServerError
+from quire.ipc import wire
+from quire.ipc.board import Board
+from quire.ipc.engine_process import EngineStart
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import Child, RestartBudget, RuntimeFolder
 
@@ -58,7 +58,7 @@ class ServeOptions:
 
     Attributes:
         origins: where each option came from: "flag", "file" or "preset"; absent: "default".
-        fault: for drills; see `quire.engine.faults`.
+        fault: for drills; see `quire.ipc.faults`.
         engine_command, http_command: what the children run.
     """
 
@@ -66,7 +66,7 @@ class ServeOptions:
     engine: EngineConfig
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fault: str | None = None
-    engine_command: Sequence[str] = tuple(child.python("quire.engine.process"))
+    engine_command: Sequence[str] = tuple(child.python("quire.ipc.engine_process"))
     http_command: Sequence[str] = tuple(child.python("quire.server.http_process"))
 
     @property
@@ -186,7 +186,7 @@ class Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The first one drains; the second ends the drain, and requests end with what they have; the third kills."""
-        if not self._leaving and not self._was_ready:  # nobody is served yet
+        if not self._leaving and not self._was_ready:  # no request is served yet
             self._finish(0)
         elif not self._leaving:
             seconds = self._options.server.drain_timeout
@@ -208,7 +208,7 @@ class Supervisor:
         self._leaving = True
         self._exit = outcome
         self._drain_end = time.monotonic() + seconds
-        self._listener.close()  # who connects now is refused, and does not wait in vain
+        self._listener.close()  # who connects now is refused at once
         self._tell_workers(wire.Drain(seconds))
         self._run(self._drain(seconds))
 
@@ -286,7 +286,7 @@ class Supervisor:
         """Start the engine of this boot."""
         boot = self._state.boot
         config = dataclasses.asdict(self._options.engine)
-        if self._state.path is not None:  # the very files that open requests have begun with
+        if self._state.path is not None:  # the files that open requests have begun with
             config |= {"model": self._state.path, "revision": None}
         start = EngineStart(
             directory=str(self._directory),

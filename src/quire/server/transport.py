@@ -1,7 +1,7 @@
 """HTTP on the wire: uvicorn's protocol with bounds and deadlines, and the reading of bodies.
 
 What is not valid HTTP, too large or too slow is refused before any route sees it. An error here is answered in
-OpenAI's shape like everywhere else, and the connection is closed, since nobody knows where its next request begins.
+OpenAI's shape like everywhere else, and the connection is closed, since it is unknown where its next request begins.
 """
 
 from __future__ import annotations
@@ -144,13 +144,13 @@ class BoundedProtocol(HttpToolsProtocol):
             request_id = make_id()
             self.config.on_refused(request_id, error)  # type: ignore[attr-defined]
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # its body is broken off: nobody waits for its answer any more
+            cycle.disconnected = True  # its body is broken off: its answer is not waited for
             cycle.message_event.set()
         self.transport.write(_raw_error(error, request_id))
         self.close()
 
     def close(self) -> None:
-        """Close after what was written. Data that nobody reads would reset the connection, and take the answer with
+        """Close after what was written. Unread data would reset the connection, and take the answer with
         it: where more of a request may be on its way, reading goes on for a while."""
         if self._closing or self.transport.is_closing():
             return
@@ -176,7 +176,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger_on(0)
 
     def _linger_on(self, size: int) -> None:
-        """So much came that nobody wants; when it is too much, the connection ends."""
+        """So much came that is not wanted; when it is too much, the connection ends."""
         left = self._linger_end - self.loop.time()
         self._linger_bytes = (self._linger_bytes or 0) - size
         if left <= 0 or self._linger_bytes < 0:
@@ -230,7 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._closing or self.transport.is_closing() or self._running is not None or self._in_head:
             return  # a deadline runs already, or none is needed
         if self._in_message:
-            self._linger()  # the rest of a body that nobody wanted to read; the next request may come after it
+            self._linger()  # the rest of a body that is not wanted; the next request may come after it
         else:
             self._deadline(KEEP_ALIVE_SECONDS)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from quire import log
-from quire.engine.client import EngineClient
-from quire.engine.tokenizer_pool import TokenizerPool
+from quire.ipc.client import EngineClient
 from quire.server.app import create_app
 from quire.server.auth import Tenants
 from quire.server.config import HttpStart
@@ -24,6 +23,7 @@ from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
 from quire.server.request_log import log_unread
 from quire.server.transport import HttpServer
+from quire.text.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class HttpWorker:
         client, server = self.context.client, self.context.server
         await client.located.wait()
         if client.folder is None:
-            raise RuntimeError("the checkpoint was located, but nobody said where")
+            raise RuntimeError("the checkpoint was located, but not where")
         pool = TokenizerPool(client.folder, server.tokenizer_workers, server.tokenizer_deadline)
         try:
             await pool.start()

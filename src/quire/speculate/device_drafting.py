@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.runner.proposer import Asked, Computed, DeviceContext, DeviceProposer, Ends, Lines, Placed
+from quire.runner.draft_context import DeviceContext
+from quire.runner.proposer import Asked, Computed, DeviceProposer, Ends, Lines, Placed
 from quire.speculate.drafting import CHUNK, NOTHING, DraftingModel
 
 
@@ -169,7 +170,7 @@ class DeviceDraftingProposer(DeviceProposer):
             rows * self.keeps + positions % self.keeps, np.array(starts), firsts, np.array(counts) - 1
         )
         out = self._model.forward(self._hidden.index_select(0, places) if self._lead else NOTHING, batch, context.kv)
-        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # below: that step failed; nobody will see this one
+        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # below: that step failed; this one is not used
         return out.index_select(0, rows_before + torch.minimum(row, lasts))
 
     def _lines(self, asked: Sequence[Asked], ends: Ends, out: Tensor, context: DeviceContext) -> Tensor:
@@ -182,5 +183,5 @@ class DeviceDraftingProposer(DeviceProposer):
                 batch = context.decodes(ends.first(count), depth - self._lead, fed)
                 out = self._model.forward(out[:count], batch, context.kv)
             logits = self._model.logits(out[:count])
-            drafts[:count, depth] = context.draw(logits, asked[:count], ends.first(count), drafts[:count, :depth])
+            drafts[:count, depth] = context.draw_ahead(logits, asked[:count], ends.first(count), drafts[:count, :depth])
         return drafts

@@ -10,7 +10,6 @@ made of that position and the token *behind* it, and predicts the one behind tha
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.models.deepseek_v3 import DeepseekV3
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape, RaggedBatch
-from quire.runner.proposer import Computed, DraftContext, Drafts, Row, Wanted
+from quire.runner.draft_context import DraftContext
+from quire.runner.proposer import Computed, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
 CHUNK = 16
@@ -93,14 +92,11 @@ class MtpHead:
         ValueError: the model was loaded without it.
     """
 
-    def __init__(self, model: DeepseekV3) -> None:
+    def __init__(self, model: Model) -> None:
         if model.mtp is None:
             raise ValueError("the model has no multi-token-prediction layer: load it with mtp=True")
         self.kv_shape = dataclasses.replace(model.kv_shape(), layers=1)
-        # It is the layer behind the last of the model's cache, and the first of its own: the same weights, renumbered.
-        self._mtp, self._mtp.layer = copy.copy(model.mtp), copy.copy(model.mtp.layer)
-        self._mtp.layer.attention = copy.copy(model.mtp.layer.attention)
-        self._mtp.layer.attention.layer = 0
+        self._mtp = model.mtp
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftingModel`: the target's hidden states serve as they are."""

@@ -68,7 +68,7 @@ def load_draft_model(folder: Path | str, target: Model, target_folder: Path | No
         if draft.vocab_size != target.vocab_size and not compared:
             raise ConfigError(
                 f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}, and without "
-                f"{TOKENIZER_FILE} in both folders nobody knows that they mean the same; choose a draft model of the "
+                f"{TOKENIZER_FILE} in both folders they may not mean the same; choose a draft model of the "
                 "same family"
             )
         return load_model(folder, kernels=target.kernels)

@@ -6,16 +6,15 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import CheckpointError, ConfigError
-from quire.models.checkpoint import resolve
-from quire.models.deepseek_v3 import DeepseekV3
-from quire.models.model import NO_MTP, Model
+from quire.models.checkpoint import content_hash, resolve
+from quire.models.model import Model
 from quire.runner.proposer import Speculation
+from quire.speculate.config import SpeculativeConfig
 from quire.speculate.device_drafting import DeviceDraftingProposer
 from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.tree import TreeShape
-from quire.speculation import SpeculativeConfig
 
 
 def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, config: EngineConfig) -> Speculation:
@@ -30,7 +29,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
     rejection = config.speculative_acceptance == "rejection"
     if spec.method == "ngram":
         return Speculation(NgramProposer(spec.prompt_lookup_min, spec.prompt_lookup_max), rejection=rejection)
-    drafting, taps, weight_bytes = _load(spec, target, folder)
+    drafting, aux_layers, weight_bytes, fingerprint = _load(spec, target, folder)
     lead = int(spec.method != "draft_model")
     tree = TreeShape(spec.tree_width, spec.tree_depth) if spec.tree_width > 1 else None
     proposer: DraftingProposer | DeviceDraftingProposer = DraftingProposer(drafting, lead, tree, rejection)
@@ -40,27 +39,26 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
         kept = 2 * proposer.keeps  # of waiting requests, too
     return Speculation(
         proposer,
-        taps=taps,
+        aux_layers=aux_layers,
         weight_bytes=weight_bytes,
         kv_shape=drafting.kv_shape,
         bytes_per_request=lead * kept * target.config.layer.hidden_size * target.dtype.itemsize,
-        looks_ahead=bool(lead),
+        needs_next_token=bool(lead),
         rejection=rejection,
+        fingerprint=fingerprint,
     )
 
 
-def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int]:
-    """The model that drafts, layers whose input it is fed, and bytes of its own weights."""
+def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int, str]:
+    """The model that drafts, layers whose input it is fed, bytes of its own weights, and a name for them."""
     if spec.method == "mtp":
-        if not isinstance(target, DeepseekV3):
-            raise ConfigError(NO_MTP)
-        return MtpHead(target), (), 0
+        return MtpHead(target), (), 0, "mtp"
     try:
         path = resolve(spec.named_model())
     except CheckpointError as error:
         raise ConfigError(f"speculative_config: {error}") from error
     if spec.method == "draft_model":
         model = load_draft_model(path, target, folder)
-        return DraftModel(model, target.vocab_size), (), model.weight_bytes
+        return DraftModel(model, target.vocab_size), (), model.weight_bytes, content_hash(path)
     head = load_eagle(path, target) if spec.method == "eagle" else load_eagle3(path, target)
-    return head, head.taps, head.weight_bytes
+    return head, head.aux_layers, head.weight_bytes, content_hash(path)

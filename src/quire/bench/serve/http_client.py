@@ -206,7 +206,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._at = time.perf_counter()
-        if self._done is None or self._done.done():  # nobody asked: not to be used again
+        if self._done is None or self._done.done():  # an answer without a request: not to be used again
             self.reusable = False
             self.abort()
             return

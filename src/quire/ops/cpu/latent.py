@@ -182,7 +182,7 @@ def store_latent(
     cos, sin = (table.contiguous() for table in tables)
     if size != kv.head_dim or size - len(norm) != 2 * cos.shape[1] or not 0 <= layer < kv.layers:
         raise ValueError(
-            f"rows of {size} numbers, {len(norm)} of them normalized and {2 * cos.shape[1]} turned, for layer {layer} "
+            f"rows of {size} numbers, {len(norm)} of them normalized and {2 * cos.shape[1]} rotated, for layer {layer} "
             f"do not fit a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
         )
     if compressed.stride(1) != 1:

@@ -168,7 +168,7 @@ def _widen(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _blocks(table, key, low, high, BLOCK_SIZE: tl.constexpr):
-    """The blocks of keys [keys]; the null block for those that nobody sees."""
+    """The blocks of keys [keys]; the null block for those that no row sees."""
     return tl.load(table + key // BLOCK_SIZE, mask=(key >= low) & (key < high), other=0)
 
 

@@ -57,8 +57,8 @@ def copy_blocks(kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         return
     on_device = torch.tensor(copies).to(kv.data.device, non_blocking=True)  # the host waits for no step before
     _copy_on_device(kv, on_device)
-    if kv.behind is not None:
-        _copy_on_device(kv.behind, on_device)
+    if kv.draft_kv is not None:
+        _copy_on_device(kv.draft_kv, on_device)
 
 
 def _copy_on_device(kv: KVCache, copies: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ def rotate_and_store(
     batch: RaggedBatch,
     layer: int,
 ) -> torch.Tensor:
-    """See `Kernels.rotate_and_store`. Queries are turned where they lie: the result is a view of `qkv`."""
+    """See `Kernels.rotate_and_store`. Queries are rotated where they lie: the result is a view of `qkv`."""
     qkv = qkv.contiguous()
     rows, width = qkv.shape
     heads, half = width // kv.head_dim, 1 << (kv.head_dim // 2 - 1).bit_length()

@@ -96,7 +96,7 @@ def rotate_interleaved(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor
 
 @triton.jit
 def _turned(x, row, i, cos, sin, there, ROPE: tl.constexpr):
-    """Numbers i of the vectors of ROPE numbers that begin at x, turned with their neighbours; fp32."""
+    """Numbers i of the vectors of ROPE numbers that begin at x, rotated with their neighbours; fp32."""
     own = tl.load(x + i, mask=there, other=0.0).to(tl.float32)
     other = tl.load(x + (i ^ 1), mask=there, other=0.0).to(tl.float32)
     c = tl.load(cos + row * (ROPE // 2) + i // 2, mask=there, other=0.0)

@@ -229,7 +229,7 @@ class QuantizedProduct:
     Attributes: for kernels that multiply with several such weights at once, with the same bits.
         group: inputs that share a scale, as kernels read them; None: int8, which has a scale an output.
         block_inputs: inputs of a block.
-        blocks: [blocks, padded outputs, bytes] int8, the codes: see the head of this file.
+        blocks: [blocks, padded outputs, bytes] int8, the codes, in the layout that this file begins with.
         scales: [outputs] fp32 of int8; of int4 see `relay_scales`.
         chunks: how the blocks' sums come together.
         bias: [out] fp32; None: there is none.

@@ -1,4 +1,4 @@
-// Quantizing weights, in the formats and with the very numbers of quire.ops.quantized.
+// Quantizing weights, in the formats and with the same numbers as quire.ops.quantized.
 //
 // Products and sums are not fused and have a fixed order, as in the reference, so that every machine makes the same
 // codes and scales of a weight. A number that is not finite gives a scale that is not.

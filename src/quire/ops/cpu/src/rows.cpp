@@ -244,7 +244,7 @@ QUIRE_API int32_t quire_store_latent(int32_t dtype, const void* x, int64_t strid
     return 0;
 }
 
-// x [tokens, heads, rope], whose tokens and heads lie `token_stride` and `head_stride` numbers apart, turned.
+// x [tokens, heads, rope], whose tokens and heads lie `token_stride` and `head_stride` numbers apart, rotated.
 QUIRE_API void quire_rotate_interleaved(int32_t dtype, const void* x, int64_t token_stride, int64_t head_stride,
                                         const float* cos, const float* sin, void* out, int64_t tokens, int64_t heads,
                                         int64_t rope) {

@@ -1,6 +1,6 @@
 // See team.h.
 //
-// One atomic number, the ticket, says which loop it is and how many of its items nobody has taken. Items are taken by
+// One atomic number, the ticket, says which loop it is and how many of its items have not been taken. Items are taken by
 // making that number smaller, which succeeds only while it is what was read: so one who was put aside in between takes
 // nothing from a later loop. The last ones to come take fewer and fewer (guided self-scheduling, Polychronopoulos and
 // Kuck 1987), so that all end at about the same time, and each reads whole stretches of a weight.
@@ -63,7 +63,7 @@ bool spin(int64_t ns, const Done& done) {
     }
 }
 
-// A loop's number above, the items that nobody has taken below.
+// A loop's number above, the items that have not been taken below.
 struct Ticket {
     static constexpr int ITEM_BITS = 32;
     uint64_t bits;

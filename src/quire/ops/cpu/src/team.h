@@ -1,6 +1,6 @@
 // Threads that share out the items of a loop.
 //
-// Whoever comes takes some of the items that nobody has taken yet, the caller among them, until none is left. So nobody
+// Whoever comes takes some of the items that have not been taken yet, the caller among them, until none is left. So no thread
 // waits for a thread that the system has put aside for another process's sake, unless that thread has begun an item.
 // An item's result must not depend on who computes it, or when: then no bit depends on the threads.
 #pragma once

@@ -28,10 +28,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire import errors
-from quire.engine import child
-from quire.engine.tokenizer import RenderedChat, check_text
-from quire.engine.tokenizer_worker import (
+from quire import child, errors
+from quire.errors import (
+    EngineClosedError,
+    QuireError,
+    RequestError,
+    TokenizerFailedError,
+    TokenizerTimeoutError,
+    TokenizerUnavailableError,
+)
+from quire.text.tokenizer import RenderedChat, check_text
+from quire.text.tokenizer_worker import (
     LENGTH,
     Answer,
     BadWords,
@@ -43,14 +50,6 @@ from quire.engine.tokenizer_worker import (
     Render,
     TokenTexts,
     WorkerStart,
-)
-from quire.errors import (
-    EngineClosedError,
-    QuireError,
-    RequestError,
-    TokenizerFailedError,
-    TokenizerTimeoutError,
-    TokenizerUnavailableError,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ WORKED_SHARE = 0.1
 of it, since the machine may be busy. One that was stopped has had none."""
 
 ABANDONED_SECONDS = 1.0
-"""How long a worker may go on with a job that nobody waits for: about what replacing it takes."""
+"""How long a worker may go on with a job that is not waited for: about what replacing it takes."""
 
 LONGEST_PAUSE = 5.0
 """Seconds between attempts to start a worker, where they keep failing."""
@@ -142,11 +141,6 @@ class TokenizerPool:
     def num_waiting(self) -> int:
         """Jobs that no worker has yet."""
         return sum(map(len, self._waiting))
-
-    @property
-    def num_busy(self) -> int:
-        """Jobs that a worker is at."""
-        return self._num_busy
 
     async def start(self) -> None:
         """Start the workers, and wait for the first of them.
@@ -319,7 +313,7 @@ class TokenizerPool:
         except TimeoutError:
             worker.dead = True
             if job.result.done():
-                worker.end = "was killed: nobody waited"
+                worker.end = "was killed: its job was given up"
             elif worker.worked_for(WORKED_SHARE * self.deadline):
                 worker.end = "was killed: its job took too long"
                 job.result.set_exception(self._too_late())
@@ -401,7 +395,7 @@ class _Worker:
                 streams = await asyncio.open_unix_connection(sock=ours)
                 try:
                     process = await child.spawn(
-                        child.python("quire.engine.tokenizer_worker"),
+                        child.python("quire.text.tokenizer_worker"),
                         WorkerStart(theirs.fileno(), str(folder), memory_bytes),
                         fds=[theirs.fileno()],
                         # The library's own switch: it would start a thread for each core, in each worker.
@@ -439,7 +433,7 @@ class _Worker:
         self._begun = child.cpu_seconds(self.pid)
 
     def worked_for(self, seconds: float) -> bool:
-        """It has begun the job at hand, and has had a processor for so long since; where nobody can tell, it has."""
+        """It has begun the job at hand, and has had a processor for so long since; where that is unknown, it has."""
         return self._begun is not None and not child.cpu_seconds(self.pid) - self._begun < seconds
 
     @property

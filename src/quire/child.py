@@ -69,7 +69,7 @@ def spawn_quietly(
     fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """As `spawn`, without an event loop, for a child whose words on standard error nobody needs.
+    """As `spawn`, without an event loop, for a child whose standard error is not read.
 
     Raises:
         OSError: the system does not start it.

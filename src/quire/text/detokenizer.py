@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import TokenizerFailedError
+from quire.text.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"
 """What a decoder prints for bytes that are no character, so also for one whose last bytes are to come."""
 
 MAX_WINDOW = 32
-"""Tokens decoded together at most, as a rule; half of them are kept as context when there are more."""
+"""Tokens usually decoded together at most; half of them are kept as context when there are more."""
 
 LONGEST_WINDOW = 128
-"""Tokens decoded together at the very most."""
+"""Tokens ever decoded together."""
 
 MAX_TEXT = 16 << 20
 """Characters of one choice: 64 for each token of a context of 262,144."""
@@ -47,7 +47,7 @@ class TextStream:
         self._text = ""  # of the window
         self._given = 0  # characters of it that were given out
         self._run = 0  # byte tokens at the window's end
-        self._run_is_bad = False  # a long run of byte tokens holds a byte that spoils it all
+        self._run_is_bad = False  # a long run of byte tokens holds an invalid byte
 
     def push(self, token_id: int) -> str:
         """The text that this token settles."""

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine import child
-from quire.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from quire import child
 from quire.errors import (
     ChatTemplateError,
     QuireError,
@@ -31,6 +30,7 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 LENGTH = struct.Struct(">I")
 MAX_ID = (1 << 32) - 1
@@ -145,7 +145,7 @@ def _load(folder: Path) -> Tokenizer | None:
         raise
     except MemoryError:
         raise TokenizerError(f"{folder / TOKENIZER_FILE} or a file beside it takes too much memory to load") from None
-    except Exception as error:  # files from outside: what nobody has thought of is their fault, too
+    except Exception as error:  # files from outside: unexpected errors are their fault, too
         traceback.print_exception(error, file=sys.stderr)
         raise TokenizerError(
             f"{folder / TOKENIZER_FILE} and the files beside it cannot be used ({type(error).__name__}: {error}); "

@@ -6,7 +6,7 @@ plain JSON values only, and may print no huge output. What makes long strings ou
 other, say, print without a bound known before. Nor is there a limit of time here: whoever runs templates of
 strangers does so in a process that can be stopped. The environment is that of `transformers` (trimmed blocks,
 `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `break` and `continue`, the `generation` tag), so
-that a template renders here as it does there, with one exception: a variable that nobody defined may be tested,
+that a template renders here as it does there, with one exception: an undefined variable may be tested,
 but printing it is an error instead of nothing.
 """
 
@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import jinja2
 import jinja2.meta
 
-from quire.engine.template_sandbox import SPECIAL_NAMES, join_pieces, make_environment
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 from quire.models.fields import has_file
+from quire.text.template_sandbox import SPECIAL_NAMES, join_pieces, make_environment
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -162,7 +162,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
-            source.encode()  # half of a surrogate pair would spoil whatever is rendered
+            source.encode()  # half of a surrogate pair would make whatever is rendered invalid
             environment = make_environment()
             self._template = environment.from_string(source)
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))

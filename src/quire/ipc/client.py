@@ -22,14 +22,14 @@ import zmq
 
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
-from quire.engine import wire
-from quire.engine.board import Board
-from quire.engine.channel import Channel
 from quire.engine.frontend import Frontend, Prepared
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import EngineClosedError
+from quire.ipc import wire
+from quire.ipc.board import Board
+from quire.ipc.channel import Channel
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class EngineClient:
         return await self._ask(lambda ticket: wire.Inspect(ticket, what, since))
 
     async def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that nobody uses; how many they were."""
+        """Forget cached blocks that no request uses; how many they were."""
         return int(msgspec.json.decode(await self._ask(wire.ResetPrefixCache)))
 
     async def _ask(self, question: Callable[[int], wire.ToEngine]) -> bytes:

@@ -8,16 +8,17 @@ import numpy as np
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.runner.proposer import Computed, DraftContext, Drafts, Wanted
+from quire.runner.draft_context import DraftContext
+from quire.runner.proposer import Computed, Drafts, Wanted
 
 
 class ReplayProposer:
-    """Proposes what a recorded run went on with, each token spoiled with probability 1 - `accuracy`.
+    """Proposes what a recorded run went on with, each token replaced with probability 1 - `accuracy`.
 
     Args:
         recordings: prompt and output of each; a request is told by its prompt.
         accuracy: the share of drafts that are right.
-        vocab_size: spoiled tokens are others of it.
+        vocab_size: replacements are others of it.
 
     Attributes:
         recordings, accuracy: the same; they may be changed.

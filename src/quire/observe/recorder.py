@@ -1,6 +1,6 @@
 """What an engine remembers of its last steps and requests, so that people can look at it: the live view's data.
 
-It costs little while nobody looks: of a step, a few numbers for each of its first spans are kept, never the tokens.
+It costs little while no one looks: of a step, a few numbers for each of its first spans are kept, never the tokens.
 Documents are JSON, made when they are asked for; times are seconds on this machine's monotonic clock.
 """
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -23,8 +23,10 @@ from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
-from quire.engine.engine import Engine
-from quire.speculation import SpeculativeConfig
+from quire.speculate.config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
 
 KEPT_STEPS = 256
 KEPT_FINISHED = 64
@@ -232,7 +234,7 @@ class Recorder:
 
 
 def num_computed(span: Span, outcome: SpanResult) -> int:
-    """Tokens of a span that were computed: room for drafts that nobody proposed stays empty."""
+    """Tokens of a span that were computed: room for drafts that were not proposed stays empty."""
     return len(span.tokens) - max(0, span.num_sampled - 1 - outcome.num_drafted)
 
 

@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.chat_template import (
+from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
+from quire.models.fields import has_file
+from quire.text.chat_template import (
     ChatTemplate,
     Message,
     check_messages,
     load_templates,
     plain_json,
 )
-from quire.engine.template_sandbox import SPECIAL_NAMES
-from quire.engine.tokenizer_backend import Backend
-from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
-from quire.models.fields import has_file
+from quire.text.template_sandbox import SPECIAL_NAMES
+from quire.text.tokenizer_backend import Backend
 
 TOKENIZER_FILE = "tokenizer.json"
 PRIVATE_USE = range(0xE000, 0xF900)
@@ -221,10 +221,6 @@ class Tokenizer:
         if self._templates:
             self._controls()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
     def apply_chat_template(
         self,
         messages: Sequence[Message],
@@ -409,7 +405,7 @@ def _special_tokens(config: Mapping[str, Any], name: str) -> dict[str, str]:
 def _spots(text: str, specials: Sequence[str]) -> list[int]:
     """Where special tokens begin in a text, also those that what follows the text could complete.
 
-    The latter only for those that begin with a sign: one that begins with a letter would spoil plain words.
+    The latter only for those that begin with a sign: one that begins with a letter would change plain words.
     """
     spots = []
     for special in specials:

@@ -19,13 +19,12 @@ from typing import Self
 
 import msgspec
 
-from quire import errors
-from quire.engine import child
-from quire.engine.tokenizer import TOKENIZER_FILE
-from quire.engine.tokenizer_worker import LENGTH, Answer, Failed, WorkerStart
+from quire import child, errors
 from quire.errors import TokenizerError, TokenizerFailedError
 from quire.models.fields import has_file
 from quire.models.hub import ASSETS
+from quire.text.tokenizer import TOKENIZER_FILE
+from quire.text.tokenizer_worker import LENGTH, Answer, Failed, WorkerStart
 
 MEMORY_BYTES = 2 << 30
 """How much the process may grow. A tokenizer of 200,000 tokens, a file of 18 MB, takes a tenth of it."""
@@ -62,7 +61,7 @@ class TokenizerTrial:
             on_failure.callback(self._socket.close)
             try:
                 self._process = child.spawn_quietly(
-                    child.python("quire.engine.tokenizer_worker"),
+                    child.python("quire.text.tokenizer_worker"),
                     WorkerStart(theirs.fileno(), str(folder), memory_bytes),
                     fds=[theirs.fileno()],
                     environment={"TOKENIZERS_PARALLELISM": "false"},

@@ -1,4 +1,4 @@
-"""The engine as a process of its own: `python -m quire.engine.process`, started by a server's supervisor.
+"""The engine as a process of its own: `python -m quire.ipc.engine_process`, started by a server's supervisor.
 
 Its loop takes in what HTTP processes ask for, runs a step, and sends each of them what its requests got.
 """
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import zmq
 
-from quire import log
+from quire import child, log
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.step import StepPlan, StepResult
-from quire.engine import child, wire
-from quire.engine.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
-from quire.engine.tokenizer_trial import TokenizerTrial
 from quire.errors import QuireError, RequestError
+from quire.ipc import wire
+from quire.ipc.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
 from quire.models.hub import resolve
+from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -69,18 +69,18 @@ class EngineProcess:
 
     A request that was in the step in which an earlier engine died is a suspect. Suspects come first, each of them
     alone in the engine, where its next token clears it: it is on probation. Everybody else waits outside until all
-    are cleared, so the one on probation when an engine dies again is to blame, and nobody is in its place.
+    are cleared, so the one on probation when an engine dies again is to blame, and no other.
 
     One message or request that cannot be handled ends nothing but itself. What fails in the loop itself ends the
-    engine, since nobody knows what it left behind; the supervisor starts another one.
+    engine, since its state is unknown then; the supervisor starts another one.
     """
 
     def __init__(self, start: EngineStart, board: Board, control: zmq.Socket[bytes]) -> None:
         self._start, self._board, self._control = start, board, control
         self._began = time.monotonic()
         self._board.set_phase("importing torch", 0.0)
-        from quire.engine.patience import Patience
-        from quire.engine.recorder import Recorder
+        from quire.ipc.patience import Patience
+        from quire.observe.recorder import Recorder
 
         self._recorder = Recorder()
         self._numbers: dict[int, int] = {}  # the wire's number to the engine's
@@ -117,11 +117,11 @@ class EngineProcess:
         from quire.engine.engine import Engine
 
         engine = Engine(replace(config, model=str(path), revision=None), self._board.set_phase, self)
-        for cache in (engine.kv_cache, engine.kv_cache.behind):
+        for cache in (engine.kv_cache, engine.kv_cache.draft_kv):
             if cache is not None:
                 cache.pulse = self._board.fields  # PULSE is field 0
         if self._start.fault is not None:
-            from quire.engine.faults import FaultyExecutor
+            from quire.ipc.faults import FaultyExecutor
 
             engine.executor = FaultyExecutor(engine.executor, self._start.fault)
         return engine
@@ -135,7 +135,7 @@ class EngineProcess:
         return wire.EngineInfo(
             boot=self._start.boot,
             path=str(engine.path),
-            architecture=type(model).__name__,
+            architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             kernels=model.kernels.describe(model.dtype),
             fingerprint=fingerprint.system(engine.path, model, engine.config.kv_cache_dtype),
@@ -189,7 +189,7 @@ class EngineProcess:
 
     def _receive(self) -> None:
         """Take in every message that is there; wait for one while there is nothing else to do."""
-        busy = not self.engine.idle or bool(self._outside)
+        busy = not (self.engine.idle or self.engine.blocked) or bool(self._outside)
         ready = dict(self._poller.poll(0 if busy else IDLE_POLL_MS))
         if not busy:
             self._board.fields[PULSE] += 1
@@ -239,7 +239,7 @@ class EngineProcess:
 
     def _take_in(self, add: wire.Add) -> None:
         if add.number >> wire.WORKER_SHIFT in self._gone or add.number in self._numbers or add.number in self._outside:
-            return  # nobody reads it, or it came twice
+            return  # its reader is gone, or it came twice
         if add.suspect or self._on_probation is not None:
             self._outside[add.number] = add
         else:
@@ -271,13 +271,13 @@ class EngineProcess:
             )
             self.engine.abort(number)
             del self._recorder.records[number]
-        self.engine.take_updates()  # to nobody: these have not ended
+        self.engine.take_updates()  # dropped: these requests have not ended
         for table in (self._adds, self._requests, self._numbers):
             table.clear()
 
     def _add(self, add: wire.Add) -> None:
         """Put a request into the engine; one that it does not take ends."""
-        from quire.engine.recorder import Record
+        from quire.observe.recorder import Record
 
         number = self._next_id
         self._next_id += 1

@@ -1,0 +1,45 @@
+"""What comes into the prefix cache and goes out of it, as data for others: a router, a directory of who has what."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+KEPT_EVENTS = 2**16
+"""Events that are kept until somebody takes them; the oldest go first, and leave a gap in the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A full block was stored or removed, or all of them were.
+
+    Attributes:
+        number: counts up by one. Who sees a gap knows nothing of the cache any more.
+        kind: "cleared": nothing is cached.
+        hash: the block's; empty where all were cleared.
+        parent: hash of the block before it, or of its scope's root; empty unless it was stored.
+    """
+
+    number: int
+    kind: Literal["stored", "removed", "cleared"]
+    hash: bytes = b""
+    parent: bytes = b""
+
+
+class CacheEvents:
+    """Events in their order, until they are taken."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._events: deque[CacheEvent] = deque(maxlen=KEPT_EVENTS)
+
+    def add(self, kind: Literal["stored", "removed", "cleared"], hash: bytes = b"", parent: bytes = b"") -> None:
+        self._events.append(CacheEvent(self._next, kind, hash, parent))
+        self._next += 1
+
+    def take(self) -> list[CacheEvent]:
+        """Those since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        return events

@@ -1,0 +1,49 @@
+"""Multi-token prediction, as in DeepSeek V3: section 2.2 of the report (https://arxiv.org/abs/2412.19437)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.layers.decoder import DecoderLayer
+from quire.models.config import DecoderConfig
+from quire.models.weights import Weights
+from quire.ops import KVCache, RaggedBatch
+
+if TYPE_CHECKING:
+    from quire.models.model import Model
+
+
+class MultiTokenPrediction:
+    """The layer behind the last one, which predicts the token after the next.
+
+    Embedding and output head are the model's own; the copies of them that checkpoints hold are not read.
+
+    Args:
+        config: of the model.
+        weights: the checkpoint's.
+        model: whose embedding, rotary tables and head are shared.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: Weights, model: Model) -> None:
+        eps, own = config.layer.rms_norm_eps, weights.under(config.mtp_prefix())
+        self.embedding, self.rotary, self.logits = model.embedding, model.rotary, model.logits
+        self.enorm, self.hnorm = own.norm("enorm", eps), own.norm("hnorm", eps)
+        self.eh_proj = own.linear("eh_proj")
+        self.layer = DecoderLayer(config.layer, own, layer=0, window=None)
+        self.norm = own.norm("shared_head.norm", eps)
+
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+        """One step.
+
+        Args:
+            hidden: [tokens, hidden], what the model's `forward` returned at these positions.
+            batch: its `token_ids` are those of the position after each.
+            kv: a cache of one layer.
+
+        Returns [tokens, hidden], of which `logits` gives the scores of the position after those.
+        """
+        both = torch.cat([self.enorm(self.embedding(batch.token_ids)), self.hnorm(hidden)], dim=1)
+        x, residual = self.layer(None, self.eh_proj(both), self.rotary.tables(batch.positions), kv, batch)
+        return self.norm.with_residual(x, residual)[0]

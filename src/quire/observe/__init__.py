@@ -1,0 +1,1 @@
+"""Watching an engine: the live view's data, and timelines of steps."""

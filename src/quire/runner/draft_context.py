@@ -1,0 +1,259 @@
+"""A runner as proposers see it: batches in a request's own blocks, and drawing as the request itself would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.step import Span
+from quire.models.model import Model
+from quire.ops import KVCache, RaggedBatch
+from quire.ops.sampling import Filters
+from quire.runner.device import Device
+from quire.runner.device_forward import DeviceForward
+from quire.runner.host_forward import HostForward, RowsAhead
+from quire.runner.proposer import Ahead, Asked, Branch, Ends, Row, Wanted
+from quire.runner.sampler import Sampler
+
+
+class DraftContext:
+    """What a proposer may use of the runner that it works for.
+
+    Args:
+        row_of: a request's row of the block tables.
+
+    Attributes:
+        vocab_size: of the model that verifies.
+        upload, download: see `Device`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        sampler: Sampler,
+        forward: HostForward | DeviceForward,
+        row_of: Callable[[int], int],
+        device: Device,
+    ) -> None:
+        self.sampler, self.vocab_size, self.kernels = sampler, model.vocab_size, model.kernels
+        self.row_of, self._kv, self._tables = row_of, kv, forward
+        self.upload, self.download = device.upload, device.download
+
+    @property
+    def kv(self) -> KVCache:
+        """What the proposer keeps of each token: see `Speculation.kv_shape`.
+
+        Raises:
+            RuntimeError: the blocks were made without it.
+        """
+        if self._kv.draft_kv is None:
+            raise RuntimeError("these blocks have no room for what drafts: make them with Speculation.kv_shape behind")
+        return self._kv.draft_kv
+
+    def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
+        """A span a request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""
+        return self._batch([Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)], {})
+
+    def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
+        """The same with spans whose rows follow paths of their own."""
+        spans = [Span(branch.request, branch.base, list(branch.tokens)) for branch in branches]
+        return self._batch(spans, {branch.request: branch for branch in branches})
+
+    def _batch(self, spans: list[Span], branches: Mapping[int, Branch]) -> RaggedBatch:
+        row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
+        return self._tables.batch(spans, self.rows_of([span.request for span in spans]), row_starts, branches)
+
+    def rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
+        """Their rows of the block tables."""
+        return np.array([self.row_of(request) for request in requests], np.int64)
+
+    def draw(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        """The token that each row's request would sample there from these logits [rows, vocabulary] fp32.
+
+        With the same parameters and the same noise, so that equal logits give equal tokens. -1: no token is left. The
+        logits may be overwritten; no request goes on by it.
+        """
+        tokens: list[int] = self.sampler.draw(logits, rows).tolist()
+        return tokens
+
+    def line(self, wanted: Sequence[Wanted], lead: int) -> Line:
+        """Draws drafts one behind the other.
+
+        Args:
+            wanted: those that want the most drafts first, so that those that go on are always the first ones.
+            lead: the row of a token at position p is stored at p - lead.
+        """
+        requests, positions = [want.request for want in wanted], [want.position for want in wanted]
+        filters = self.sampler.filters_ahead(requests, positions, wanting(wanted)[:-1])
+        return Line(self, wanted, lead, filters)
+
+    def rows_ahead(self, wanted: Sequence[Wanted], lead: int) -> RowsAhead:
+        """How the rows of drafts are computed that others continue: see `line` and `HostForward.rows_ahead`."""
+        firsts = np.array([want.position - lead for want in wanted])
+        rows = self.rows_of([want.request for want in wanted])
+        return self._tables.rows_ahead(rows, np.arange(wanted[0].count - 1)[:, None] + firsts)
+
+    def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """What `draw` draws from: probabilities [rows, vocabulary] fp32, after edits, temperature and filters."""
+        return self.sampler.distributions(logits, rows)
+
+    def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
+        """The `width` tokens that each row's request most likely samples: ids and log-confidences [rows, width].
+
+        With the request's temperature and noise: the first one is usually what `draw` would give.
+        """
+        return self.sampler.candidates(logits, rows, width)
+
+    # -- for the drafter -----------------------------------------------------------------------------------
+
+    def set_last(self, requests: Sequence[int], tokens: Sequence[int]) -> None:
+        """Say which token was sampled last for some requests, where the runner itself did not see it."""
+        self._tables.last_tokens.index_copy_(0, *self.upload(self.rows_of(requests), np.array(tokens, np.int64)))
+
+    def move(self, request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Put the model's keys and values from positions of a request to others: accepted rows of a tree."""
+        slots = self._tables.slots(self.row_of(request), [*sources, *destinations])
+        self.kernels.move_rows(self._kv, *slots.chunk(2))
+
+
+class Line:
+    """Drafts one behind the other, of several requests side by side. What depends on no token is made for all at once.
+
+    Args:
+        filters: how to sample each draft, see `Sampler.filters_ahead`; None: that depends on the drafts before it.
+    """
+
+    def __init__(
+        self,
+        context: DraftContext,
+        wanted: Sequence[Wanted],
+        lead: int,
+        filters: Sequence[Filters] | None = None,
+    ) -> None:
+        self._context, self._wanted, self._lead, self._filters = context, wanted, lead, filters
+        self._rows: RowsAhead | None = None
+        self._going = wanting(wanted)
+        self._drawn: list[Tensor] = []  # a draft each: [requests that wanted it] int64, -1: no token was left
+
+    @property
+    def rows(self) -> list[Row]:
+        """Where the next draft stands of each request that wants one."""
+        depth = len(self._drawn)
+        ahead = zip(*(tokens.clamp(min=0).tolist() for tokens in self._drawn), strict=False) if depth else repeat(())
+        return [
+            Row(want.request, want.position + depth, tokens)
+            for want, tokens in zip(self._wanted[: self._going[depth]], ahead, strict=False)
+        ]
+
+    def draw(self, logits: Tensor) -> int:
+        """Those drafts from their logits, as `DraftContext.draw`; returns how many of the requests want another one."""
+        if self._filters is not None:
+            tokens = self._context.kernels.sample(logits, self._filters[len(self._drawn)])
+        else:
+            tokens = torch.tensor(self._context.draw(logits, self.rows))
+        self._drawn.append(tokens)
+        return self._going[len(self._drawn)]
+
+    def batch(self) -> RaggedBatch:
+        """A row for the draft just drawn of each request that wants another one."""
+        depth = len(self._drawn)
+        tokens = self._drawn[-1].clamp(min=0)
+        if len(tokens) > self._going[depth]:
+            tokens = tokens[: self._going[depth]]
+        if self._rows is None:
+            self._rows = self._context.rows_ahead(self._wanted, self._lead)
+        return self._rows(depth - 1, tokens)
+
+    def drafts(self) -> list[list[int]]:
+        """What was drawn, by request, up to where no token was left."""
+        drawn = [tokens.tolist() for tokens in self._drawn]
+        lines = [[tokens[i] for tokens in drawn[: want.count]] for i, want in enumerate(self._wanted)]
+        return [line[: line.index(-1)] if -1 in line else line for line in lines]
+
+
+def wanting(wanted: Sequence[Wanted]) -> list[int]:
+    """How many want at least 1, 2, ... drafts, up to a number that none wants; the most comes first in `wanted`."""
+    return [sum(want.count > depth for want in wanted) for depth in range(wanted[0].count + 1)]
+
+
+class DeviceContext(DraftContext):
+    """The same where only the device knows where texts end, and what is drafted behind them."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        sampler: Sampler,
+        forward: DeviceForward,
+        row_of: Callable[[int], int],
+        device: Device,
+    ) -> None:
+        super().__init__(model, kv, sampler, forward, row_of, device)
+        self._forward = forward
+
+    @property
+    def recent(self) -> Tensor:
+        """[requests, size] int64: tokens of each row of the block tables by position modulo `size`.
+
+        `batch` takes from there where a token is -1 (the one of the row's position) or -2 (the next one).
+        """
+        return self._forward.recent
+
+    def ends(self, requests: Sequence[int]) -> Ends:
+        """Where the texts of these requests end."""
+        [rows] = self.upload(self.rows_of(requests).astype(np.int32))
+        return Ends(rows, self._forward.lengths.index_select(0, rows).long())
+
+    def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
+        """A row a request, `offset` positions behind its last known token: `tokens` [requests] int64."""
+        return self._forward.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
+
+    def draw_ahead(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
+        """As `draw`: the tokens [requests] behind `drafts` [requests, count], which stay on the device."""
+        places = [(each.request, each.most + drafts.shape[1]) for each in asked]
+        return self.sampler.draw_ahead(logits, places, Ahead(ends.lengths + drafts.shape[1], drafts))
+
+    # -- for the drafter: the tables -----------------------------------------------------------------------
+
+    def tell(self, requests: Sequence[int], lengths: NDArray[np.int64], last: NDArray[np.int64]) -> None:
+        """So many tokens of these requests are known, and the last one of each."""
+        rows, keeps = self.rows_of(requests), self.recent.shape[1]
+        places = rows * keeps + (lengths - 1) % keeps
+        sent = self.upload(rows, lengths.astype(np.int32), places, last)
+        self._forward.lengths.index_copy_(0, *sent[:2])
+        self.recent.view(-1).index_copy_(0, *sent[2:])
+
+    def places(self, ends: Ends, count: int) -> Tensor:
+        """Of the positions behind the known tokens, in `recent`: [requests, count] int64."""
+        keeps = self.recent.shape[1]
+        positions = ends.lengths[:, None] + torch.arange(count, device=ends.lengths.device)
+        return ends.rows[:, None].long() * keeps + positions % keeps
+
+    def put_drafts(self, requests: Sequence[int], tokens: Tensor) -> None:
+        """Drafts [requests, count] behind the known tokens; what is no token of the model's is none."""
+        tokens = torch.where((tokens >= 0) & (tokens < self.vocab_size), tokens, -1)
+        places = self.places(self.ends(requests), tokens.shape[1])
+        self.recent.view(-1).index_copy_(0, places.flatten(), tokens.flatten())
+
+    def putting(self, ends: Ends, places: Tensor, tokens: Tensor, counts: Tensor) -> Callable[[], None]:
+        """What puts tokens [requests, most] into these places, and makes the first `counts` of each known tokens.
+
+        Called once, it takes no memory.
+
+        Args:
+            counts: [requests] int32.
+        """
+        rows, lengths = ends.rows.long(), ends.lengths.to(torch.int32) + counts
+        places, tokens, recent = places.flatten(), tokens.flatten(), self.recent.view(-1)
+
+        def put() -> None:
+            recent.index_copy_(0, places, tokens)
+            self._forward.lengths.index_copy_(0, rows, lengths)
+
+        return put

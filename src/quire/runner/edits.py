@@ -1,0 +1,167 @@
+"""What changes a request's logits before they are filtered: penalties, bias, allowed tokens, `min_tokens`, bad words.
+
+`Edits` (`ops/logit_edits.py`) are these of all edited rows of a step, which a kernel applies; here is what is kept of
+each request, and how a step's are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.step import RequestInfo
+from quire.ops.logit_edits import Edits, Lists, Masks, list_arrays
+from quire.runner.device import Device
+from quire.runner.device_rows import DeviceRows
+from quire.runner.penalties import DevicePenalties, ListedPenalties, has_penalties
+
+_NO_IDS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class EditedRequest:
+    """What is kept of a request whose logits are edited, beside its rows of tables.
+
+    Attributes:
+        prompt_length: tokens before the output.
+        known: tokens of prompt and output that the host knows of.
+        output: tokens so far; kept only for `bad_words`.
+        stop_ids: banned before `min_tokens`.
+    """
+
+    prompt_length: int
+    known: int
+    output: list[int]
+    bias_ids: NDArray[np.int64]
+    biases: NDArray[np.float32]
+    stop_ids: list[int]
+    min_tokens: int
+    bad_words: list[list[int]]
+
+    def needs_host(self, length: int) -> bool:
+        """Whether what is masked behind `length` tokens or more depends on what these are, or how many."""
+        return bool(self.bad_words) or (bool(self.stop_ids) and length - self.prompt_length < self.min_tokens)
+
+    def append(self, token: int) -> None:
+        """Learn the next token; a negative one is none, and what comes after it is not used."""
+        self.known += 1
+        if self.bad_words and token >= 0:
+            self.output.append(token)
+
+    def banned(self, position: int, ahead: Sequence[int]) -> NDArray[np.int64]:
+        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words.
+
+        Raises:
+            RuntimeError: this request's edits depend on a token before `position` that is not known yet.
+        """
+        if self.bad_words and self.known + len(ahead) != position:
+            raise RuntimeError(
+                f"position {position} of a request with bad_words is sampled while only {self.known} tokens before it "
+                "are known: its last launch must be finished first"
+            )
+        ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
+        if not self.bad_words and not ids:
+            return _NO_IDS
+        found = set(ids)
+        for word in self.bad_words:
+            before = len(word) - 1
+            last = [*self.output[-before:], *ahead][-before:] if before else []
+            if last == word[:-1]:
+                found.add(word[-1])
+        return np.array(sorted(found), np.int64)
+
+
+def edited_request(info: RequestInfo, vocab_size: int) -> EditedRequest | None:
+    """None where nothing changes the request's logits.
+
+    Raises:
+        ValueError: a token id is not one of the vocabulary's.
+    """
+    params = info.params
+    bias, allowed = params.logit_bias or {}, params.allowed_token_ids or ()
+    # What cannot be sampled need not be banned, and a word cannot be completed that holds such a token.
+    bad_words = [word for word in info.bad_words if word and max(word) < vocab_size]
+    penalized = has_penalties(info)
+    if not (penalized or bias or allowed or bad_words or params.min_tokens > 0):
+        return None
+    if penalized:
+        _check_ids(info, "prompt_token_ids", info.prompt_token_ids, vocab_size)
+        _check_ids(info, "output_token_ids", info.output_token_ids, vocab_size)
+    _check_ids(info, "logit_bias", bias, vocab_size)
+    _check_ids(info, "allowed_token_ids", allowed, vocab_size)
+    return EditedRequest(
+        prompt_length=len(info.prompt_token_ids),
+        known=len(info.prompt_token_ids) + len(info.output_token_ids),
+        output=list(info.output_token_ids) if bad_words else [],
+        bias_ids=np.array(list(bias), np.int64),
+        biases=np.array(list(bias.values()), np.float32),
+        stop_ids=sorted(token for token in info.stop_token_ids if 0 <= token < vocab_size),
+        min_tokens=params.min_tokens,
+        bad_words=bad_words,
+    )
+
+
+def _check_ids(info: RequestInfo, name: str, ids: Iterable[int], vocab_size: int) -> None:
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"request {info.request}: {name} has the token id {low if low < 0 else high}; "
+            f"it must be from 0 to {vocab_size - 1}"
+        )
+
+
+class AllowedTokens(DeviceRows):
+    """Which tokens may be sampled, of all requests that allow but some; 4 bytes a token (594 KiB for 151,936).
+
+    They are made and sent once a request, since a step would take longer to do so than to sample.
+
+    Attributes:
+        matrix: see `Masks.masks`.
+    """
+
+    def __init__(self, vocab_size: int, device: Device) -> None:
+        super().__init__(vocab_size, torch.float32, device)
+        with device.active():
+            self.matrix.fill_(torch.inf)
+
+    def start(self, allowed: Collection[int]) -> int:
+        """A row that masks all but these; 0 where there are none."""
+        if not allowed:
+            return 0
+        row = self.take_row()
+        [ids] = self._device.upload(np.fromiter(allowed, np.int64, len(allowed)))
+        self.matrix[row] = -torch.inf
+        self.matrix[row].scatter_(0, ids, torch.inf)
+        return row
+
+
+def edit_arrays(
+    state: NDArray[Any], rows: NDArray[np.int64], requests: Sequence[EditedRequest], ahead: Sequence[Sequence[int]]
+) -> list[NDArray[Any]]:
+    """What `make_edits` takes, for some of a step's rows, the requests that they belong to, and drafts before them."""
+    positions = state["next"].tolist()
+    banned = [r.banned(position, drafts) for r, position, drafts in zip(requests, positions, ahead, strict=True)]
+    return [
+        *(rows, state["repetition"], state["frequency"], state["presence"], state["mask"]),
+        *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),
+        *list_arrays(banned),
+    ]
+
+
+def make_edits(
+    sent: Sequence[Tensor],
+    allowed: AllowedTokens,
+    penalties: ListedPenalties | DevicePenalties,
+    drafts: Tensor | None,
+) -> Edits:
+    """From the tensors of `edit_arrays` and, behind them, of `penalties.arrays`; `drafts`: see `penalties.seen`."""
+    rows, repetition, frequency, presence, masks = sent[:5]
+    bias, banned = Lists(*sent[5:8]), Lists(*sent[8:11])
+    seen = penalties.seen(sent[11:], None if drafts is None else drafts.index_select(0, rows))
+    return Edits(rows, repetition, frequency, presence, seen, bias, Masks(allowed.matrix, masks), banned)

@@ -1,0 +1,48 @@
+"""Triton's interpreter, which prepares a launch once.
+
+It replaces the language's functions by its own at the start of a launch, and again at every call of a function within
+the kernel, which changes nothing and takes a quarter of the time; and it makes a table of all of numpy's types whenever
+it needs one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+_replace, _number_type = interpreter._patch_lang, interpreter._get_np_dtype
+_replaced: set[str] = set()
+"""Names of the modules that hold the interpreter's functions, while a launch is under way."""
+_number_types: dict[str, Any] = {}
+
+
+class _Launch:
+    """What a launch has replaced."""
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = scope
+
+    def restore(self) -> None:
+        _replaced.clear()
+        self._scope.restore()
+
+
+def _replace_once(fn: Any) -> Any:
+    modules = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
+    if modules and modules <= _replaced:
+        return interpreter._LangPatchScope()
+    is_launch = not _replaced
+    _replaced.update(modules)
+    return _Launch(_replace(fn)) if is_launch else _replace(fn)
+
+
+def _number_type_by_name(dtype: Any) -> Any:
+    name = dtype.scalar.name
+    if name not in _number_types:
+        _number_types[name] = _number_type(dtype)
+    return _number_types[name]
+
+
+interpreter._patch_lang, interpreter._get_np_dtype = _replace_once, _number_type_by_name
