@@ -22,7 +22,6 @@ NAMES = (
     "busy",
     "sparse",
     "speculation",
-    "draft_length",
     "profile_step",
     "quality",
     "scheduler",

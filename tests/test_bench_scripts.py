@@ -9,7 +9,6 @@ import pytest
 from benchmarks import (
     batching,
     chunked_prefill,
-    draft_length,
     kv_waste,
     prefix_cache,
     profile_step,
@@ -58,18 +57,6 @@ def test_what_quantization_changes_grows_as_bits_get_fewer(options: Options) -> 
     assert rows["bf16"]["mean_divergence"] == 0 < int8["mean_divergence"] < int4["mean_divergence"] < 0.2
     assert rows["bf16"]["agreement"] == 1 and int4["agreement"] > 0.6
     assert rows["bf16"]["weight_bytes"] > int8["weight_bytes"] > int4["weight_bytes"]
-
-
-def test_what_a_part_of_self_tuning_is_worth_is_measured_without_it(
-    options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = draft_length.Situation("memory", "6 ms, a draft model", "0.3", "1, short")
-    parts = ("nothing: all of it", "the account")
-    monkeypatch.setattr(draft_length, "grid", lambda every: [here])
-    monkeypatch.setattr(draft_length, "PARTS", {name: draft_length.PARTS[name] for name in parts})
-    once, again = draft_length.run(options).raw, draft_length.run(options).raw
-    assert once == again, "nothing is timed, and what was replaced is put back"
-    assert once[0]["worst"] > once[1]["worst"]
 
 
 def test_scheduler_figures_have_their_goals_beside_them(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from quire.core.draft_length import Average, DraftLengths, DraftState, Pool
+from quire.core.draft_length import DraftLengths, DraftState
 from quire.core.step import SpanResult, StepResult
 
 MOST = 8
@@ -82,11 +81,6 @@ class Machine:
     def plain(self, tokens: int) -> float:
         """Seconds for so many tokens without drafts."""
         return tokens * step_seconds(len(self.chances)) * (1 + self.noise / 2)
-
-
-def state_of(first: int, later: int, idle: int = 0) -> DraftState:
-    """A request whose first and later drafts are accepted in so many of 20 cases."""
-    return DraftState(Average(first / 20, 1e9), Pool(later=Average(later / 20)), idle)
 
 
 def mean(lengths: Sequence[int]) -> float:
@@ -373,7 +367,7 @@ def test_of_those_followed_in_vain_the_worst_is_let_go_first() -> None:
     for _ in range(200):
         lengths.choose([DraftState()], [0], 100, 3)
         lengths.observe(3, PLAIN, 0.1 * PLAIN, 0)
-    states = [state_of(first, 9, idle) for first, idle in ((9, 10), (3, 10), (1, 0))]
+    states = [DraftState(chances=(first, 9), idle=idle) for first, idle in ((9, 10), (3, 10), (1, 0))]
     assert lengths.drop_drafting(states) == 1  # the last one has drafts
     assert [state.drafting_enabled for state in states] == [True, False, True]
 
@@ -387,7 +381,7 @@ def test_no_length_is_beyond_its_room_the_most_or_the_budget() -> None:
         lengths = DraftLengths(MOST, tree_mode=whole)
         for _ in range(400):
             count = draw.randrange(0, 12)
-            states = [state_of(draw.randrange(21), draw.randrange(21)) for _ in range(count)]
+            states = [DraftState(chances=(draw.randrange(21), draw.randrange(21))) for _ in range(count)]
             room = [draw.choice([0, 1, 3, 8, 50]) for _ in states]
             budget = draw.choice([0, 1, 7, 16, 1000])
             chosen = lengths.choose(states, room, budget, max(1, count))
@@ -410,7 +404,7 @@ def test_the_choice_is_the_best_of_all_where_the_times_are_known() -> None:
                 depth = (rows - 1) % 4
                 lengths.observe(rows - depth, max(1.0, rows / knee) + each * depth, each * depth, depth, depth)
         levels = [(draw.randrange(0, 20), draw.randrange(0, 20)) for _ in range(3)]
-        states = [state_of(*each) for each in levels]
+        states = [DraftState(chances=each) for each in levels]
 
         def rate(
             chosen: Sequence[int], levels: list[tuple[int, int]] = levels, knee: int = knee, each: float = each
@@ -421,8 +415,6 @@ def test_the_choice_is_the_best_of_all_where_the_times_are_known() -> None:
             return tokens / (max(1.0, (3 + sum(chosen)) / knee) + each * max(chosen))
 
         best = max(rate((a, b, c)) for a in range(4) for b in range(4) for c in range(4))
-        lengths.choose(states, [most] * 3, 100, 3)
-        lengths.account(0.0, math.inf)  # nothing is tried that is not the best
         chosen = lengths.choose(states, [most] * 3, 100, 3)
         assert rate(chosen) >= best / 1.035  # drafts must gain 3 %
 

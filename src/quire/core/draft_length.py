@@ -4,75 +4,107 @@ A draft costs its row of the step that verifies it, and its own making. What bot
 often a request's drafts are accepted, too. What has not been measured is taken to be cheap, so that it is tried and
 then known. Nothing here changes a token, only the time it takes.
 
-While no drafts are expected to pay, two things only cost time: trying some now and then, and following requests so that
-they can be drafted at all. Both are paid from an account to which a share of all time is credited. While it is
-overdrawn nothing is tried, and requests lose their drafting for good, one a step.
-
-What each part is worth stands in benchmarks/README.md, under "Self-tuned draft lengths".
+Two things cost time without making any: to follow a request that gets no drafts, so that it can be drafted later; and
+to explore, now and then, what is not the best as far as is known. Both are paid from an account to which a share of all
+time is credited. Where it is overdrawn, there is no exploring, requests that get no drafts are let go, and new ones are
+followed only where drafts are expected to pay.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.core.step import StepResult
-from quire.core.step_times import StepTimes
+
+_FORGET = 0.95
+"""Weight that a draft's verdict keeps with each newer one: some 20 count."""
+
+_POOL_FORGET = 0.98
+"""As `_FORGET`, of what all requests of a kind have shown: some 50 verdicts count."""
+
+_REST = 0.8
+"""Weight that verdicts keep in a turn without new ones."""
+
+_FEW = 4.0
+"""Trials that old verdicts are worth at least."""
+
+_PRIOR = 8.0
+"""Trials of other requests that count beside a request's own."""
 
 _OPTIMISM = 0.8
-"""Acceptance as long as none has been seen: so high that whatever may pay is tried."""
+"""The chances of drafts as long as none has been seen."""
 
-_PRIOR = 8
-"""Drafts that what others have shown is worth to a new request: its own soon count for more."""
-
-_WINDOW = 20
-"""Drafts that an average remembers: enough to tell 0.6 from 0.8, few enough to turn within a sentence."""
+_TREE = 2.0
+"""So many drafts of a tree are supposed to be accepted as long as none has been seen."""
 
 _LEVELS = 20
-"""Chances are rounded to one of so many, and requests of equal chances are decided together: that is fast."""
+"""Chances are rounded to one of so many, and requests of equal chance are decided together."""
 
 _Chances = tuple[int, int]
 """Of a first draft, and of each later one, to be accepted, in parts of `_LEVELS`."""
 
-_Draft = tuple[float, int]
-"""How likely one is to be accepted, negative so that the best sorts first, and its place among the request's."""
+_RECENT = 8
+"""Steps of about one size whose times are kept: the context grows, and others load the machine."""
+
+_FREE_ROWS = 1.5
+"""So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
 
 _MARGIN = 1.03
 """Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
 
-_EXPLORE = 96
-"""Steps from one without drafts to the next, where drafts pay: what that takes may have changed."""
+_SHORTEST = 1e-6
+"""Seconds that a step takes at least: a coarse clock may see none of it."""
 
-_SHARE = 0.01
-"""Of all time, so much may be lost."""
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Depths that are looked at, beside the deepest."""
 
-_MOST_CREDIT = 2.0
-"""The account's most, with which it begins: the time of so many steps. One step is the most of a debt."""
+_TURN = 8
+"""Steps from one look at what was measured to the next, at most."""
+
+_EXPLORE = 32
+"""Steps from one exploring to the next, where drafts pay."""
 
 _PATIENCE = 4
-"""Steps without drafts after which drafting may be dropped: no step in flight verifies any by then. For as many nothing
-is tried after drafts of which none was accepted, even if they cost nothing."""
+"""Steps without drafts after which a request may be let go."""
+
+_SHARE = 0.01
+"""Of all time, so much may be lost by following and exploring."""
+
+_MOST_CREDIT = 3.0
+"""The account's most, with which it begins: the time of so many steps. One step is the most of a debt."""
 
 
 @dataclass(slots=True)
 class Average:
-    """A mean over the last trials.
+    """A mean that forgets: how many of some trials succeeded.
 
     Attributes:
-        value: what share of them succeeded; of trees, how many drafts of one were accepted.
-        weight: trials that back it, `_WINDOW` at most.
+        value: from 0 to 1 (for trees: to as many as one has).
+        weight: trials that back it.
+        fresh: there were some since it last rested.
     """
 
     value: float = _OPTIMISM
     weight: float = _PRIOR
+    fresh: bool = False
 
-    def learn(self, trials: int, successes: int, window: int) -> None:
+    def learn(self, trials: int, successes: int, forget: float) -> None:
         """Of so many trials, some succeeded."""
-        kept = max(0.0, min(self.weight, window - trials))
-        self.value = (kept * self.value + successes) / (kept + trials)
-        self.weight = kept + trials
+        if trials:
+            kept = self.weight * forget**trials
+            self.weight = kept + trials
+            self.value = (kept * self.value + successes) / self.weight
+            self.fresh = True
+
+    def rest(self, least: float) -> None:
+        """A turn went by: without new trials old ones count less, so that a few new ones can turn it."""
+        if not self.fresh:
+            self.weight = max(least, _REST * self.weight)
+        self.fresh = False
 
 
 @dataclass(slots=True)
@@ -93,23 +125,104 @@ class DraftState:
     """What is known of a request's drafts.
 
     Attributes:
-        first: as of the pool, of its own.
-        pool: what all requests of its kind have shown.
+        first: how many first drafts were accepted; of trees: how many drafts of one.
+        pool: what is known of all requests of its kind.
+        chances: of the first draft and of each later one to be accepted, in parts of `_LEVELS`, by what this request
+            and others of its kind have shown.
         idle: steps since it was given drafts.
+        empty: the proposer had none when it was.
         drafting_enabled: whether it can be drafted; once that was dropped, it never can.
     """
 
     first: Average = field(default_factory=lambda: Average(weight=0.0))
     pool: Pool = field(default_factory=Pool)
+    chances: tuple[int, int] = (round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
     idle: int = 0
+    empty: bool = False
     drafting_enabled: bool = True
 
-    @property
-    def chances(self) -> _Chances:
-        """Of its first draft and of each later one to be accepted."""
+    def learn(self, accepted: int, proposed: int, tree_mode: bool) -> None:
+        """So many of its drafts, or of its tree, were accepted."""
+        success = accepted if tree_mode else min(1, accepted)
+        self.first.learn(1, success, _FORGET)
+        self.pool.first.learn(1, success, _POOL_FORGET)
+        if accepted and not tree_mode:
+            self.pool.later.learn(min(accepted, proposed - 1), accepted - 1, _POOL_FORGET)
+        self.rate()
+
+    def rate(self) -> None:
+        """Makes the chances of what is known."""
         own, pool = self.first, self.pool
         first = (own.weight * own.value + _PRIOR * pool.first.value) / (own.weight + _PRIOR)
-        return round(_LEVELS * first), round(_LEVELS * pool.later.value)
+        self.chances = round(_LEVELS * first), round(_LEVELS * pool.later.value)
+
+    def rest(self) -> None:
+        """A turn went by."""
+        self.first.rest(0.0)
+        self.rate()
+
+
+class _Times:
+    """Seconds by size, measured in cells (1, 2, ... 16, 18, 20, ... 32, 36, ...) and interpolated between them.
+
+    A cell is believed once it was seen twice: the first time may be slow for being the first. Larger sizes take no less
+    time, and no more than their proportion. Beyond the largest, the curve's last piece goes on (of one known size, no
+    size takes more: so it is tried), but from `_FREE_ROWS` times the largest on at least their proportion of that.
+
+    Args:
+        once: sizes up to so much beyond the largest may take no more, however small that is.
+    """
+
+    def __init__(self, once: float) -> None:
+        self._once = once
+        self._cells: dict[int, deque[tuple[float, int]]] = {}
+        self._sizes: list[int] = []
+        self._seconds: list[float] = []
+
+    def observe(self, size: int, seconds: float) -> bool:
+        """A step of this size took so long; returns whether little was known of such steps."""
+        cell = self._cells.setdefault(_cell_of(size), deque(maxlen=_RECENT))
+        cell.append((seconds, size))
+        return len(cell) < _RECENT
+
+    def refresh(self) -> None:
+        """Makes the curve. What is usual is the lower third: hiccups do not show."""
+        known = [sorted(cell)[(len(cell) - 1) // 3] for cell in self._cells.values() if len(cell) > 1]
+        known.sort(key=lambda pair: pair[1])
+        self._sizes = [size for _, size in known]
+        self._seconds = [seconds for seconds, _ in known]
+        for i in range(1, len(known)):
+            if self._sizes[i - 1]:
+                self._seconds[i] = min(self._seconds[i], self._seconds[i - 1] * self._sizes[i] / self._sizes[i - 1])
+        for i in range(len(known) - 2, -1, -1):
+            self._seconds[i] = min(self._seconds[i], self._seconds[i + 1])
+
+    def knows(self, size: int) -> bool:
+        """Whether steps of half as much more, or less, were seen: larger ones say little of it."""
+        return bool(self._sizes) and self._sizes[0] <= 2 * size
+
+    def at(self, size: int) -> float:
+        """Seconds at this size; 0 where nothing is known."""
+        sizes, seconds = self._sizes, self._seconds
+        i = bisect_left(sizes, size)
+        if i < len(sizes):
+            if i == 0 or sizes[i] == size:
+                return seconds[i]
+            part = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+            return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
+        if not sizes:
+            return 0.0
+        last = sizes[-1]
+        slope = (seconds[-1] - seconds[-2]) / (last - sizes[-2]) if len(sizes) > 1 else 0.0
+        most = seconds[-1] * size / last if last else math.inf
+        least = seconds[-1] * size / max(_FREE_ROWS * last, last + self._once)
+        return max(min(seconds[-1] + slope * (size - last), most), least)
+
+
+def _cell_of(size: int) -> int:
+    """The number of the cell: up to 16 a size has its own, then there are eight to every doubling."""
+    shift = max(0, size.bit_length() - 4)
+    return 8 * shift + (size >> shift)
 
 
 class DraftLengths:
@@ -132,14 +245,16 @@ class DraftLengths:
             raise ValueError(f"most is {most}; it must be at least 1 (without drafts there is nothing to decide)")
         self._most = most
         self._tree_mode = tree_mode
-        self._verifying = StepTimes()  # by rows
-        self._drafting = StepTimes()  # by depth; 0: following alone
-        self._pools: dict[bool, Pool] = {}
-        self._since_plain = 0  # steps since the last one without drafts
-        self._pause = 0  # steps before something is tried again
-        self._trial = False  # a request was enabled to see, and has not been drafted
+        self._depths = (most,) if tree_mode else (*(depth for depth in _DEPTHS if depth < most), most)
+        self._verifying = _Times(once=most)  # by rows
+        self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
+        self._steps = self._explored = 0
+        self._again = False  # drafts were accepted, or none were proposed: if that was exploring, it goes on
+        self._trial = False  # a request is followed to see, and has not been drafted
         self._ended = 0.0  # when the last step did
-        self._step_seconds = 0.0  # of a step without drafts
+        self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last look at what was measured
+        self._pools: dict[bool, Pool] = {}
+        self._step_seconds = 0.0
         self._credit = math.inf  # seconds that may be lost
 
     # -- learning ------------------------------------------------------------------------------------------
@@ -155,9 +270,9 @@ class DraftLengths:
         if not tuned:
             self.account(seconds, result.drafting)
             return
-        drafted = [span.num_drafted for span in result.spans]
+        drafted, base = [span.num_drafted for span in result.spans], len(result.spans)
         accepted = sum(max(0, len(span.tokens) - 1) for span in result.spans)
-        self.observe(len(drafted), seconds, result.drafting, max(drafted), sum(drafted), accepted)
+        self.observe(base, seconds, result.drafting, max(drafted), sum(drafted), accepted)
 
     def observe(
         self, base: int, seconds: float, drafting: float, depth: int, drafts: int = 0, accepted: int = 0
@@ -171,50 +286,54 @@ class DraftLengths:
             depth: the most drafts of one request; 0: none had any.
             drafts, accepted: of all requests.
         """
-        rows, depth = base + drafts, self._most if self._tree_mode and depth else depth
-        self._verifying.observe(rows, max(1e-6, seconds - drafting))  # a coarse clock may see none of it
-        self._drafting.observe(depth, drafting)
-        if drafts and not accepted:
-            self._pause = _PATIENCE
-        gained = self._verifying.at(base) * (1 + accepted / base)
-        self.account(seconds, self._verifying.at(rows) + self._drafting.at(depth) - gained)
+        rows = base + drafts
+        new = self._verifying.observe(rows, max(_SHORTEST, seconds - drafting))
+        new |= self._drafting.observe(self._most if self._tree_mode and depth else depth, drafting)
+        if new or self._steps % _TURN == 0:
+            self._verifying.refresh()
+            self._drafting.refresh()
+            self._chosen.clear()
+        plain = self._verifying.at(base)
+        self.account(seconds, self._verifying.at(rows) + self._drafting.at(depth) - plain * (1 + accepted / base))
 
     def account(self, seconds: float, lost: float) -> None:
         """So much time went by, and so much of it was lost by following and drafting; negative: it was gained."""
-        if self._step_seconds:
-            credit = self._credit + _SHARE * seconds - lost
-            self._credit = min(_MOST_CREDIT * self._step_seconds, max(-self._step_seconds, credit))
+        if not self._step_seconds:
+            return
+        most = _MOST_CREDIT * self._step_seconds
+        self._credit = min(most, max(-self._step_seconds, self._credit + _SHARE * seconds - lost))
 
     def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
         """Of `proposed` drafts that were verified, so many were accepted."""
+        state.empty = not proposed
+        self._again |= accepted > 0 or not proposed  # that there were none says nothing of those that there will be
         if proposed:
-            success = accepted if self._tree_mode else min(1, accepted)
-            state.first.learn(1, success, _WINDOW)
-            state.pool.first.learn(1, success, 2 * _WINDOW)
-            if accepted and proposed > 1 and not self._tree_mode:
-                state.pool.later.learn(min(accepted, proposed - 1), accepted - 1, 2 * _WINDOW)
+            state.learn(accepted, proposed, self._tree_mode)
 
-    # -- whose drafting is enabled -------------------------------------------------------------------------
+    # -- following -----------------------------------------------------------------------------------------
 
     def start(self, state: DraftState, greedy: bool, running: int) -> None:
-        """A new request: decides whether it can be drafted, and supposes that it is like those before it.
+        """A new request, beside others: decides whether it is followed, and supposes that it is like those before it.
 
         Args:
             greedy: requests are of two kinds.
             running: requests that decode beside it, itself included.
         """
-        state.pool = self._pools.setdefault(greedy, Pool())
-        if not self._verifying.at(running) or self._cheap:
+        state.pool = self._pools.setdefault(greedy, Pool(Average(_TREE if self._tree_mode else _OPTIMISM)))
+        state.rate()
+        if not self._verifying.knows(running):  # the first ones are
             return
         if not any(self._best([state.chances] * running, [self._most] * running, self._most * running, running)):
-            state.drafting_enabled = self._credit > 0
-            if state.drafting_enabled:  # one is enough to see, and it may be a short one
+            state.drafting_enabled = self._credit > 0 or self._cheap
+            if state.drafting_enabled and not self._cheap:  # one is enough to see, and it may be a short one
                 self._credit, self._trial = 0.0, True
 
     def drop_drafting(self, states: Sequence[DraftState]) -> int | None:
         """Which of these requests is followed without a gain, and loses its drafting; None: none."""
+        if self._credit >= 0 or self._cheap:
+            return None
         idle = [(state.chances, i) for i, state in enumerate(states) if state.idle >= _PATIENCE]
-        if self._credit >= 0 or self._cheap or not idle:
+        if not idle:
             return None
         states[min(idle)[1]].drafting_enabled = False
         return min(idle)[1]
@@ -235,60 +354,97 @@ class DraftLengths:
             budget: drafts that all may have together.
             base_rows: rows that the step computes without drafts.
         """
+        self._steps += 1
+        if self._steps % _TURN == 0:
+            for pool in self._pools.values():
+                pool.first.rest(_FEW)
+                pool.later.rest(_FEW)
+            for state in states:
+                state.rest()
         lengths = [0] * len(states)
-        if states and budget > 0 and self._verifying.at(base_rows):
+        if states and budget > 0 and self._verifying.knows(base_rows):
             self._step_seconds = self._verifying.at(base_rows)
-            least = self._most if self._tree_mode else 0
-            room = [min(drafts, self._most) if drafts >= least else 0 for drafts in room]
-            kinds = [state.chances for state in states]
-            lengths = self._best(kinds, room, budget, base_rows)
-            if any(lengths) and self._since_plain >= _EXPLORE:
-                lengths = [0] * len(states)
-            elif not any(lengths) and (self._trial or (self._credit > 0 and self._pause <= 0)):
-                self._trial = False
-                lengths = self._explore(states, room, budget, base_rows)
-        self._since_plain = self._since_plain + 1 if any(lengths) else 0
-        self._pause -= 1
+            overdrawn = self._credit < 0 and not self._cheap
+            room = [
+                0 if overdrawn and state.empty else min(drafts, self._most)
+                for state, drafts in zip(states, room, strict=True)
+            ]
+            lengths = self._best([state.chances for state in states], room, budget, base_rows)
+            pause = _EXPLORE if any(lengths) else 0 if self._again or self._trial else _TURN
+            self._again = False
+            if self._steps - self._explored >= pause:
+                lengths = self._explore(lengths, states, room, budget, base_rows)
         for state, length in zip(states, lengths, strict=True):
             state.idle = 0 if length else state.idle + 1
-        return lengths
+        return list(lengths)
 
     def _best(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
-        """The drafts of each request that make the most tokens a second: those worth most first, down to each depth."""
-        requests = list(zip(kinds, room, strict=True))
-        drafts = {kind: self._drafts(*kind) for kind in set(requests)}
-        counts: Counter[_Draft] = Counter()
-        for kind, count in Counter(requests).items():
-            for draft in drafts[kind]:
-                counts[draft] += count
-        ordered = sorted(counts.items())
-        best, deepest, last = _MARGIN * base / self._verifying.at(base), 0, (0.0, 0)
-        for depth in range(1, self._most + 1):
-            rows, tokens, drafting = base, float(base), self._drafting.at(depth)
-            for draft, count in ordered:
-                if draft[1] > depth:
-                    continue
+        """The drafts of each request that make the most tokens a second."""
+        key = *kinds, *room, min(budget, self._most * len(kinds)), base
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = self._search(kinds, room, budget, base)
+        return found
+
+    def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
+        """Those worth the most first, down to each depth: how many of them make the most tokens a second."""
+        items = self._items(kinds, room)
+        best, depth, least = _MARGIN * base / self._verifying.at(base), 0, 2.0
+        for deepest in self._depths:
+            rows, tokens, drafting = base, float(base), self._drafting.at(deepest)
+            for chance, places in items:
+                count = sum(places[place] for place in places if place <= deepest)
                 rows += count
-                tokens -= count * draft[0]
+                tokens += count * chance
                 if rows > base + budget:
                     break
                 rate = tokens / (self._verifying.at(rows) + drafting)
                 if rate > best:
-                    best, deepest, last = rate, depth, draft
-        return [sum(draft <= last and draft[1] <= deepest for draft in drafts[kind]) for kind in requests]
+                    best, depth, least = rate, deepest, chance
+        return [
+            sum(worth >= least for worth in self._worth(chances, min(drafts, depth)))
+            for chances, drafts in zip(kinds, room, strict=True)
+        ]
 
-    def _drafts(self, chances: _Chances, count: int) -> list[_Draft]:
-        """Those that a request may get, the best first. Of a tree each is worth the same, and in the last place."""
+    def _items(self, kinds: Sequence[_Chances], room: Sequence[int]) -> list[tuple[float, dict[int, int]]]:
+        """All drafts that may be made, those worth most first: what one is worth; by its place, how many there are."""
+        items: dict[float, dict[int, int]] = {}
+        for (chances, drafts), count in Counter(zip(kinds, room, strict=True)).items():
+            for place, worth in enumerate(self._worth(chances, drafts), start=1):
+                places = items.setdefault(worth, {})
+                places[place] = places.get(place, 0) + count
+        return sorted(items.items(), reverse=True)
+
+    def _worth(self, chances: _Chances, count: int) -> list[float]:
+        """How likely each of so many drafts of a request is to be accepted; of a tree, of each draft the same."""
         first, later = chances[0] / _LEVELS, chances[1] / _LEVELS
         if self._tree_mode:
-            return [(-first / count, count)] * count if count and first else []
-        worths = [first * later**place for place in range(count)]
-        return [(-worth, place) for place, worth in enumerate(worths, start=1) if worth >= 1 / _LEVELS]
+            return [first / count] * count if count == self._most and first else []
+        worth: list[float] = []
+        while len(worth) < count and first >= 1 / _LEVELS:
+            worth.append(first)
+            first *= later
+        return worth
 
-    def _explore(self, states: Sequence[DraftState], room: Sequence[int], budget: int, base: int) -> list[int]:
-        """Those requests that have had no drafts for longest get as many as would pay if nothing were known of them."""
-        wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
-        wanted = self._most if self._tree_mode else wanted
-        longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
-        lengths = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
-        return lengths if sum(lengths) <= budget else [0] * len(states)
+    def _explore(
+        self, best: list[int], states: Sequence[DraftState], room: Sequence[int], budget: int, base: int
+    ) -> list[int]:
+        """Something else than what is best as far as is known, to see what it brings.
+
+        Where drafts pay: none, more or fewer of them, in turns. Else, while there is credit, those requests that have
+        had none for longest get as many as would pay if nothing were known of drafts.
+        """
+        if not any(best):
+            if self._credit <= 0 and not self._trial:
+                return best
+            self._trial = False
+            wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
+            longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
+            other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
+        else:
+            kind = self._steps % 3
+            other = [(0, min(most, 2 * n), n // 2)[kind] for n, most in zip(best, room, strict=True)]
+        if self._tree_mode:
+            other = [self._most if n and most == self._most else 0 for n, most in zip(other, room, strict=True)]
+        self._explored = self._steps
+        return other if sum(other) <= budget else best
