@@ -42,7 +42,7 @@ class KVManager:
         hasher: gives blocks their identity.
         needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
             token of a cached prefix is computed again.
-        events: told of what comes into the prefix cache and goes out of it; None: they are not recorded.
+        events: told of what comes into the prefix cache and leaves it.
 
     Attributes:
         num_held: blocks that are held beside the requests, by the kind of their handles.
@@ -210,7 +210,7 @@ class KVManager:
         return True
 
     def trim(self, request: Request) -> None:
-        """Give back the blocks behind the last computed token: drafts were rejected that would have filled them."""
+        """Give back the blocks after the last computed token: drafts were rejected that would have filled them."""
         keep = self.blocks_for(request.num_computed)
         surplus = request.table[keep:]
         if surplus:
@@ -231,6 +231,11 @@ class KVManager:
         blocks, request.table, request.copies = request.table, [], []
         request.tip, request.num_published = None, 0
         self._give_back(request, [block for block in reversed(blocks) if block != NULL_BLOCK])
+
+    def blocks_of_these_alone(self, requests: Iterable[Request]) -> int:
+        """Blocks that only these requests hold: so many come free when all of them are preempted."""
+        holders = Counter(block for request in requests for block in request.table if block != NULL_BLOCK)
+        return sum(count == self.pool.ref_counts[block] for block, count in holders.items())
 
     def hold(self, handle: Handle, blocks: Iterable[int]) -> None:
         """Keep blocks until the handle is released: they are neither freed nor written.

@@ -9,7 +9,7 @@ Full blocks are found by their chained hash. A cached block's parent is cached t
 are there is found by bisection, at a cost that hardly grows with the prompt.
 
 * "hash" (`PrefixCache`) stops there: whole blocks only.
-* "radix" (`RadixCache`) also finds, behind the last full block, the child with the longest common prefix, so a match
+* "radix" (`RadixCache`) also finds, after the last full block, the child with the longest common prefix, so a match
   is to the token.
 """
 
@@ -81,7 +81,7 @@ class PrefixCache:
     partly filled block may be a leaf.
 
     Args:
-        events: told of the full blocks that come and go; None: they are not recorded.
+        events: told of the full blocks that come and go.
     """
 
     caching = True
@@ -117,7 +117,7 @@ class PrefixCache:
         """Lengthen a match by the first tokens of a block, where the cache `keeps_partial`.
 
         Args:
-            rest: key ids of the tokens behind the match, at most a block.
+            rest: key ids of the tokens after the match, at most a block.
         """
 
     def lock(self, match: Match) -> None:

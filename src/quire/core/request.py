@@ -83,7 +83,7 @@ class RequestUpdate:
 class Request:
     """One sequence on its way through the engine. The `n` choices of a user's request are one of these each.
 
-    With `output_token_ids` and `num_scored` it resumes what another engine began: it goes on behind those tokens.
+    With `output_token_ids` and `num_scored` it resumes what another engine began: it goes on after those tokens.
 
     Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
     steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
@@ -232,11 +232,17 @@ class Request:
         self.tokens.extend(tokens)
         self.keys.extend(tokens)
 
+    def ended(self, reason: str, error: str | None = None) -> RequestUpdate:
+        """The update that says that it has ended without a step's doing."""
+        return RequestUpdate(
+            self.id, finish_reason=reason, error=error, cached_tokens=self.num_cached, stats=self.stats
+        )
+
     def cut_at_end(self, update: RequestUpdate, end: int) -> None:
         """Find the stop token, or the length, that ends it in an update that it has not got yet; the rest is dropped.
 
         Args:
-            end: position behind what was computed, at most.
+            end: position after what was computed, at most.
         """
         before = len(self.tokens) - self.num_prompt
         left = self.max_tokens - before

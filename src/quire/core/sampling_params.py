@@ -112,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         ignore_eos: the model's end-of-sequence tokens do not end the request.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: all other ids are masked.
-        bad_words: strings that must not be generated: the last token of each is masked behind the others.
+        bad_words: strings that must not be generated: the last token of each is masked after the others.
         logprobs: also return the log-probabilities of the sampled token and of this many best ones.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.

@@ -9,10 +9,10 @@ be in flight, and they commit in order, or are all given up (`restart`).
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
+from operator import attrgetter
 
 from quire.config import EngineConfig
-from quire.core.block_pool import NULL_BLOCK
 from quire.core.draft_length import DraftLengths
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
@@ -112,13 +112,13 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request, now, keep_partial=reason == "stop")
-            self._updates.append(self._terminal(request, reason))
+            self._updates.append(request.ended(reason))
 
     def fail(self, request_id: int, error: str, now: float) -> None:
         """End a request with an error that is not its step's."""
         request = self.requests[request_id]
         self._end(request, now)
-        self._updates.append(self._terminal(request, "error", error))
+        self._updates.append(request.ended("error", error))
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where nothing can run now."""
@@ -162,7 +162,7 @@ class Scheduler:
 
         Requests go back to the queue, as those that are preempted do. The next plan's number leaves a gap, and all is
         sent again to a runner that forgets what it knew. What steps that still run write is written before whatever is
-        computed behind the gap.
+        computed after the gap.
 
         Args:
             failed: a step in flight has failed: its requests are computed again in halves, see `Trials`.
@@ -242,7 +242,7 @@ class Scheduler:
     def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
         """Further chunks of partial prefills, the oldest first.
 
-        Those behind the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
+        Those that come after the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
         """
         step.partial = []
         for request in step.partial_before:
@@ -394,7 +394,7 @@ class Scheduler:
             outranked = self._outranked(request)
             if not outranked or self.kv.num_deferred:
                 return False
-            if missing > 0 and missing > self._blocks_of_these_alone(outranked):
+            if missing > 0 and missing > self.kv.blocks_of_these_alone(outranked):
                 return False
             self._preempt(outranked[0], step)
             seats_taken = False
@@ -417,7 +417,7 @@ class Scheduler:
             request.num_cached = request.num_computed
             self.num_cached_tokens += request.num_cached
         request.status = Status.RUNNING
-        insort(self.running, request, key=_order)
+        insort(self.running, request, key=attrgetter("order"))
         self._turns.admitted(request.order[1])
         if self._lengths and request.draft_state.drafting_enabled and not request.known_to_runner:
             self._lengths.start(request.draft_state, request.params.greedy, len(self.running))
@@ -435,7 +435,7 @@ class Scheduler:
         return True
 
     def _victim(self, requester: Request) -> Request | None:
-        """The last request behind `requester`; one that is still recomputing only as the last resort."""
+        """The last request that comes after `requester`; one that is still recomputing only as the last resort."""
         last = None
         for request in reversed(self.running):
             if request.order <= requester.order:
@@ -458,12 +458,6 @@ class Scheduler:
             if other.order[0] > priority or (other.owner != request.owner and other.order[1] > turn):
                 outranked.append(other)
         return outranked
-
-    def _blocks_of_these_alone(self, requests: list[Request]) -> int:
-        """Blocks that only these requests hold: so many come free when all of them are preempted."""
-        holders = Counter(block for request in requests for block in request.table if block != NULL_BLOCK)
-        ref_counts = self.kv.pool.ref_counts
-        return sum(count == ref_counts[block] for block, count in holders.items())
 
     def _preempt(self, victim: Request, step: PendingStep) -> None:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""
@@ -541,7 +535,7 @@ class Scheduler:
         request.num_unverified_tokens -= _unverified(span)
         if outcome.error is not None:
             self._end(request, now)
-            return self._terminal(request, "error", error=outcome.error)
+            return request.ended("error", outcome.error)
         if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
@@ -592,20 +586,7 @@ class Scheduler:
         if request.known_to_runner:
             self._ended.append(request.id)
 
-    def _terminal(self, request: Request, reason: str, error: str | None = None) -> RequestUpdate:
-        return RequestUpdate(
-            request.id,
-            finish_reason=reason,
-            error=error,
-            cached_tokens=request.num_cached,
-            stats=request.stats,
-        )
-
 
 def _unverified(span: Span) -> int:
     """Rows that may yield no token: rejected drafts, and the first row, too, since a draft's bad row may fail it."""
     return span.num_sampled if span.num_sampled > 1 else 0
-
-
-def _order(request: Request) -> tuple[int, int, int]:
-    return request.order

@@ -36,7 +36,7 @@ class Span:
         table_start: `blocks`, if there are any, replace the request's block table from this index on.
         blocks: block ids that are new in the table since the request's last span.
         copies: (source, destination, tokens): beginnings of blocks to copy before anything of this step is computed.
-        start_follows: a step in flight verifies drafts of the request: the true start is behind what it accepts.
+        start_follows: a step in flight verifies drafts of the request: the true start is after what it accepts.
     """
 
     request: int
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(slots=True)
 class RequestInfo:
-    """What the runner must know of a request beside its spans; sent with its first span, and its first behind a gap.
+    """What the runner must know of a request beside its spans; sent with its first span, and its first after a gap.
 
     Attributes:
         request: the engine's own number of the request.

@@ -19,8 +19,8 @@ class PendingStep:
         self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
-        self.partial: list[Request] = []  # those that will still be after this step
-        self.partial_before: list[Request] = []  # those that were before it
+        self.partial: list[Request] = []  # partial prefills that remain after this step
+        self.partial_before: list[Request] = []  # partial prefills before it
         self.tuned = False  # no request has more than one token beside drafts, and some may be drafted
 
     def choose(self, request: Request, count: int) -> None:

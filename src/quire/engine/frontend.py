@@ -288,7 +288,7 @@ class Frontend:
 
     def resume(self) -> tuple[list[Request], list[RequestOutput]]:
         """After the engine's death: what a new one must go on with, and outputs that changed because they were
-        being ended: a choice behind a stop string, or one that was aborted, has all it needs.
+        being ended: a choice after a stop string, or one that was aborted, has all it needs.
         """
         requests, ended = [], []
         for live, choice in self._by_request.values():

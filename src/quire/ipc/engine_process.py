@@ -260,7 +260,7 @@ class EngineProcess:
             self._add(add)
 
     def _set_aside(self) -> None:
-        """Take every request out of the engine; it goes on later behind the tokens that it has."""
+        """Take every request out of the engine; it goes on later after the tokens that it has."""
         for number, add in self._adds.items():
             request = self._requests[number]
             self._outside[add.number] = msgspec.structs.replace(

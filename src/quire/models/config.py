@@ -77,7 +77,7 @@ class DecoderConfig:
         tie_word_embeddings: the output head is the embedding table.
         eos_token_ids: ids that end a text, without repeats.
         dense_layers: those with an MLP, in a model whose other layers have experts.
-        num_mtp_layers: layers behind the last one that predict further tokens, in the checkpoint.
+        num_mtp_layers: layers after the last one that predict further tokens, in the checkpoint.
         mtp: whether the one layer of these is part of the model.
     """
 

@@ -2,7 +2,7 @@
 
 Special, beside what DeepSeek V2 has: a sigmoid scores the experts, and a bias (`e_score_correction_bias`) is added for
 their selection alone; a group's score is the sum of its two best (`topk_method` noaux_tc). Weights may be 8-bit
-floating point numbers with a scale for each block (see `fp8`). Behind the last layer lies one that predicts one token
+floating point numbers with a scale for each block (see `fp8`). After the last layer comes one that predicts one token
 more (`num_nextn_predict_layers`), for speculation: it is loaded when it is asked for.
 """
 

@@ -163,7 +163,7 @@ class Model(ModelSizes):
         kv_cache_dtype: KVCacheDtype = "auto",
         draft_kv: KVShape | None = None,
     ) -> KVCache:
-        """Blocks for its KV, and for what another model keeps behind it; raises what `KVCache` does."""
+        """Blocks for its KV, and for that of a model that drafts for it; raises what `KVCache` does."""
         shape = (num_blocks, self.num_layers, self.num_kv_heads, self.head_dim, block_size)
         return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides, draft_kv)
 

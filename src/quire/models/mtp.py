@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MultiTokenPrediction:
-    """The layer behind the last one, which predicts the token after the next.
+    """The layer after the last one, which predicts the token after the next.
 
     Embedding and output head are the model's own; the copies of them that checkpoints hold are not read.
 

@@ -49,7 +49,7 @@ class Record:
     Attributes:
         name: the id that the client sees. number: the wire's.
         match_seconds: of the `schedule` call that admitted it, in which its prompt was matched.
-        computed: position behind the last token that a step has computed, rejected drafts not counted.
+        computed: position after the last token that a step has computed, rejected drafts not counted.
         chunks: (begin, seconds of the step, tokens) of its prompt, the last ones.
     """
 

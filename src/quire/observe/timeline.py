@@ -163,7 +163,7 @@ class TraceFile:
         self._end += len(events)
 
     def _write(self, data: bytes) -> bool:
-        """Put `data` behind the events; False if not all of it found a place."""
+        """Put `data` after the events; False if not all of it found a place."""
         self._file.seek(self._end)
         return self._file.write(data) == len(data)
 
@@ -457,7 +457,7 @@ def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
         "tokens": plan.num_tokens,
         "started requests": len(started),
         "ended requests": len(plan.ended),
-        # A request's first span begins behind what the prefix cache had of it.
+        # A request's first span begins after what the prefix cache had of it.
         "cached tokens": sum(span.start for span in plan.spans if span.request in started) if started else 0,
         "spans": [
             f"request {span.request}: {_count_of(len(span.tokens), 'token')} from position {span.start}"

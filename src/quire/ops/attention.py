@@ -113,7 +113,7 @@ def _parts(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Te
 
 
 class _Straight(NamedTuple):
-    """A batch without trees: `blocks` are copied to the first of a new cache, and `added` lie behind them.
+    """A batch without trees: `blocks` are copied to the first of a new cache, and `added` come after them.
 
     In these, tokens from the slots `sources` are copied to the slots `places`.
     """

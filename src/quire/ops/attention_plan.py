@@ -58,7 +58,7 @@ class Chunk:
     Attributes:
         opening: whether it is the first key tile of these row tiles.
         width: keys of each tile that are computed.
-        source: where runs of tokens that are to be gathered begin: numbers behind the layer's first,
+        source: where runs of tokens that are to be gathered begin: numbers after the layer's first,
             [2 * (last - first) * kv_heads * runs].
         invalid: rows of the gathered [2 * (last - first) * kv_heads * width, head_dim] to be zeroed, because
             no one has written them or a window has passed them; None: none.
@@ -285,7 +285,7 @@ def row_multiple(dim: int) -> int:
 
 @functools.cache
 def narrow_widths() -> tuple[int, ...]:
-    """Widths, `KEY_TILE` the last, at which a key tile with nothing behind that width gives the same bits.
+    """Widths, `KEY_TILE` the last, at which a key tile with nothing after that width gives the same bits.
 
     Found by trying: matrix libraries do not promise it, but where it holds, a short context costs less. Tried are heads
     of 128 numbers, and latent attention's rows of 576.

@@ -143,7 +143,7 @@ class Kernels:
 
         Args:
             tokens: [rows] int32, ids; -1 stands for the one in `recent` for the row's slot (`FROM_PREVIOUS`), -2 for
-                the one behind it, and so on.
+                the one after it, and so on.
             span_of_row: [rows] int32; 0 in rows of padding.
             recent: [requests, size] int64, tokens of each row of the block tables by position modulo `size`; a negative
                 one (that step failed, and this one's result will not be used) counts as 0.
@@ -157,7 +157,7 @@ class Kernels:
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy block heads: (source, destination, tokens) each; no destination is another's source or destination.
 
-        Of what lies behind, too.
+        Of the draft model, too.
         """
         kv.copy(copies)
 

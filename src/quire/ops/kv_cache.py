@@ -65,7 +65,7 @@ class KVCache:
     """The device's blocks, and what one model has in them.
 
     A block is one contiguous range of bytes: planes [layers, kv_heads, sides], where a plane is one head's keys (0) or
-    values (1); and behind them those of a model that drafts for this one, which is a cache too, over the same blocks.
+    values (1); and after them those of a model that drafts for this one, which is a cache too, over the same blocks.
     Latent attention has one side, whose rows are both (see `quire.ops.latent`). Block 0 is null: padding may write
     there, and nothing reads from it.
 
@@ -82,9 +82,9 @@ class KVCache:
         stored_dtype: of `numbers`: `dtype`, or that of the codes.
         data: plain, [num_blocks, layers, kv_heads, sides, block_size, head_dim] in `dtype`; quantized, the
             bytes [num_blocks, layers, kv_heads, sides, plane bytes], of which `numbers` and `scales` are views. So is
-            it of `memory`: with something behind, blocks lie further apart than their own planes take.
+            it of `memory`: with draft KV, blocks lie further apart than their own planes take.
         numbers: [num_blocks, layers, kv_heads, sides, block_size, head_dim].
-        scales: [num_blocks, layers, kv_heads, sides, block_size] fp32, behind a plane's codes: a number is its
+        scales: [num_blocks, layers, kv_heads, sides, block_size] fp32, after a plane's codes: a number is its
             code times its token's scale. None for a plain cache.
         pulse: `pulse[0]` grows with every layer that a step has computed; whoever wants to see that puts his
             own sequence there.
@@ -150,7 +150,7 @@ class KVCache:
         return self.memory.stride(0)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy beginnings of blocks: the first `tokens` tokens of `source`, all layers, what lies behind too, for each
+        """Copy beginnings of blocks: the first `tokens` tokens of `source`, all layers, draft KV too, for each
         (source, destination, tokens). The rest of the destination is left as it is. In the list's order.
         """
         for source, destination, tokens in copies:
@@ -163,7 +163,7 @@ class KVCache:
     def move(self, sources: torch.Tensor | Sequence[int], destinations: torch.Tensor | Sequence[int]) -> None:
         """Copy tokens, all layers, from slots (`block * block_size + offset`) to as many others, each named once.
 
-        All are read before any is written, so a slot may be both. What lies behind is left as it is.
+        All are read before any is written, so a slot may be both. Draft KV is left as it is.
         Raises ValueError where the numbers of slots differ.
         """
         if len(sources) != len(destinations):

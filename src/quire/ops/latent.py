@@ -1,6 +1,6 @@
 """Multi-head latent attention over the paged cache (https://arxiv.org/abs/2405.04434), in plain torch; the definition.
 
-The cache holds one plane a layer: per token its normalized compressed vector, `latent` numbers, and behind it the
+The cache holds one plane a layer: per token its normalized compressed vector, `latent` numbers, and after it the
 rotated key that all heads share, `rope` numbers. In the absorbed form, queries have been mapped into the latent space,
 so a head's query is [latent + rope] wide, the row of the cache is its key, and the row's first `latent` numbers its
 value.

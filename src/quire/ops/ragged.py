@@ -23,7 +23,7 @@ class Trees:
     Attributes:
         bases: [spans] int64, position of each tree's root; a span whose rows continue one another has its context
             length there, so that nothing follows a path.
-        paths: [tokens, width] int64; entries behind a row's own are 0, as are all of rows in no tree.
+        paths: [tokens, width] int64; entries after a row's own are 0, as are all of rows in no tree.
     """
 
     bases: torch.Tensor
@@ -49,7 +49,7 @@ class DeviceTrees:
 class DeviceSpans:
     """The spans of a step where kernels read them on the device, so that launching them needs no number of the step's.
 
-    Spans are padded to one of a few counts: padding spans are behind the others, have no rows and no context.
+    Spans are padded to one of a few counts: padding spans are after the others, have no rows and no context.
 
     Attributes:
         row_starts: [spans + 1] int32, first row of each span; from the last real span on, the number of real rows.
@@ -74,7 +74,7 @@ class RaggedBatch:
     """All spans of a step, one after the other.
 
     There is no padding, unless kernels read the spans on the device (`Kernels.reads_spans`): then `spans` is set,
-    `row_starts`, `context_lens` and `block_tables` are empty, and tensors of tokens may have rows behind the real
+    `row_starts`, `context_lens` and `block_tables` are empty, and tensors of tokens may have rows after the real
     ones. Those have token 0, position 0 and slot 0, which lies in the null block, and belong to no span.
 
     Attributes:
@@ -85,7 +85,7 @@ class RaggedBatch:
         context_lens: per span, positions that hold KV once this step has stored its own (start + rows; of a tree, its
             base and all slots up to the last that is read).
         block_tables: [spans, blocks] int64, contiguous: the block ids of each span's request from position 0
-            on. Entries behind its context, and of blocks that a window has passed, are 0, the null block.
+            on. Entries after its context, and of blocks that a window has passed, are 0, the null block.
         block_size: tokens a block.
         spans: the same on the device, for kernels that read it there.
         trees: of rows that do not continue one another; None where all do. On the device it is `spans.trees`.
@@ -122,7 +122,7 @@ class RaggedBatch:
         rows = (room > 0)[span_of_row]  # [tokens]
         depths, slots, most = (self.positions - bases[span_of_row])[rows], paths[rows], room[span_of_row[rows]]
         if ((depths < 0) | (depths >= paths.shape[1])).any():
-            raise ValueError(f"rows {depths.tolist()} positions behind their trees' roots: paths have {paths.shape[1]}")
+            raise ValueError(f"rows {depths.tolist()} positions below their trees' roots: paths have {paths.shape[1]}")
         if ((slots < 0) | (slots >= most.unsqueeze(1))).any():
             raise ValueError(f"paths {slots.tolist()} name slots that their trees, of {most.tolist()}, do not have")
         return (room > 0).tolist()

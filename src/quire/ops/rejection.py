@@ -80,7 +80,7 @@ def verify(
         accept_keys, resample_keys: k of each, `noise_key` of `Purpose.ACCEPT` and `Purpose.RESAMPLE` there.
 
     Returns:
-        The number accepted, and the token behind those: None where all were (the next row is sampled as ever), -1 where
+        The number accepted, and the token after those: None where all were (the next row is sampled as ever), -1 where
         the row is not finite.
     """
     device, count = target.device, len(drafts)

@@ -413,7 +413,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         values: [n, 1 + count] fp64, natural logarithms; NaN in a row that is not finite.
-        ids: [n, 1 + count] int64. What they are behind the given token says nothing in a row that is not finite.
+        ids: [n, 1 + count] int64. What they are after the given token says nothing in a row that is not finite.
         ranks: [n] int64, of the given token; 1 is the most likely.
     """
 

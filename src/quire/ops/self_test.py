@@ -340,7 +340,7 @@ class _Attention:
         paths: Sequence[Sequence[int]] | None = None,
         neighbour: int = 0,
     ) -> torch.Tensor:
-        """[tokens, ..]: of the tokens `base` + each, which stand behind the first `base`.
+        """[tokens, ..]: of the tokens `base` + each, which stand after the first `base`.
 
         Args:
             cache: holds these.

@@ -35,7 +35,7 @@ class Mark(Protocol):
 
 
 class Reached:
-    """A point that is behind us."""
+    """A point that was reached."""
 
     def __init__(self) -> None:
         self._time = time.monotonic()
@@ -205,7 +205,7 @@ class CudaDevice(Device):
         return event
 
     def time_of(self, event: torch.cuda.Event) -> float:
-        """When an event behind us came, in the host's seconds: its distance from the last one that was asked for."""
+        """When a reached event came, in the host's seconds: its distance from the last one that was asked for."""
         self._last_time += self._last.elapsed_time(event) / 1000
         self._last = event
         return self._last_time

@@ -1,6 +1,6 @@
 """Drafts that stay on the device: neither they nor how many were accepted need come back before the next step.
 
-The device keeps the last tokens of each request, with the drafts behind them, and how many are known
+The device keeps the last tokens of each request, with the drafts after them, and how many are known
 (`DeviceForward.recent`, `lengths`). There a step reads its tokens and positions, and puts down what it has accepted.
 The host learns it a step later, and works with upper bounds until then.
 """
@@ -105,7 +105,7 @@ class DeviceDrafter:
             self._context.tell([span.request for span in spans], ends, np.array([span.tokens[-1] for span in spans]))
 
     def _propose(self, asked: Sequence[Asked]) -> dict[int, int]:
-        """Puts drafts behind the tokens of those that have some; by request, how many."""
+        """Puts drafts after the tokens of those that have some; by request, how many."""
 
         def ask() -> dict[int, int]:
             lines = self._proposer.propose(asked, self._context)
@@ -171,7 +171,7 @@ class DeviceDrafter:
         self._context.sampler.count(requests, torch.where(counts > 0, sampled, -1))
         put()
 
-    # -- behind a step -------------------------------------------------------------------------------------
+    # -- after a step --------------------------------------------------------------------------------------
 
     def settle(self, outcome: Outcome) -> None:
         """The host knows what came of a step, or of a part of it."""
@@ -202,15 +202,15 @@ class _Rows:
 
     Args:
         spans: which sample.
-        stops: the row behind each span's last.
+        stops: the row after each span's last.
 
     Attributes:
         ends: of the spans' requests.
         counts: [spans] int64, rows of each.
         picked: [rows] int64, which rows of the step they are.
-        grid: [spans, most] int64, the rows of each span, counted from the first one here; the last one again behind it.
+        grid: [spans, most] int64, the rows of each span, counted from the first one here; the last one again after it.
         places: [spans, most] int64, see `DeviceContext.places`.
-        drafts: [spans, most - 1] int64, the drafts behind each one's last known token.
+        drafts: [spans, most - 1] int64, the drafts after each one's last known token.
     """
 
     def __init__(self, context: DeviceContext, spans: Sequence[Span], stops: Sequence[int]) -> None:

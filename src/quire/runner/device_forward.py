@@ -71,7 +71,7 @@ class DeviceForward:
     Attributes:
         graphs: the same.
         recent: [requests, keeps] int64, tokens of each row of the tables by position modulo `keeps`: the last ones that
-            are known, and what is drafted behind them.
+            are known, and what is drafted after them.
         lengths: [requests] int32, how many tokens of each are known. Whoever sends spans that start at `AT_LAST` or
             more than one sampled token a span keeps both.
     """
@@ -160,12 +160,12 @@ class DeviceForward:
     ) -> Forwarded:
         """Computes the spans: see `HostForward`.
 
-        What it returns has rows of padding behind those of the spans, and is overwritten by the next step.
+        What it returns has rows of padding after those of the spans, and is overwritten by the next step.
 
         Args:
             rows: which row of the tables belongs to each span's request.
             row_starts: first row of each span, and one entry more.
-            branches: by request, where a span's rows do not continue one another; such a step is not recorded.
+            branches: by request, where a span's rows do not continue one another; no graph is captured then.
         """
         if branches:
             return self._forward(self.batch(spans, rows, row_starts, branches))
@@ -247,7 +247,7 @@ class DeviceForward:
     def _batch(
         self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None, reach: Tensor | None = None
     ) -> RaggedBatch:
-        """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie behind a row."""
+        """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie after a row."""
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
         if self.recent.shape[1] > 1:  # else the lengths are not kept
             starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)

@@ -53,7 +53,9 @@ class DraftContext:
             RuntimeError: the blocks were made without it.
         """
         if self._kv.draft_kv is None:
-            raise RuntimeError("these blocks have no room for what drafts: make them with Speculation.kv_shape behind")
+            raise RuntimeError(
+                "these blocks have no room for what drafts: make them with draft_kv=Speculation.kv_shape"
+            )
         return self._kv.draft_kv
 
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
@@ -83,7 +85,7 @@ class DraftContext:
         return tokens
 
     def line(self, wanted: Sequence[Wanted], lead: int) -> Line:
-        """Draws drafts one behind the other.
+        """Draws drafts one after the other.
 
         Args:
             wanted: those that want the most drafts first, so that those that go on are always the first ones.
@@ -123,7 +125,7 @@ class DraftContext:
 
 
 class Line:
-    """Drafts one behind the other, of several requests side by side. What depends on no token is made for all at once.
+    """Drafts one after the other, of several requests side by side. What depends on no token is made for all at once.
 
     Args:
         filters: how to sample each draft, see `Sampler.filters_ahead`; None: that depends on the drafts before it.
@@ -183,7 +185,7 @@ def wanting(wanted: Sequence[Wanted]) -> list[int]:
 
 
 class DeviceContext(DraftContext):
-    """The same where only the device knows where texts end, and what is drafted behind them."""
+    """The same where only the device knows where texts end, and what is drafted after them."""
 
     def __init__(
         self,
@@ -211,11 +213,11 @@ class DeviceContext(DraftContext):
         return Ends(rows, self._forward.lengths.index_select(0, rows).long())
 
     def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
-        """A row a request, `offset` positions behind its last known token: `tokens` [requests] int64."""
+        """A row a request, `offset` positions after its last known token: `tokens` [requests] int64."""
         return self._forward.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
 
     def draw_ahead(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
-        """As `draw`: the tokens [requests] behind `drafts` [requests, count], which stay on the device."""
+        """As `draw`: the tokens [requests] after `drafts` [requests, count], which stay on the device."""
         places = [(each.request, each.most + drafts.shape[1]) for each in asked]
         return self.sampler.draw_ahead(logits, places, Ahead(ends.lengths + drafts.shape[1], drafts))
 
@@ -230,13 +232,13 @@ class DeviceContext(DraftContext):
         self.recent.view(-1).index_copy_(0, *sent[2:])
 
     def places(self, ends: Ends, count: int) -> Tensor:
-        """Of the positions behind the known tokens, in `recent`: [requests, count] int64."""
+        """Of the positions after the known tokens, in `recent`: [requests, count] int64."""
         keeps = self.recent.shape[1]
         positions = ends.lengths[:, None] + torch.arange(count, device=ends.lengths.device)
         return ends.rows[:, None].long() * keeps + positions % keeps
 
     def put_drafts(self, requests: Sequence[int], tokens: Tensor) -> None:
-        """Drafts [requests, count] behind the known tokens; what is no token of the model's is none."""
+        """Drafts [requests, count] after the known tokens; what is no token of the model's is none."""
         tokens = torch.where((tokens >= 0) & (tokens < self.vocab_size), tokens, -1)
         places = self.places(self.ends(requests), tokens.shape[1])
         self.recent.view(-1).index_copy_(0, places.flatten(), tokens.flatten())

@@ -196,9 +196,8 @@ class Drafter:
         if len(rows) < row_starts[-1]:
             [picked] = self._context.upload(np.array(rows))
             hidden = hidden.index_select(0, picked)
-        return self._context.sampler.launch_with_drafts(logits(hidden[: len(rows)]), places, verified), torch.empty(
-            0, 0
-        )
+        sampled = self._context.sampler.launch_with_drafts(logits(hidden[: len(rows)]), places, verified)
+        return sampled, torch.empty(0, 0)
 
     def settle(self, outcome: Outcome) -> None:
         """A step has run: take in its tokens, put accepted rows into place, and tell the proposer."""

@@ -45,7 +45,7 @@ class EditedRequest:
     bad_words: list[list[int]]
 
     def needs_host(self, length: int) -> bool:
-        """Whether what is masked behind `length` tokens or more depends on what these are, or how many."""
+        """Whether what is masked after `length` tokens or more depends on what these are, or how many."""
         return bool(self.bad_words) or (bool(self.stop_ids) and length - self.prompt_length < self.min_tokens)
 
     def append(self, token: int) -> None:
@@ -160,7 +160,7 @@ def make_edits(
     penalties: ListedPenalties | DevicePenalties,
     drafts: Tensor | None,
 ) -> Edits:
-    """From the tensors of `edit_arrays` and, behind them, of `penalties.arrays`; `drafts`: see `penalties.seen`."""
+    """From the tensors of `edit_arrays` and, after them, of `penalties.arrays`; `drafts`: see `penalties.seen`."""
     rows, repetition, frequency, presence, masks = sent[:5]
     bias, banned = Lists(*sent[5:8]), Lists(*sent[8:11])
     seen = penalties.seen(sent[11:], None if drafts is None else drafts.index_select(0, rows))

@@ -142,7 +142,7 @@ class HostForward:
         blocks, offsets = np.divmod(positions, size)
         blocks = blocks.clip(max=self._tables.shape[1] - 1)
         slots = self._tables[rows, blocks] * size + offsets
-        tables = torch.from_numpy(self._heads(rows, blocks[-1] + 1))  # they may go on behind the context of one
+        tables = torch.from_numpy(self._heads(rows, blocks[-1] + 1))  # they may go on after the context of one
 
         def batch(index: int, tokens: Tensor) -> RaggedBatch:
             count = len(tokens)
@@ -160,7 +160,7 @@ class HostForward:
         return batch
 
     def _heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first `lengths` entries of some rows, [rows, longest], with zeros behind them."""
+        """The first `lengths` entries of some rows, [rows, longest], with zeros after them."""
         width = lengths.max()
         heads: NDArray[np.int64] = self._tables[:, :width][rows]
         if len(rows) > 1:
@@ -169,7 +169,7 @@ class HostForward:
 
 
 def tree_end(branch: Branch) -> int:
-    """The position behind all slots that rows of a tree are stored in or see."""
+    """The position after all slots that rows of a tree are stored in or see."""
     return branch.base + 1 + max(max(branch.slots), *map(max, branch.paths))
 
 

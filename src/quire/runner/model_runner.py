@@ -116,7 +116,7 @@ class ModelRunner:
         return self.launch(plan).wait()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start one step. After one that could not be started, a plan behind a gap must come, see `StepPlan.number`.
+        """Start one step. After one that could not be started, a plan after a gap must come, see `StepPlan.number`.
 
         Raises:
             RuntimeError: this is such a plan, and not all state was sent again.
@@ -359,7 +359,7 @@ class _Part:
     def _take_verified(self, index: int, result: SpanResult, drafts: Drafts, rows: list[SampledRow]) -> None:
         """The drafts that were accepted, and one token more.
 
-        A row that failed behind drafts counts for nothing: the next step computes it again, as it would without drafts.
+        A row that failed after drafts counts for nothing: the next step computes it again, as it would without drafts.
         Nor does the first one, which drafts may have made so: 0 times a value that is not finite is none either.
         """
         first = self.row_starts[index + 1] - len(rows)
@@ -406,7 +406,7 @@ class _Request:
 
 
 def _check_complete(plan: StepPlan, next_number: int | None) -> None:
-    """Raises RuntimeError unless a plan behind a gap brings all that it needs."""
+    """Raises RuntimeError unless a plan after a gap brings all that it needs."""
     started = {info.request for info in plan.started}
     lacking = [span.request for span in plan.spans if span.request not in started]
     if lacking:

@@ -61,7 +61,7 @@ class Computed:
     Attributes:
         start: position of the first token.
         tokens: those whose rows count, in the order of their positions.
-        next_token: the one behind them, if the step sampled it: then it is the last that is known. None: a part of a
+        next_token: the one after them, if the step sampled it: then it is the last that is known. None: a part of a
             prompt.
         rows: of `features`, one a token.
     """
@@ -74,7 +74,7 @@ class Computed:
 
 
 class Row(NamedTuple):
-    """One token that a request is to sample: at `position`, behind `ahead`, drafts that stand before it.
+    """One token that a request is to sample: at `position`, after `ahead`, drafts that stand before it.
 
     So `ahead` is for positions up to `position - 1`, and the tokens before those are known.
     """
@@ -129,7 +129,7 @@ class Proposer(Protocol):
         ...
 
     def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
-        """A step has run. Spans come in order, but a request may begin again (preemption), or behind a cached head.
+        """A step has run. Spans come in order, but a request may begin again (preemption), or after a cached prefix.
 
         Args:
             features: [rows, width] what the model gives of its rows: see `Forwarded`.
@@ -143,7 +143,7 @@ class Asked(NamedTuple):
     Attributes:
         certain: tokens that it has had before that step.
         most: tokens that it may have now: from `certain + 1`, if it is in that step, or `certain`, on.
-        drafts: so many are wanted behind them.
+        drafts: so many are wanted after them.
     """
 
     request: int

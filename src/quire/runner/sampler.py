@@ -186,9 +186,8 @@ class Sampler:
         Returns, raises: as `launch`.
         """
         rows = [(place.request, place.position) for place in places]
-        return self._launch(logits, rows, self._table.with_drafts(places), [place.ahead for place in places], verified)[
-            0
-        ]
+        state, ahead = self._table.with_drafts(places), [place.ahead for place in places]
+        return self._launch(logits, rows, state, ahead, verified)[0]
 
     def launch_ahead(self, logits: Tensor, rows: Sequence[tuple[int, int]], ahead: Ahead) -> Sampled:
         """The same for rows of which the host knows no more than a bound, so that nothing need be finished before.
@@ -207,7 +206,7 @@ class Sampler:
         return self._sample(logits, filters, edits)[0]
 
     def needs_host(self, request: int, length: int) -> bool:
-        """Whether what is masked behind `length` tokens or more depends on what these are, or how many."""
+        """Whether what is masked after `length` tokens or more depends on what these are, or how many."""
         edited = self._edited.get(request)
         return edited is not None and edited.needs_host(length)
 
@@ -358,9 +357,9 @@ class Sampler:
         edited = state["edited"].nonzero()[0]
         if len(edited):
             held = [self._edited[requests[i]] for i in edited.tolist()]
-            behind: list[Sequence[int]] = [on_host[i] if on_host else () for i in edited.tolist()]
-            sent += edit_arrays(state[edited], edited, held, behind)
-            sent += self._penalties.arrays(state["history"][edited], behind)
+            before: list[Sequence[int]] = [on_host[i] if on_host else () for i in edited.tolist()]
+            sent += edit_arrays(state[edited], edited, held, before)
+            sent += self._penalties.arrays(state["history"][edited], before)
         made = self._device.upload(*arrays, *sent)
         others, made = made[: len(arrays)], made[len(arrays) :]
         filters, edits = self._filters(state, made[:NUM_FILTER_ARRAYS]), None

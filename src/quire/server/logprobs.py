@@ -59,7 +59,7 @@ class CompletionLogprobs:
         lists["top_logprobs"].append(top)
 
     def add_prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
-        """Append the tokens of an echoed prompt; what follows begins behind its text."""
+        """Append the tokens of an echoed prompt; what follows begins after its text."""
         texts = [self._token_text(token) for token in token_ids]
         for token, entry, at in zip(token_ids, entries, offsets(text, texts), strict=False):
             self.add(token, entry, at)

@@ -100,7 +100,7 @@ class Responder(ABC, Generic[CallT]):
         return made
 
     def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        """The chunk of `include_usage`: without choices, behind all others."""
+        """The chunk of `include_usage`: without choices, after all others."""
         return b'%b,"choices":[],"usage":%b}' % (self._head, _encode(usage(outputs)))
 
     def _index(self, prompt_index: int, choice: CompletionOutput) -> int:

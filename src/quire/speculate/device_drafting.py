@@ -1,7 +1,7 @@
 """Drafts of a second model where steps overlap on a device: see `drafting`, of which this is the part without trees.
 
 The host does not know where a text ends, but how far at most. So the model's rows of a request are computed up to
-there: what they take is what the device has at these positions, and those behind the end are computed again. The row
+there: what they take is what the device has at these positions, and those after the end are computed again. The row
 of the last known token is picked on the device, and each draft goes from there into the next row.
 """
 
@@ -57,7 +57,7 @@ class DeviceDraftingProposer(DeviceProposer):
         self._hidden = torch.empty(0, 0)  # [requests * keeps, hidden]: what a head is fed, as `DeviceContext.recent`
 
     def start(self, info: RequestInfo) -> None:
-        """See `DeviceProposer`. One without speculation is not followed; drafts behind its cached head are worse."""
+        """See `DeviceProposer`. One without speculation is not followed; drafts after its cached prefix are worse."""
         if info.params.speculate:
             self._requests[info.request] = _Request()
 
@@ -96,7 +96,7 @@ class DeviceDraftingProposer(DeviceProposer):
                 self._keep(hidden, placed.picked, places)
 
     def _follow_prompts(self, computed: Sequence[Computed], hidden: Tensor, context: DeviceContext) -> None:
-        """All rows whose tokens the prompts name; a head's last one waits for what comes behind it."""
+        """All rows whose tokens the prompts name; a head's last one waits for what comes after it."""
         batch: list[tuple[int, int, list[int]]] = []  # request, start and tokens of each
         picked: list[int] = []  # rows of `hidden` that they are fed
         waited: list[tuple[int, int]] = []  # rows of the batch for which that has waited, and where
@@ -136,7 +136,7 @@ class DeviceDraftingProposer(DeviceProposer):
     # -- drafting ------------------------------------------------------------------------------------------
 
     def propose(self, asked: Sequence[Asked], context: DeviceContext) -> Lines | None:
-        """See `DeviceProposer`. Requests that lag behind catch up, too."""
+        """See `DeviceProposer`. Requests that lag catch up, too."""
         known = [each for each in asked if each.request in self._requests]
         lags = [each.most - self._lead - self._requests[each.request].followed for each in known]
         late = CHUNK // 2 if max(lags, default=0) >= CHUNK else max(lags, default=0) + 1
@@ -174,7 +174,7 @@ class DeviceDraftingProposer(DeviceProposer):
         return out.index_select(0, rows_before + torch.minimum(row, lasts))
 
     def _lines(self, asked: Sequence[Asked], ends: Ends, out: Tensor, context: DeviceContext) -> Tensor:
-        """Drafts one behind the other, from `out` of the last known rows; those that want most come first."""
+        """Drafts one after the other, from `out` of the last known rows; those that want most come first."""
         drafts = torch.full((len(asked), asked[0].drafts), -1, device=out.device)
         for depth in range(asked[0].drafts):
             count = sum(each.drafts > depth for each in asked)

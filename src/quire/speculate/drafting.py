@@ -1,11 +1,11 @@
-"""Drafts that a second, smaller model computes: a whole one, an EAGLE head, or DeepSeek's layer behind the last.
+"""Drafts that a second, smaller model computes: a whole one, an EAGLE head, or DeepSeek's layer after the last.
 
 Such a model has KV of its own for the same tokens, so it must have seen every token before it can guess the next one.
 What the target computes it is told (`follow`), and it catches up: for the requests that are to be drafted at once, and
 for the others as soon as there is enough of it (`CHUNK`), so that they cost little, and cached blocks hold its KV too.
 
 A draft model's row at position p takes the token there, and predicts the next. A head's row at p takes what the target
-made of that position and the token *behind* it, and predicts the one behind that: it *leads* by one token.
+made of that position and the token *after* it, and predicts the one after that: it *leads* by one token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DraftingModel(Protocol):
         ...
 
     def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        """One step: [tokens, hidden], which `logits` takes, and which a drafted row behind is fed as `hidden`."""
+        """One step: [tokens, hidden], which `logits` takes, and which a drafted row after it is fed as `hidden`."""
         ...
 
     def logits(self, out: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class _Request:
 class DraftingProposer:
     """Drafts with a model: one token after the other, or a tree.
 
-    Where a request begins behind a cached head, that head's blocks hold what another request stored there when it
+    Where a request begins after a cached prefix, that prefix's blocks hold what another request stored there when it
     computed it.
 
     Args:
@@ -159,7 +159,7 @@ class DraftingProposer:
         self._waiting = _Waiting()
 
     def start(self, info: RequestInfo) -> None:
-        """See `Proposer`. Drafts behind the cached head of one that was not followed are worse."""
+        """See `Proposer`. Drafts after the cached prefix of one that was not followed are worse."""
         self._requests[info.request] = _Request()
 
     def end(self, request: int) -> None:
@@ -186,7 +186,7 @@ class DraftingProposer:
     def _take(self, computed: Computed) -> int:
         """Takes in a request's new tokens; returns how many rows of its features were waiting before."""
         state = self._requests[computed.request]
-        if computed.start != state.end:  # preempted, or admitted behind a cached head
+        if computed.start != state.end:  # preempted, or admitted after a cached prefix
             state.followed = state.end = computed.start
             state.tokens, state.fed = [], []
         waiting = state.end - state.followed
@@ -259,14 +259,14 @@ class DraftingProposer:
         return _pick(out, [end - 1 for end in itertools.accumulate(map(len, tokens))])
 
     def _forward(self, hidden: Tensor | None, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        """The model's; a batch may have rows of padding behind those of `hidden`."""
+        """The model's; a batch may have rows of padding after those of `hidden`."""
         if hidden is None:
             return self._model.forward(NOTHING, batch, kv)
         padding = len(batch.token_ids) - len(hidden)
         return self._model.forward(F.pad(hidden, (0, 0, 0, padding)) if padding else hidden, batch, kv)
 
     def _lines(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
-        """Drafts one behind the other, from `out` [requests, hidden] of their last known rows."""
+        """Drafts one after the other, from `out` [requests, hidden] of their last known rows."""
         line = context.line(asked, self._lead)
         drawn_from: list[Tensor] = []  # a draft each: [requests that want it, vocabulary]
         while True:
@@ -328,7 +328,7 @@ class _Waiting:
         return _pick(self._rows, [place for request, n in counts.items() for place in self._places[request][:n]])
 
     def keep(self, counts: Mapping[int, int], hidden: Tensor) -> None:
-        """So many new rows of each request, one request's behind another's: hidden [rows, hidden]."""
+        """So many new rows of each request, one request's after another's: hidden [rows, hidden]."""
         if self._used + len(hidden) > len(self._rows):
             self._make_room(hidden)
         first, self._used = self._used, self._used + len(hidden)

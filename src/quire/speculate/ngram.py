@@ -87,7 +87,7 @@ class _Text:
     """A request's tokens, and where each n-gram of them last ended.
 
     A table a length, with open addressing: a slot holds the last end of the n-gram whose hash leads there (the index
-    behind its last token), or 0. It is compared with the tokens themselves, so that equal hashes do no harm. Python
+    after its last token), or 0. It is compared with the tokens themselves, so that equal hashes do no harm. Python
     dicts would need several times the memory, and ten times the time for a long prompt.
 
     Args:

@@ -58,7 +58,7 @@ class GrowingTree:
         self._last_layer: list[int] = []  # numbers of its nodes
 
     def add(self, parent: int, tokens: Sequence[int], log_confidences: Sequence[float]) -> None:
-        """Candidates behind an expanded node. One that cannot be (-1, or no confidence at all) is left out."""
+        """Candidates after an expanded node. One that cannot be (-1, or no confidence at all) is left out."""
         above = self._nodes[parent]
         for token, confidence in zip(tokens, log_confidences, strict=True):
             value = above.value + min(confidence, 0.0)
@@ -69,11 +69,11 @@ class GrowingTree:
     def grow(self) -> list[int]:
         """Numbers of the nodes to expand next, the most valuable first; none when the tree has grown.
 
-        They get slots one behind the other, as the rows of a span must; those of nodes that nothing grows from any
+        They get slots one after the other, as the rows of a span must; those of nodes that nothing grows from any
         more are used again. Where no so long run of them is free, fewer nodes are expanded.
         """
         last_layer, self._last_layer = set(self._last_layer), []
-        # A node's children come behind it, so the last of the best cannot bring one.
+        # A node's children come after it, so the last of the best cannot bring one.
         chosen = [node for node in self._best(self._count - 1) if node in last_layer][: self._shape.width]
         if not chosen or self._nodes[chosen[0]].layer >= self._shape.depth:
             return []
@@ -94,7 +94,7 @@ class GrowingTree:
         return self._nodes[node].parent
 
     def tokens(self, node: int) -> list[int]:
-        """From behind the root to the node, its own the last."""
+        """From below the root to the node, its own the last."""
         tokens: list[int] = []
         while node:
             tokens.append(self._nodes[node].token)

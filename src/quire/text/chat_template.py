@@ -189,7 +189,7 @@ class ChatTemplate:
         Args:
             messages: dicts with `role` and `content`.
             add_generation_prompt: end with the opening of the assistant's answer.
-            continue_final_message: end right behind the last message's content, so that the model goes on with it.
+            continue_final_message: end right after the last message's content, so that the model goes on with it.
                 Needs `add_generation_prompt=False`.
             tools: JSON schemas of functions, for templates that know them.
             variables: further variables of the template, like `enable_thinking`.
@@ -232,9 +232,9 @@ class ChatTemplate:
         return {"documents": None, **self._special_tokens, **given}
 
     def _print_to_the_end_of(self, last: dict[str, Any], context: Mapping[str, Any]) -> str:
-        """Prints, and cuts behind the content of the last message, as `transformers` does.
+        """Prints, and cuts after the content of the last message, as `transformers` does.
 
-        A tag behind the content marks the place: a random one, which no message can hold. The space after it tells
+        A tag after the content marks the place: a random one, which no message can hold. The space after it tells
         whether the template trims the content, in which case what is before the tag must be trimmed too.
         """
         content: str = last["content"]

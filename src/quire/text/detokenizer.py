@@ -132,7 +132,7 @@ class Detokenizer:
         self._room = MAX_TEXT
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that may be shown now. Tokens behind a stop string are ignored.
+        """The text that may be shown now. Tokens after a stop string are ignored.
 
         What could begin a stop string is held back. The stop string that is completed first counts; of two
         completed by the same character, the longer one. It counts from the `min_tokens`-th token on.

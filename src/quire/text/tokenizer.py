@@ -135,7 +135,7 @@ class Tokenizer:
         return [self._checked(text, encoding) for text, encoding in zip(texts, encoded, strict=True)]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences of bad words: each as a text of its own, and as it stands behind a space."""
+        """Token sequences of bad words: each as a text of its own, and as it stands after a space."""
         found = []
         for word in words:
             for text in (word, " " + word.lstrip()):
@@ -187,7 +187,7 @@ class Tokenizer:
         return self._text.decode(list(token_ids), skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as it stands behind another one: a leading space is kept.
+        """The text of one token as it stands after another one: a leading space is kept.
 
         A part of a multi-byte character is the replacement character.
         """
@@ -197,7 +197,7 @@ class Tokenizer:
 
     @property
     def anchor(self) -> list[int]:
-        """Ids of some plain text, to decode others behind; empty when there are none."""
+        """Ids of some plain text, to decode others after; empty when there are none."""
         return list(self._anchor)
 
     def knows(self, token_id: int) -> bool:

@@ -196,7 +196,7 @@ class TokenizerPool:
         return await self._ask(Decode(ids), str)
 
     async def token_texts(self, ids: list[int]) -> list[str]:
-        """The text of each id as it stands behind another one."""
+        """The text of each id as it stands after another one."""
         return await self._ask(TokenTexts(ids), list[str])
 
     async def _ask(self, job: Job, kind: type[T], large: bool = False) -> T:

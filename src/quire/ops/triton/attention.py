@@ -71,9 +71,9 @@ def _find_span(row_starts, spans, tile, TOKENS: tl.constexpr):
 
 @triton.jit
 def _locate(row_starts, spans, tiles, lanes, TOKENS: tl.constexpr):
-    """What this program works on: span, lane, the span's first row and the one behind its last, the tile's first row.
+    """What this program works on: span, lane, the span's first row and the one after its last, the tile's first row.
 
-    The first `tiles` programs are lane 0 of each row tile; behind them are the other lanes of each span's first one.
+    The first `tiles` programs are lane 0 of each row tile; after them are the other lanes of each span's first one.
     """
     program = tl.program_id(0)
     if program < tiles:
@@ -93,7 +93,7 @@ def _locate(row_starts, spans, tiles, lanes, TOKENS: tl.constexpr):
 
 @triton.jit
 def _seen(start, rows, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """What rows at positions start .. start + rows - 1 see: first key and the one behind the last; so for splits."""
+    """What rows at positions start .. start + rows - 1 see: first key and the one after the last; so for splits."""
     low = 0
     if WINDOW:
         low = tl.maximum(start - WINDOW + 1, 0)
@@ -303,7 +303,7 @@ def _attend(
         first = tl.maximum(split * TILES_PER_SPLIT, low // KEYS)
         last = tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
         if paths is not None:
-            behind = last
+            beyond = last
             last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
         # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
         block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
@@ -324,7 +324,7 @@ def _attend(
                 path = paths + (first_row + turn).to(tl.int64) * path_width
                 end = base + tl.load(depths + first_row + turn) + 1
                 mine = (token == turn)[:, None]
-                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(behind, tl.cdiv(end, KEYS))):
+                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(beyond, tl.cdiv(end, KEYS))):
                     key = key_tile * KEYS + tl.arange(0, KEYS)
                     there = (key >= low) & (key < end)
                     place = _place_of(path, base, key, there)
@@ -389,7 +389,7 @@ def _merge_splits(
     total = tl.zeros((1,), tl.float32)
     out = tl.zeros((1, DIM), tl.float32)
     for first in range(0, splits, MERGED_AT_ONCE):
-        # Written out, so that all their loads are under way together; a split behind the last changes nothing.
+        # Written out, so that all their loads are under way together; a split beyond the last changes nothing.
         for split in tl.static_range(MERGED_AT_ONCE):
             slot = first_slot + first + split + one
             there = slot < first_slot + splits

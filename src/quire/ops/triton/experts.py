@@ -3,7 +3,7 @@
 A token and one of its experts are a **pair**: pair `t * top_k + p` is token t's expert at place p. A call orders the
 pairs by expert and cuts them into **row tiles**, of which none has rows of two experts, so an expert that no token
 chose costs nothing. How many row tiles there are is known on the device alone: launches have as many programs as any
-choice could need, and those behind the last tile end at once.
+choice could need, and those after the last tile end at once.
 
 A row's sum goes through all inputs in ascending order, in tiles of the shapes of `linear_dense`, whatever else is in
 them, so its bits depend on nothing but the row. Weights lie where they are, and kernels find them by their addresses.
@@ -137,9 +137,9 @@ def _multiply(
 def _order_kernel(
     ids, order, tile_table, pairs, tiles, experts, BINS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """One expert: its pairs in ascending order, behind those of the experts before it, and its row tiles.
+    """One expert: its pairs in ascending order, after those of the experts before it, and its row tiles.
 
-    tile_table: [tiles, 3], expert, first row and the row behind the expert's last; zeros where there is no tile.
+    tile_table: [tiles, 3], expert, first row and the row after the expert's last; zeros where there is no tile.
     """
     expert = tl.program_id(0)
     at = tl.arange(0, PAIRS)
@@ -169,7 +169,7 @@ def _order_kernel(
 
 @triton.jit
 def tile_at(tile_table, tile):
-    """A tile's expert, its first row, and the row behind its expert's last; zeros where there is no tile."""
+    """A tile's expert, its first row, and the row after its expert's last; zeros where there is no tile."""
     entry = tile_table + tile * 3
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 

@@ -300,7 +300,7 @@ def _attend_latent(
         first = split * TILES_PER_SPLIT
         last = tl.minimum(first + TILES_PER_SPLIT, tl.cdiv(high, KEYS))
         if paths is not None:
-            behind = last
+            beyond = last
             last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
         # A tile's blocks are looked up one tile ahead: otherwise its rows could not be on their way by then.
         block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
@@ -319,7 +319,7 @@ def _attend_latent(
                 path = paths + (first_row + turn).to(tl.int64) * path_width
                 end = base + tl.load(depths + first_row + turn) + 1
                 mine = (token == turn)[:, None]
-                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(behind, tl.cdiv(end, KEYS))):
+                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(beyond, tl.cdiv(end, KEYS))):
                     key = key_tile * KEYS + tl.arange(0, KEYS)
                     there = key < end
                     place = _place_of(path, base, key, there)

@@ -85,7 +85,7 @@ def _quantize_rows_kernel(x, codes, scales, size, padded, TINY: tl.constexpr, BL
 
 
 def quantize_rows(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantized.quantize_rows`, bit by bit: codes int8 [rows, padded], zeros behind x's; scales fp32 [rows]."""
+    """`quantized.quantize_rows`, bit by bit: codes int8 [rows, padded], zeros after x's; scales fp32 [rows]."""
     rows, size = x.shape
     codes, scales = x.new_empty(rows, padded, dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)
     block = min(triton.next_power_of_2(padded), ROW_BLOCK)

@@ -127,7 +127,7 @@ def select(
     """Where the k best tokens of a row end: exactly k are `ahead` of (end_logits[i], end_ids[i]).
 
     k is `top_k[i]`, or `k` for all rows. The k best lie in the chunks whose maxima are not below the k-th largest
-    maximum; `listed` [rows, chunks] gets those, `num_listed` how many. A row that is not finite ends behind all tokens,
+    maximum; `listed` [rows, chunks] gets those, `num_listed` how many. A row that is not finite ends after all tokens,
     and so does one whose `top_k` is the vocabulary's size.
     """
     i = tl.program_id(0)
@@ -304,7 +304,7 @@ def settle(
     """The row's winner, if it is within top-p (`top_p` None: no row has it).
 
     Top-p needs no order: the winner of all tokens is right if it is within top-p. If it is not, nor is what ranks
-    behind it, and those ahead of it race again; each time about half of the mass that is too much is dropped.
+    after it, and those ahead of it race again; each time about half of the mass that is too much is dropped.
     """
     i = tl.program_id(0)
     _, winner = merged(scores, winners, i, parts, PARTS)
@@ -415,7 +415,7 @@ def penalize(
 ):  # fmt: skip
     """Penalties and the mask of each part of row `rows[i]`; `best` [n, parts] gets its largest logit before.
 
-    NaN counts as infinity. A bias that comes behind changes nothing of what is masked.
+    NaN counts as infinity. A bias that comes after changes nothing of what is masked.
     """
     i, part = tl.program_id(0), tl.program_id(1)
     ids = part * PART + tl.arange(0, PART)
