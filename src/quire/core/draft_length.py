@@ -129,6 +129,7 @@ class DraftState:
         pool: what is known of all requests of its kind.
         chances: of the first draft and of each later one to be accepted, in parts of `_LEVELS`, by what this request
             and others of its kind have shown.
+        at_best: the chances, a standard error better.
         idle: steps since it was given drafts.
         empty: the proposer had none when it was.
         drafting_enabled: whether it can be drafted; once that was dropped, it never can.
@@ -136,7 +137,8 @@ class DraftState:
 
     first: Average = field(default_factory=lambda: Average(weight=0.0))
     pool: Pool = field(default_factory=Pool)
-    chances: tuple[int, int] = (round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
+    chances: _Chances = (round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
+    at_best: _Chances = (0, 0)
     idle: int = 0
     empty: bool = False
     drafting_enabled: bool = True
@@ -153,13 +155,23 @@ class DraftState:
     def rate(self) -> None:
         """Makes the chances of what is known."""
         own, pool = self.first, self.pool
-        first = (own.weight * own.value + _PRIOR * pool.first.value) / (own.weight + _PRIOR)
-        self.chances = round(_LEVELS * first), round(_LEVELS * pool.later.value)
+        weight = own.weight + _PRIOR
+        first, later = (own.weight * own.value + _PRIOR * pool.first.value) / weight, pool.later.value
+        self.chances = round(_LEVELS * first), round(_LEVELS * later)
+        self.at_best = self.chances
+        if own.weight >= _PRIOR and own.value >= 0.5:  # it has said enough, and something good
+            first, later = first + _error(first, weight), later + _error(later, pool.later.weight)
+            self.at_best = round(_LEVELS * first), round(_LEVELS * later)
 
     def rest(self) -> None:
         """A turn went by."""
         self.first.rest(0.0)
         self.rate()
+
+
+def _error(share: float, trials: float) -> float:
+    """The standard error of a share that so many trials show; of a tree's mean number, which may be above 1, none."""
+    return math.sqrt(max(0.0, share * (1 - share)) / trials)
 
 
 class _Times:
@@ -370,6 +382,9 @@ class DraftLengths:
                 for state, drafts in zip(states, room, strict=True)
             ]
             lengths = self._best([state.chances for state in states], room, budget, base_rows)
+            if lengths == [0] and not states[0].idle:
+                # Drafts that pay may look for a while as if they did not; without them, nothing would show it.
+                lengths = self._best([states[0].at_best], room, budget, base_rows)
             pause = _EXPLORE if any(lengths) else 0 if self._again or self._trial else _TURN
             self._again = False
             if self._steps - self._explored >= pause:
