@@ -86,7 +86,18 @@ class EngineConfig:
     cpu_kernels: Literal["auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot"] = option(
         "auto", "instruction set of the compiled kernels, or torch for none; auto: the fastest that runs here"
     )
-    threads: int | None = option(None, "threads of a step; default: one a core", low=1, high=1024)
+    threads: int | None = option(
+        None, "threads of a step, on each rank; default: one a core, shared by the ranks", low=1, high=1024
+    )
+    tensor_parallel_size: int = option(
+        1, "ranks (processes of this machine) that share each layer; the tokens are the same for any", low=1, high=256
+    )
+    collective_timeout_s: float = option(
+        30.0,
+        "seconds after which a rank that does not answer is given up, and the engine with it",
+        low=0.1,
+        high=86400.0,
+    )
     max_model_len: int | None = option(
         None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1, high=2**40
     )

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
@@ -23,20 +25,21 @@ from quire.core.step import StepPlan, StepResult
 from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
+from quire.engine.loading import load
+from quire.engine.ranks import RankExecutor, Ranks
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.fields import Fields
-from quire.models.model import Model
-from quire.models.registry import load_model
+from quire.models.registry import check_ranks
 from quire.observe.timeline import KernelProfile, Timeline, TraceFile
-from quire.ops import choice_note, choose_kernels
+from quire.ops import choice_note
 from quire.ops.threads import usable_threads
+from quire.parallel.group import OneRank
 from quire.runner.device import open_device
 from quire.runner.memory_plan import MemoryPlan, retention
 from quire.runner.model_runner import STEP_FAILED
-from quire.runner.proposer import Proposer, Speculation
+from quire.runner.proposer import Proposer
 from quire.runner.start import OnLoad, start_runner
-from quire.speculate.methods import make_speculation
 
 logger = logging.getLogger(__name__)
 
@@ -179,21 +182,18 @@ class Engine:
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
-        self.model = self._load_model(report, open_checkpoint)
-        self.threads = config.threads or usable_threads()
-        spec = config.speculation
-        self.speculation: Speculation | None = None
-        if proposer is not None:
-            self.speculation = Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
-        elif spec is not None:
-            self.speculation = make_speculation(spec, self.model, self.path, config)
+        self.threads = config.threads or max(1, usable_threads() // config.tensor_parallel_size)
+        self._ranks = self._start_ranks(open_checkpoint, proposer) if config.tensor_parallel_size > 1 else None
+        group = self._ranks.group if self._ranks else OneRank()
+        self.model, self.speculation = load(config, self.path, self.device, group, report, open_checkpoint, proposer)
         started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
-        for load in self.model.expert_loads.values():
-            load.zero_()  # trial steps have run
+        for counts in self.model.expert_loads.values():
+            counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
         self.kv_cache = started.kv
         self.sampling_defaults = self._read_sampling_defaults()
         self.max_model_len = self.memory_plan.max_model_len
+        spec = config.speculation
         if spec is not None and spec.num_speculative_tokens >= self.max_model_len:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} leaves no room in a context "
@@ -203,6 +203,10 @@ class Engine:
         self.scheduler = Scheduler(config, self._kv_manager(hash_key or secrets.token_bytes(32)), self.max_model_len)
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
+        if self._ranks:
+            report("waiting for the other ranks", 0.0)
+            self._ranks.begin(self.memory_plan.num_blocks, self.max_model_len)
+            self.executor = RankExecutor(self.executor, self._ranks)
         self._timeline = None if trace is None else self._make_timeline(trace)
         self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
@@ -218,19 +222,22 @@ class Engine:
             logger.info("%s", note)
         report("ready", 1.0)
 
-    def _load_model(self, report: OnLoad, open_checkpoint: Callable[[Path], Checkpoint]) -> Model:
-        config = self.config
-        loading = f"quantizing weights to {config.quantization}" if config.quantization else "loading weights"
-        return load_model(
-            self.path,
-            config.dtype,
-            lambda done, total: report(loading, done / total),
-            choose_kernels(config.cpu_kernels, self.device.torch, config.deterministic),
-            config.quantization,
-            config.quantization_group_size,
-            open_checkpoint,
-            mtp=config.speculation is not None and config.speculation.method == "mtp",
-        )
+    def _start_ranks(self, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None) -> Ranks:
+        """The other ranks, which load while this one does.
+
+        Raises:
+            ConfigError: so many cannot share the model, or what they would need cannot be sent to them.
+        """
+        config, size = self.config, self.config.tensor_parallel_size
+        if config.device != "cpu":
+            raise ConfigError(f"tensor_parallel_size={size} with device={config.device}: CPUs alone have ranks so far")
+        if open_checkpoint is not Checkpoint or proposer is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={size}: other ranks read the checkpoint and make their drafts themselves; "
+                "leave out open_checkpoint and proposer, or use one rank"
+            )
+        matrix = check_ranks(self.path, size) * config.max_num_batched_tokens * torch.float32.itemsize
+        return Ranks(config, self.path, self.threads, matrix)
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None

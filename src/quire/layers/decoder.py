@@ -104,13 +104,13 @@ class DecoderLayer:
             self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
         else:
             self.mlp = ExpertsLayer(config.experts, weights)
-        parts = self._parts(config.num_heads)
+        parts = self._parts()
         self._whole: WholeLayer | None = weights.kernels.whole_layer(parts) if parts else None
 
-    def _parts(self, heads: int) -> LayerParts | None:
+    def _parts(self) -> LayerParts | None:
         """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP) or attention.output.inputs is not None:
             return None
         return LayerParts(
             input_norm=None if self.input_norm is None else self.input_norm.weight,
@@ -121,7 +121,7 @@ class DecoderLayer:
             gate_up=mlp.gate_up.product,
             down=mlp.down.product,
             head_norm=attention.norm,
-            heads=heads,
+            heads=attention.heads,
             scale=attention.scale,
             window=attention.window,
             layer=attention.layer,

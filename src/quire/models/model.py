@@ -16,6 +16,7 @@ from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
+from quire.parallel.group import Split, own_heads
 
 
 class AuxHiddenStates:
@@ -107,6 +108,7 @@ class Model(ModelSizes):
 
     Attributes:
         kernels: the implementation that computes it.
+        group: the ranks that share it.
         embedding: its table of tokens.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
@@ -122,11 +124,13 @@ class Model(ModelSizes):
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         expands = config.layer.latent is not None and may_expand(weights.kernels)
         super().__init__(config, weights.dtype, weights.quantization, expands)
-        self.kernels = weights.kernels
+        self.kernels, self.group = weights.kernels, weights.group
+        self.num_kv_heads = own_heads(self.num_kv_heads, self.group)
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         # The largest tensor first: memory's peak is then not the whole model and once more this.
-        self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head = weights.linear(head, split=Split.VOCABULARY)
         self.embedding = weights.embedding("model.embed_tokens")
         self.rotary = RotaryEmbedding(config.rope, weights.kernels.device)
         self.layers = [

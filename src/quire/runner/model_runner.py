@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -121,12 +122,20 @@ class ModelRunner:
         Raises:
             RuntimeError: this is such a plan, and not all state was sent again.
         """
+        try:
+            return self._launch(plan)
+        except BaseException:
+            self.model.group.give_up()
+            raise
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         next_number, self._next_number = self._next_number, None
         with torch.inference_mode(), self.device.active(), self.model.kernels.threads(self._threads):
             begin = self.device.mark()
             self.kv.pulse[0] += 1  # a replay passes no layer
             if plan.number != next_number:
                 _check_complete(plan, next_number)
+                self.model.group.begin_anew(plan.number)
                 self._forget()
             self._settle()
             self._take_in(plan)
@@ -236,6 +245,8 @@ class ModelRunner:
             part.sampled, part.ahead = drafter.sample(spans, part.row_starts, made, drafts, self.model.logits)
         elif part.chosen:
             part.sampled = self._sample(part, hidden, rows)
+        if self.model.group.size > 1:
+            self.model.group.check(part.digest())
         return part
 
     def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:
@@ -328,6 +339,11 @@ class _Part:
         self.ahead = torch.empty(0, 0)
         self.features = torch.empty(0)
         self._paths: dict[int, list[int]] = {}  # see `Outcome`
+
+    def digest(self) -> int:
+        """Of what was computed, to be compared among ranks."""
+        sampled = b"" if self.sampled is None else self.sampled.tokens.numpy().tobytes()
+        return zlib.crc32(self.finite.numpy().tobytes(), zlib.crc32(sampled))
 
     def results(self) -> list[SpanResult]:
         """One a span."""

@@ -53,14 +53,16 @@ def start_runner(
     report("planning memory", 1.0)
     draft_kv = speculation.kv_shape if speculation else None
     if not device.asynchronous:
-        plan = plan_memory(config, model, free_memory(), speculation=speculation)
+        plan = plan_memory(config, model, free_memory() // model.group.size, speculation=speculation)
     else:
         activations = _measured_activations(config, model, device, draft_kv)
         granted = _granted(config, device)
         plan = plan_memory(config, model, granted, activations, share=1.0, speculation=speculation)
     kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype, draft_kv)
     if not model.kernels.reads_spans:
-        return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation), kv, plan, ())
+        halves = model.group.size == 1  # several ranks give a step up together, and the engine halves it
+        runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves)
+        return Started(runner, kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)

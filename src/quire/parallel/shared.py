@@ -1,0 +1,105 @@
+"""A group of processes on one machine's processors: see group.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import torch
+
+from quire.errors import ConfigError, RankLostError, RanksDisagreeError, StepGivenUpError
+from quire.ops.cpu.library import I32, I64, POINTER, Library, Prototype, usable
+
+PROTOTYPES: dict[str, Prototype] = {
+    "group_bytes": (I64, (I64,)),
+    "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double)),
+    "group_leave": (None, (POINTER,)),
+    "group_gather": (I32, (POINTER, POINTER, I64, I64, I64, I64, POINTER)),
+    "group_check": (I32, (POINTER, ctypes.c_uint64)),
+    "group_give_up": (None, (POINTER,)),
+    "group_begin_anew": (I32, (POINTER, I64)),
+    "group_lose": (None, (POINTER, I32)),
+    "group_lost": (I32, (POINTER,)),
+    "group_counts": (None, (POINTER, POINTER)),
+}
+DONE, GIVEN_UP, LOST, DIFFER = range(4)
+
+
+class SharedGroup:
+    """A rank's place in memory that all ranks have mapped.
+
+    Args:
+        memory: descriptor of a file in memory; the first rank makes it with `new_memory`, others inherit it.
+        matrix_bytes: of the largest matrix that is gathered at a time; larger ones are gathered in parts.
+        timeout: seconds after which a rank that does not answer is lost.
+
+    Raises:
+        ConfigError: no kernels were compiled: they have what this is made of.
+    """
+
+    def __init__(self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self._lib = rank, size, library()
+        self._timeout = timeout
+        self._memory = mmap.mmap(memory, self._lib.group_bytes(matrix_bytes))
+        self._anchor = ctypes.c_char.from_buffer(self._memory)
+        place = ctypes.addressof(self._anchor)
+        self.address: int | None = self._lib.group_join(place, matrix_bytes, rank, size, timeout)
+        if self.address is None:
+            raise MemoryError("no memory for a group of ranks")
+
+    def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        x, item = x.contiguous(), x.element_size()
+        rows, own = x.shape
+        out = torch.empty(rows, width, dtype=x.dtype)
+        columns = (begin * item, own * item, width * item)
+        self._end(self._lib.group_gather(self.address, x.data_ptr(), rows, *columns, out.data_ptr()))
+        return out
+
+    def check(self, digest: int) -> None:
+        self._end(self._lib.group_check(self.address, digest))
+
+    def give_up(self) -> None:
+        self._lib.group_give_up(self.address)
+
+    def begin_anew(self, number: int) -> None:
+        self._end(self._lib.group_begin_anew(self.address, number))
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone: nobody waits for it. May be called by any thread."""
+        self._lib.group_lose(self.address, rank)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Gathers so far, and bytes that this rank received in them."""
+        counts = (ctypes.c_int64 * 2)()
+        self._lib.group_counts(self.address, counts)
+        return counts[0], counts[1]
+
+    def _end(self, outcome: int) -> None:
+        if outcome == GIVEN_UP:
+            raise StepGivenUpError("another rank could not go on with the step; its own log says why")
+        if outcome == LOST:
+            lost = self._lib.group_lost(self.address)
+            raise RankLostError(f"rank {lost} died, or has not answered for {self._timeout:g} seconds", lost)
+        if outcome == DIFFER:
+            raise RanksDisagreeError(f"rank {self.rank} and another one have sampled different tokens: a bug")
+
+
+def new_memory(matrix_bytes: int) -> int:
+    """A file in memory for a group; it has no name, and is gone with the last process that has it open."""
+    memory = os.memfd_create("quire-ranks", 0)
+    os.ftruncate(memory, library().group_bytes(matrix_bytes))
+    return memory
+
+
+def library() -> Library:
+    """The compiled functions; they are the same in every instruction set.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = usable()
+    if not names:
+        raise ConfigError("several ranks on one machine need the compiled kernels; 'quire doctor' says how to get them")
+    return Library(names[0], PROTOTYPES)
