@@ -4,6 +4,7 @@ watches them. Nothing of it has a name or a port, so nothing is left when all ar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -148,7 +149,7 @@ class Ranks:
             for rank, link in enumerate(self._links, start=1):
                 selector.register(link.socket, selectors.EVENT_READ, rank)
             while selector.get_map() and not self._closing:
-                for key, _ in selector.select(0.5):
+                for key, _ in selector.select():
                     selector.unregister(key.fileobj)  # after its start a rank says nothing: this is its end
                     if not self._closing:
                         self.group.lose(key.data)
@@ -157,8 +158,8 @@ class Ranks:
         """Let them leave, or end them."""
         self._closing = True
         for link in self._links:
-            with link.socket:
-                link.socket.close()
+            with link.socket, contextlib.suppress(OSError):  # it has ended by itself
+                link.socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher, too
         end = time.monotonic() + CLOSE_SECONDS
         for process in self._processes:
             try:
