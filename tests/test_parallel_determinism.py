@@ -64,10 +64,17 @@ def test_ranks_change_nothing(setting: dict[str, Any], alone: Any, ranks: int) -
             assert (made.stats.preemptions > 0) == switches.small_pool
 
 
-SPECULATION = [{"method": "eagle"}, {"method": "draft_model"}, {"method": "ngram"}, {"method": "eagle", "tree_width": 4}]
+SPECULATION = [
+    {"method": "eagle"},
+    {"method": "draft_model"},
+    {"method": "ngram"},
+    {"method": "eagle", "tree_width": 4},
+]
 
 
-@pytest.mark.parametrize("config", [SPECULATION[0], *(pytest.param(c, marks=pytest.mark.slow) for c in SPECULATION[1:])])
+@pytest.mark.parametrize(
+    "config", [SPECULATION[0], *(pytest.param(c, marks=pytest.mark.slow) for c in SPECULATION[1:])]
+)
 def test_drafts_are_the_same_on_every_rank(config: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=60, seed=1, temperature=t, logprobs=1, ignore_eos=True) for t in (0.0, 0.8)]
     texts = ["def fib(n):\n", "import os\nimport sys\n\nclass Parser:\n"]

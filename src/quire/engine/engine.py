@@ -262,6 +262,9 @@ class Engine:
         changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
         if changed:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
+        if config.tensor_parallel_size > 1:
+            shared = "each layer; the experts are whole on each" if self.model.expert_layers else "each layer"
+            notes.append(f"{config.tensor_parallel_size} ranks (processes) share {shared}")
         if config.speculation is not None:
             notes.append(config.speculation.describe())
             if config.speculative_acceptance == "rejection":

@@ -18,7 +18,7 @@ from quire import child, log
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
 from quire.engine.link import Begin, Failed, Link, Loaded, Ready
-from quire.errors import DeviceLostError, QuireError
+from quire.errors import DeviceLostError, QuireError, StepGivenUpError
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,10 @@ def main() -> int:
         except DeviceLostError as error:
             logger.error("rank %d ends: %s", start.rank, error)
             return 1
-        except Exception as error:  # all ranks give the step up; the first one decides what comes of its requests
-            logger.warning("rank %d: a step failed: %s: %s", start.rank, type(error).__name__, error)
+        except StepGivenUpError:  # by another rank; the first one decides what comes of its requests
+            continue
+        except Exception as error:
+            logger.warning("rank %d: a step failed: %s: %s", start.rank, type(error).__name__, error, exc_info=True)
     return 0
 
 

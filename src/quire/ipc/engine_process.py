@@ -25,7 +25,7 @@ from quire import child, log
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.step import StepPlan, StepResult
-from quire.errors import QuireError, RequestError
+from quire.errors import QuireError, RankLostError, RequestError
 from quire.ipc import wire
 from quire.ipc.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
 from quire.models.hub import resolve
@@ -182,8 +182,10 @@ class EngineProcess:
                 if not self.engine.idle:
                     self._send(self.engine.step())
                 self._tell_statistics()
-        except Exception:
-            if not self._board.fields[NUM_IN_STEP]:
+        except Exception as error:
+            if isinstance(error, RankLostError) and error.outside:
+                self._board.end()  # no request is to blame
+            elif not self._board.fields[NUM_IN_STEP]:
                 self._begin([add.number for add in self._adds.values()])
             raise
 

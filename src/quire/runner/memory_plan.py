@@ -35,6 +35,7 @@ class MemoryPlan:
         max_model_len: longest context in tokens.
         logit_rows: rows whose logits are made at once for prompt log-probabilities.
         notes: what was decided without being asked for.
+        ranks: processes that share the model; sizes are those of each.
     """
 
     weights: int
@@ -48,6 +49,7 @@ class MemoryPlan:
     quantization: str | None = None
     kv_saving: float | None = None
     draft_kv_bytes_per_token: int = 0
+    ranks: int = 1
 
     @property
     def kv_tokens(self) -> int:
@@ -66,7 +68,9 @@ class MemoryPlan:
             a_token += f", {format_size(self.draft_kv_bytes_per_token)} of it for drafts"
         if self.kv_saving is not None:
             a_token += f"; {self.kv_saving:.{0 if self.kv_saving >= 10 else 1}f} times less than full keys and values"
+        of_each = [("ranks", f"{self.ranks}; sizes are those of each")] if self.ranks > 1 else []
         return [
+            *of_each,
             ("weights", ", ".join(filter(None, (format_size(self.weights), self.quantization)))),
             ("activations, largest step", format_size(self.activations)),
             ("KV cache", f"{format_size(self.kv_bytes)} ({a_token})"),
@@ -157,6 +161,7 @@ def plan_memory(
         quantization=None if model.quantization is None else model.quantization.of_model(),
         kv_saving=model.kv_saving,
         draft_kv_bytes_per_token=own_kv,
+        ranks=model.group.size,
     )
 
 

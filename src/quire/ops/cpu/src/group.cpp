@@ -4,8 +4,8 @@
 // There are two buffers, which take turns: who writes into one has come past the wait of the other, so all have read it.
 //
 // Who waits looks again for a while, then lets others run, then sleeps until the counter that it waits for is raised. It
-// stops waiting where a rank gave up the step, or is lost. After a step was given up, the counters mean nothing until
-// all ranks begin anew, at the number of a plan; that number tells who has begun anew from who has not.
+// stops waiting where a rank gave up the step, or is lost. After a step was given up, the counters differ; so all ranks
+// begin anew at the number of a plan, which is the upper half of the counters from there on: they only ever grow.
 #include "group.h"
 
 #include <limits.h>
@@ -30,20 +30,22 @@ constexpr int64_t SPINS_NS = 50'000, YIELDS_NS = 1'000'000, SLEEPS_NS = 100'000'
 constexpr int LOOKS = 32;  // between two looks at the clock
 constexpr int64_t PAGE = 4096;
 
-using Word = std::atomic<uint32_t>;
-static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is a word");
+using Counter = std::atomic<uint64_t>;
+static_assert(sizeof(Counter) == 8 && Counter::is_always_lock_free, "shared between processes");
+
+// The counter's value when a rank begins anew with the plan of this number.
+constexpr uint64_t first_of(int64_t number) { return (uint64_t)number << 32; }
 
 // One rank's, written by it alone but for `awaited`.
 struct alignas(64) Place {
-    Word arrived;               // collectives since it began anew
-    Word awaited;               // somebody sleeps until it arrives
-    std::atomic<int64_t> epoch; // number of the plan at which it began anew
+    Counter arrived;                // see above; a collective raises it by 1
+    std::atomic<uint32_t> awaited;  // somebody sleeps until it arrives
     uint64_t digest[2];
 };
 
 // The beginning of the shared memory; zeros are its first state.
 struct Shared {
-    std::atomic<int64_t> given_up;  // all epochs below this one
+    std::atomic<int64_t> given_up;  // all plans since those that began anew with a number below this one
     std::atomic<int32_t> lost;      // a rank + 1
     Place places[MOST_RANKS];
 };
@@ -62,12 +64,13 @@ void pause() {
 #endif
 }
 
-void sleep_while(Word& word, uint32_t value) {
+// A futex is 32 bits: the lower half, which comes first on the machines that there are kernels for.
+void sleep_while(Counter& counter, uint64_t value) {
     const timespec most{0, SLEEPS_NS};
-    syscall(SYS_futex, &word, FUTEX_WAIT, value, &most);
+    syscall(SYS_futex, &counter, FUTEX_WAIT, (uint32_t)value, &most);
 }
 
-void wake_all(Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX); }
+void wake_all(Counter& counter) { syscall(SYS_futex, &counter, FUTEX_WAKE, INT_MAX); }
 
 }  // namespace
 
@@ -77,8 +80,8 @@ struct Group {
     int64_t bytes;  // of a buffer
     int rank, size;
     int64_t timeout_ns;
-    int64_t epoch = 0;
-    uint32_t arrived = 0;
+    int64_t epoch = 0;  // number of the plan with which it began anew
+    uint64_t arrived = 0;
     int64_t gathers = 0, received = 0;
 
     Place& own() { return shared->places[rank]; }
@@ -105,15 +108,11 @@ struct Group {
     // Until all have given up what came before the plan of this number.
     Outcome begin_anew(int64_t number) {
         epoch = number;
-        arrived = 0;
-        own().arrived.store(0);
-        own().epoch.store(number);
-        for (int other = 0; other < size; other++) {
-            int64_t theirs = 0;
-            const Outcome outcome = wait(other, nullptr, [&] { return (theirs = epoch_of(other)) >= number; });
-            if (outcome != DONE) return outcome;
-            if (theirs > number) return GIVEN_UP;  // this plan is given up, too
-        }
+        arrived = first_of(number);
+        const Outcome outcome = meet();
+        if (outcome != DONE) return outcome;
+        for (int other = 0; other < size; other++)  // this plan may have been given up, too
+            if (shared->places[other].arrived.load() >= first_of(number + 1)) return GIVEN_UP;
         return DONE;
     }
 
@@ -123,28 +122,26 @@ struct Group {
         own().arrived.store(arrived);
         if (own().awaited.load() && own().awaited.exchange(0)) wake_all(own().arrived);
         for (int other = 0; other < size; other++) {
-            Word& word = shared->places[other].arrived;
-            auto is_there = [&] { return (int32_t)(word.load(std::memory_order_acquire) - arrived) >= 0; };
-            const Outcome outcome = is_there() ? DONE : wait(other, &shared->places[other], is_there);
+            Place& place = shared->places[other];
+            auto is_there = [&] { return place.arrived.load(std::memory_order_acquire) >= arrived; };
+            const Outcome outcome = is_there() ? DONE : wait(other, place, is_there);
             if (outcome != DONE) return outcome;
         }
         return DONE;
     }
 
   private:
-    int64_t epoch_of(int other) const { return shared->places[other].epoch.load(std::memory_order_acquire); }
-
     void wake() {
         for (int other = 0; other < size; other++) wake_all(shared->places[other].arrived);
     }
 
-    // Until `done()`. Sleeps, if at all, until the counter of `asleep` changes.
+    // Until the other one is there.
     template <class Done>
-    Outcome wait(int other, Place* asleep, const Done& done) {
+    Outcome wait(int other, Place& place, const Done& is_there) {
         const int64_t begin = now();
         for (;;) {
             for (int look = 0; look < LOOKS; look++) {
-                if (done()) return DONE;
+                if (is_there()) return DONE;
                 pause();
             }
             if (const Outcome outcome = ended(); outcome != DONE) return outcome;
@@ -154,13 +151,13 @@ struct Group {
                 lose(other);
                 return LOST;
             }
-            if (waited < YIELDS_NS || !asleep) {
+            if (waited < YIELDS_NS) {
                 sched_yield();
                 continue;
             }
-            const uint32_t seen = asleep->arrived.load();
-            asleep->awaited.store(1);
-            if (!done() && ended() == DONE) sleep_while(asleep->arrived, seen);
+            const uint64_t seen = place.arrived.load();
+            place.awaited.store(1);
+            if (!is_there() && ended() == DONE) sleep_while(place.arrived, seen);
         }
     }
 };
