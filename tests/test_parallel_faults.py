@@ -161,6 +161,6 @@ def test_ranks_that_the_model_cannot_have_are_refused_by_name(tmp_path: Path) ->
         LLM(str(folder), tensor_parallel_size=3)
 
 
-def test_what_is_wrong_on_another_rank_is_told_as_that_rank_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="cpu_kernels|kernels"):
+def test_what_is_wrong_on_another_rank_is_told() -> None:
+    with pytest.raises(ConfigError, match="kernels for"):
         LLM("demo", tensor_parallel_size=2, cpu_kernels="neon")

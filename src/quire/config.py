@@ -44,9 +44,11 @@ _SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6,
 _SIZE_UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
 
 
-def option(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """A field of `EngineConfig`: its default, the help text of its flag, and the range it is checked against."""
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
+def option(default: Any, help: str, *, low: float | None = None, high: float | None = None, short: str = "") -> Any:
+    """A field of `EngineConfig`: its default, the help text of its flag and how it is written in short, and the range
+    it is checked against.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "short": short})
 
 
 def parse_size(text: str) -> int:
@@ -90,7 +92,11 @@ class EngineConfig:
         None, "threads of a step, on each rank; default: one a core, shared by the ranks", low=1, high=1024
     )
     tensor_parallel_size: int = option(
-        1, "ranks (processes of this machine) that share each layer; the tokens are the same for any", low=1, high=256
+        1,
+        "ranks (processes of this machine) that share each layer; the tokens are the same for any",
+        low=1,
+        high=256,
+        short="-tp",
     )
     collective_timeout_s: float = option(
         30.0,

@@ -73,7 +73,6 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "nnodes": _one(),
     "pipeline_parallel_size": _one("-pp"),
     "prefill_context_parallel_size": _one("-pcp"),
-    "tensor_parallel_size": VllmOption(kind=int, ours="tensor_parallel_size", short=("-tp",)),
     "worker_use_ray": _off("one device computes a model, so far"),
     # what changes nothing here
     "disable_custom_all_reduce": _any(bool),

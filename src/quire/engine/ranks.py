@@ -158,7 +158,7 @@ class Ranks:
         """Let them leave, or end them."""
         self._closing = True
         for link in self._links:
-            with link.socket, contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # it has ended by itself
                 link.socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher, too
         end = time.monotonic() + CLOSE_SECONDS
         for process in self._processes:
@@ -168,7 +168,9 @@ class Ranks:
                 process.kill()
                 process.wait()
         if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(1.0)
+            self._watcher.join()
+        for link in self._links:
+            link.socket.close()
 
 
 class RankExecutor:

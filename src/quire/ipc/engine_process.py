@@ -432,6 +432,9 @@ def main() -> int:
         return 1
     try:
         process.run()
+    except RankLostError as error:
+        logger.error("the engine ends: %s", error)
+        return 1
     except Exception:
         logger.exception("the engine failed")
         return 1

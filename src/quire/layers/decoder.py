@@ -12,10 +12,11 @@ import torch
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
+from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
-from quire.ops.kernels import WholeLayer
+from quire.ops.kernels import Share, SharedLayer, WholeLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class DecoderLayer:
     def _parts(self) -> LayerParts | None:
         """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP) or attention.output.inputs is not None:
+        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
         return LayerParts(
             input_norm=None if self.input_norm is None else self.input_norm.weight,
@@ -125,6 +126,7 @@ class DecoderLayer:
             scale=attention.scale,
             window=attention.window,
             layer=attention.layer,
+            shared=_shared(attention.output, mlp.down),
         )
 
     def __call__(
@@ -157,6 +159,15 @@ class DecoderLayer:
         x = self.attention(x, tables, kv, batch)
         x, residual = self.post_attention_norm.with_residual(x, residual)
         return self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x), residual
+
+
+def _shared(output: Linear, down: Linear) -> SharedLayer | None:
+    """With whom a rank shares a layer of which these are the products that gather."""
+    attended, active, hidden = output.inputs, down.inputs, output.outputs
+    if attended is None or active is None or hidden is None or hidden.group.address is None:
+        return None
+    shares = (Share(each.own.start, len(each.own), each.width) for each in (attended, active, hidden))
+    return SharedLayer(hidden.group.address, hidden.group.ended, *shares)
 
 
 def _attention(

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -32,6 +32,31 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
+class Share(NamedTuple):
+    """A rank's columns of a matrix: the first one, how many there are, and how many of all ranks."""
+
+    begin: int
+    own: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayer:
+    """What a kernel must know of the ranks that share a layer: see `quire.parallel.group`.
+
+    Attributes:
+        group: its address.
+        ended: raises what the outcome of a collective says, if it was not done.
+        attended, active, hidden: columns of the attention's result, of the MLP's inner one, of what both yield.
+    """
+
+    group: int
+    ended: Callable[[int], None]
+    attended: Share
+    active: Share
+    hidden: Share
+
+
 class WholeLayer(Protocol):
     """A decoder layer as one kernel: called as `DecoderLayer` is, with the same result."""
 
@@ -54,8 +79,9 @@ class LayerParts:
         eps: of both.
         qkv, output, gate_up, down: the products.
         head_norm: of each query and key head; None: none.
-        heads: query heads.
+        heads: query heads, of this rank.
         scale, window, layer: see `Kernels.attend`.
+        shared: with whom; None: with nobody.
     """
 
     input_norm: torch.Tensor | None
@@ -70,6 +96,7 @@ class LayerParts:
     scale: float
     window: int | None
     layer: int
+    shared: SharedLayer | None = None
 
 
 class Kernels:

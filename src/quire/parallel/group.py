@@ -49,6 +49,10 @@ class Group(Protocol):
         """This rank cannot go on with the step, so no other can. All must begin anew afterwards."""
         ...
 
+    def ended(self, outcome: int) -> None:
+        """Raises what the outcome of a kernel's collective says, if it was not done."""
+        ...
+
     def begin_anew(self, number: int) -> None:
         """Go on with the plan of this number, whatever was given up before; returns when all ranks do."""
         ...
@@ -68,6 +72,9 @@ class OneRank:
         return
 
     def give_up(self) -> None:
+        return
+
+    def ended(self, outcome: int) -> None:
         return
 
     def begin_anew(self, number: int) -> None:

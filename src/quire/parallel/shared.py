@@ -23,7 +23,8 @@ PROTOTYPES: dict[str, Prototype] = {
     "group_lost": (I32, (POINTER,)),
     "group_counts": (None, (POINTER, POINTER)),
 }
-DONE, GIVEN_UP, LOST, DIFFER = range(4)
+DONE, GIVEN_UP, LOST, DIFFER, TOO_LARGE = range(5)
+"""`Outcome` in group.h."""
 
 
 class SharedGroup:
@@ -53,17 +54,17 @@ class SharedGroup:
         rows, own = x.shape
         out = torch.empty(rows, width, dtype=x.dtype)
         columns = (begin * item, own * item, width * item)
-        self._end(self._lib.group_gather(self.address, x.data_ptr(), rows, *columns, out.data_ptr()))
+        self.ended(self._lib.group_gather(self.address, x.data_ptr(), rows, *columns, out.data_ptr()))
         return out
 
     def check(self, digest: int) -> None:
-        self._end(self._lib.group_check(self.address, digest))
+        self.ended(self._lib.group_check(self.address, digest))
 
     def give_up(self) -> None:
         self._lib.group_give_up(self.address)
 
     def begin_anew(self, number: int) -> None:
-        self._end(self._lib.group_begin_anew(self.address, number))
+        self.ended(self._lib.group_begin_anew(self.address, number))
 
     def lose(self, rank: int) -> None:
         """A rank is gone: nobody waits for it. May be called by any thread."""
@@ -76,12 +77,14 @@ class SharedGroup:
         self._lib.group_counts(self.address, counts)
         return counts[0], counts[1]
 
-    def _end(self, outcome: int) -> None:
+    def ended(self, outcome: int) -> None:
         if outcome == GIVEN_UP:
             raise StepGivenUpError("another rank could not go on with the step; its own log says why")
         if outcome == LOST:
             lost = self._lib.group_lost(self.address)
             raise RankLostError(f"rank {lost} died, or has not answered for {self._timeout:g} seconds", lost)
+        if outcome == TOO_LARGE:
+            raise ValueError("a step has more rows than the ranks have room for")
         if outcome == DIFFER:
             raise RanksDisagreeError(f"rank {self.rank} and another one have sampled different tokens: a bug")
 

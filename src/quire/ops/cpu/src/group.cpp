@@ -165,6 +165,7 @@ struct Group {
 int64_t capacity(const Group& group) { return group.bytes; }
 
 Outcome gather(Group& group, const char* own, int64_t rows, Columns columns, const char** all) {
+    if (rows * columns.width > group.bytes) return TOO_LARGE;
     if (const Outcome outcome = group.ended(); outcome != DONE) return outcome;
     char* const buffer = group.buffers[group.turn()];
     parallel_each(rows, Runs{1 + (1 << 18) / (columns.bytes + 1), INT32_MAX}, [&](int64_t row) {

@@ -14,6 +14,7 @@ enum Outcome : int32_t {
     GIVEN_UP = 1,  // a rank gave up the step: all do
     LOST = 2,      // a rank died, or did not answer
     DIFFER = 3,    // the ranks have computed different things
+    TOO_LARGE = 4, // there is no room for the matrix
 };
 
 // Columns of a matrix: this rank's begin `begin` bytes into a row of `width` bytes, and take `bytes` of it.
@@ -25,7 +26,7 @@ struct Columns {
 int64_t capacity(const Group&);
 
 // All columns of `rows` rows, of which every rank has its own in `own`. `all`: where they lie until the next but one
-// gather; rows * width is at most the capacity.
+// gather.
 Outcome gather(Group&, const char* own, int64_t rows, Columns, const char** all);
 
 }  // namespace quire
