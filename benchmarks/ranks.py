@@ -23,7 +23,7 @@ from benchmarks.common import Options, Result, checkpoint, main, tell
 from quire import LLM
 from quire.bench.cells import Cell, measure, parse_cells, warm_up
 from quire.core.step import Span, StepPlan
-from quire.parallel.shared import SharedGroup, new_memory
+from quire.ops.cpu.group import SharedGroup, new_memory
 
 CELLS = (
     Cell("decode-1", batch=1, prompt=32, output=32),

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import RankLostError, RanksDisagreeError, StepGivenUpError
+from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.parallel.group import OneRank, own_heads, share
-from quire.parallel.shared import SharedGroup, new_memory
 
 
 @contextmanager

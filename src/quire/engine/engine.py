@@ -263,8 +263,7 @@ class Engine:
         if changed:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
         if config.tensor_parallel_size > 1:
-            shared = "each layer; the experts are whole on each" if self.model.expert_layers else "each layer"
-            notes.append(f"{config.tensor_parallel_size} ranks (processes) share {shared}")
+            notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
         if config.speculation is not None:
             notes.append(config.speculation.describe())
             if config.speculative_acceptance == "rejection":

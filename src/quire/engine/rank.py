@@ -78,7 +78,7 @@ def main() -> int:
 def _load(start: RankStart, link: Link) -> Any:
     """What computes plans; None: the first rank has given up."""
     from quire.engine.loading import load
-    from quire.parallel.shared import SharedGroup
+    from quire.ops.cpu.group import SharedGroup
     from quire.runner.device import open_device
     from quire.runner.start import start_runner
 

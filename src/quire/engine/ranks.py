@@ -25,7 +25,7 @@ from quire.engine.executor import Executor, PendingResult
 from quire.engine.link import Begin, Failed, FromRank, Link
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError, QuireError, RankLostError
-from quire.parallel.shared import SharedGroup, new_memory
+from quire.ops.cpu.group import SharedGroup, new_memory
 
 logger = logging.getLogger(__name__)
 

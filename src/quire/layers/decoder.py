@@ -16,7 +16,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
-from quire.ops.kernels import Share, SharedLayer, WholeLayer
+from quire.ops.kernels import SharedLayer, WholeLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,10 @@ class DecoderLayer:
 
 
 def _shared(output: Linear, down: Linear) -> SharedLayer | None:
-    """With whom a rank shares a layer of which these are the products that gather."""
-    attended, active, hidden = output.inputs, down.inputs, output.outputs
-    if attended is None or active is None or hidden is None or hidden.group.address is None:
+    """What is gathered in a layer of which these are the products that gather."""
+    if output.inputs is None or down.inputs is None or output.outputs is None:
         return None
-    shares = (Share(each.own.start, len(each.own), each.width) for each in (attended, active, hidden))
-    return SharedLayer(hidden.group.address, hidden.group.ended, *shares)
+    return SharedLayer(output.inputs, down.inputs, output.outputs)
 
 
 def _attention(

@@ -93,7 +93,7 @@ def build_model(
         model = Model(config, weights)
     weights.check_all_taken()
     model.architecture = _architecture(checkpoint.config)
-    model.weight_bytes -= weights.bytes_saved() + weights.bytes_elsewhere
+    model.weight_bytes -= weights.bytes_saved()
     model.expert_bytes -= weights.bytes_saved(experts=True)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
     return model, weights
@@ -115,7 +115,9 @@ def check_ranks(path: Path | str, size: int) -> int:
             f"values); allowed: {', '.join(map(str, allowed))}"
         )
     values = layer.latent.v_head_dim if layer.latent else layer.head_dim
-    return max(layer.hidden_size, heads * values, layer.intermediate_size)
+    experts = layer.experts
+    inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
+    return max(layer.hidden_size, heads * values, layer.intermediate_size, inner)
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:

@@ -62,7 +62,6 @@ class Weights:
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
-        bytes_elsewhere: of the products that were asked for, in the computation's data type, what other ranks have.
 
     Raises:
         MissingTensorError, TensorShapeError, TensorDtypeError, UnexpectedTensorError: the checkpoint is not
@@ -97,7 +96,7 @@ class Weights:
         _check_left_over(checkpoint, {*plain, *packed, *passed_over}, tied)
         self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in (*plain, *packed))
         self._bytes_read = 0
-        self.bytes_elsewhere = 0
+        self._elsewhere: dict[str, int] = {}
         self._taken: set[str] = set()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -154,7 +153,7 @@ class Weights:
             for shape, count in zip(shapes, counts, strict=True)
         ]
         lacking = sum(shape[0] - len(own) for shape, own in zip(shapes, rows, strict=True))
-        self.bytes_elsewhere += lacking * shapes[0][1] * self.dtype.itemsize
+        self._elsewhere[product_name(names)] = lacking * shapes[0][1] * self.dtype.itemsize
         product = self._product(names, rows, bias)
         if split in (Split.NONE, Split.OUTPUTS):
             return Linear(product)
@@ -199,9 +198,12 @@ class Weights:
             raise _no_place(self._checkpoint, left)
 
     def bytes_saved(self, experts: bool = False) -> int:
-        """How many bytes less the quantized weights (of `experts` alone) have than in the computation's data type."""
+        """How many bytes less this rank holds of the products (of `experts` alone) than all of them have in the
+        computation's data type: what is quantized is smaller, and what other ranks have is not here.
+        """
         products = [w for name, w in self.products.items() if not experts or EXPERT.fullmatch(name)]
-        return sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
+        quantized = sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
+        return quantized + sum(size for name, size in self._elsewhere.items() if not experts or EXPERT.fullmatch(name))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """A norm."""

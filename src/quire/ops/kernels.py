@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -23,6 +23,7 @@ from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight,
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.threads import torch_threads
+from quire.parallel.group import Gather
 
 
 class HeadNorm(NamedTuple):
@@ -32,29 +33,12 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
-class Share(NamedTuple):
-    """A rank's columns of a matrix: the first one, how many there are, and how many of all ranks."""
+class SharedLayer(NamedTuple):
+    """What ranks that share a layer gather: the attention's result, the MLP's inner columns, what both yield."""
 
-    begin: int
-    own: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedLayer:
-    """What a kernel must know of the ranks that share a layer: see `quire.parallel.group`.
-
-    Attributes:
-        group: its address.
-        ended: raises what the outcome of a collective says, if it was not done.
-        attended, active, hidden: columns of the attention's result, of the MLP's inner one, of what both yield.
-    """
-
-    group: int
-    ended: Callable[[int], None]
-    attended: Share
-    active: Share
-    hidden: Share
+    attended: Gather
+    active: Gather
+    hidden: Gather
 
 
 class WholeLayer(Protocol):
@@ -81,7 +65,7 @@ class LayerParts:
         head_norm: of each query and key head; None: none.
         heads: query heads, of this rank.
         scale, window, layer: see `Kernels.attend`.
-        shared: with whom; None: with nobody.
+        shared: what is gathered of it; None: nobody shares it.
     """
 
     input_norm: torch.Tensor | None
@@ -265,9 +249,13 @@ class Kernels:
         """Add to the load of each expert: see `experts.count_experts`."""
         experts.count_experts(ids, batch, load)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
-        """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`)."""
-        return experts.LoopedExperts(gate_up, down)
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
+        """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`).
+
+        Args:
+            inner: brings together what the ranks that share them have of the columns between the products.
+        """
+        return experts.LoopedExperts(gate_up, down, inner)
 
     # -- latent attention ----------------------------------------------------------------------------------
 

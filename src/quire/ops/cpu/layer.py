@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from quire.ops.cpu import attention
+from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct
-from quire.ops.kernels import LayerParts, Share
+from quire.ops.kernels import LayerParts
 from quire.ops.kv_cache import KVCache
 from quire.ops.memory import Scratch
 from quire.ops.ragged import RaggedBatch
@@ -25,12 +26,6 @@ OUTSIDE = -1
 """A slot lies outside the cache: `OUTSIDE` in layer.cpp."""
 
 
-class _Share(ctypes.Structure):
-    """`Share` in layer.cpp."""
-
-    _fields_ = tuple((name, I64) for name in Share._fields)
-
-
 class _Layer(ctypes.Structure):
     """`Layer` in layer.cpp."""
 
@@ -38,7 +33,7 @@ class _Layer(ctypes.Structure):
         *(("dtype", I32), ("eps", F32), ("head_eps", F32)),
         *((name, I64) for name in ("layer", "heads")),
         ("group", POINTER),
-        *((name, _Share) for name in ("hidden", "attended", "active")),
+        *((name, Share) for name in ("hidden", "attended", "active")),
         *((name, POINTER) for name in ("input_norm", "head_norm", "post_attention_norm")),
         *((name, POINTER) for name in ("qkv", "output", "gate_up", "down")),
     )
@@ -81,13 +76,12 @@ class _Step:
 
 def _shares(parts: LayerParts) -> dict[str, Any]:
     """What a rank has of the layer; all of it where nobody shares it."""
-    shared = parts.shared
-    if shared is not None:
-        shares = {name: _Share(*getattr(shared, name)) for name in ("hidden", "attended", "active")}
-        return {"group": shared.group, **shares}
+    if parts.shared is not None:
+        shares = {name: share_of(gather) for name, gather in parts.shared._asdict().items()}
+        return {"group": parts.shared.hidden.group.address, **shares}
     widths = {"hidden": len(parts.post_attention_norm), "active": parts.down.in_features}
     widths["attended"] = parts.output.in_features
-    return {name: _Share(0, width, width) for name, width in widths.items()}
+    return {name: Share(0, width, width) for name, width in widths.items()}
 
 
 class CpuLayer:
@@ -153,7 +147,7 @@ class CpuLayer:
         if outcome == OUTSIDE:
             raise IndexError(f"a slot of the step lies outside the cache's {kv.num_blocks} blocks")
         if outcome and self._parts.shared is not None:
-            self._parts.shared.ended(outcome)
+            self._parts.shared.hidden.group.ended(outcome)
         return out, residual
 
     def _prepare(self, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch) -> tuple[_Step, int]:

@@ -162,17 +162,16 @@ struct Group {
     }
 };
 
-int64_t capacity(const Group& group) { return group.bytes; }
-
-Outcome gather(Group& group, const char* own, int64_t rows, Columns columns, const char** all) {
-    if (rows * columns.width > group.bytes) return TOO_LARGE;
+Outcome gather(Group& group, const void* own, int64_t rows, Share share, int64_t item, const char** all) {
+    const int64_t begin = share.begin * item, bytes = share.own * item, width = share.width * item;
+    if (rows * width > group.bytes) return TOO_LARGE;
     if (const Outcome outcome = group.ended(); outcome != DONE) return outcome;
     char* const buffer = group.buffers[group.turn()];
-    parallel_each(rows, Runs{1 + (1 << 18) / (columns.bytes + 1), INT32_MAX}, [&](int64_t row) {
-        std::memcpy(buffer + row * columns.width + columns.begin, own + row * columns.bytes, columns.bytes);
+    parallel_each(rows, Runs{1 + (1 << 18) / (bytes + 1), INT32_MAX}, [&](int64_t row) {
+        std::memcpy(buffer + row * width + begin, (const char*)own + row * bytes, bytes);
     });
     group.gathers++;
-    group.received += rows * (columns.width - columns.bytes);
+    group.received += rows * (width - bytes);
     *all = buffer;
     return group.meet();
 }
@@ -202,14 +201,14 @@ QUIRE_API Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, in
 }
 QUIRE_API void quire_group_leave(Group* group) { delete group; }
 
-// `all` [rows, width] from every rank's `own` [rows, bytes]; in bytes. As many rows at a time as find room.
-QUIRE_API int32_t quire_group_gather(Group* group, const char* own, int64_t rows, int64_t begin, int64_t bytes,
-                                     int64_t width, char* all) {
-    const int64_t most = capacity(*group) / width;
+// `all` [rows, width] from every rank's `own` [rows, own], of numbers of `item` bytes. As many rows at a time as find room.
+QUIRE_API int32_t quire_group_gather(Group* group, const char* own, int64_t rows, const Share* share, int64_t item,
+                                     char* all) {
+    const int64_t width = share->width * item, most = std::max<int64_t>(1, group->bytes / width);
     for (int64_t first = 0; first < rows; first += most) {
         const int64_t count = std::min(most, rows - first);
         const char* gathered;
-        const Outcome outcome = gather(*group, own + first * bytes, count, {begin, bytes, width}, &gathered);
+        const Outcome outcome = gather(*group, own + first * share->own * item, count, *share, item, &gathered);
         if (outcome != DONE) return outcome;
         std::memcpy(all + first * width, gathered, count * width);
     }

@@ -17,16 +17,13 @@ enum Outcome : int32_t {
     TOO_LARGE = 4, // there is no room for the matrix
 };
 
-// Columns of a matrix: this rank's begin `begin` bytes into a row of `width` bytes, and take `bytes` of it.
-struct Columns {
-    int64_t begin, bytes, width;
+// This rank's columns of a matrix: the first one, how many there are, and how many of all ranks.
+struct Share {
+    int64_t begin, own, width;
 };
 
-// Bytes of a matrix that the ranks can gather at a time.
-int64_t capacity(const Group&);
-
-// All columns of `rows` rows, of which every rank has its own in `own`. `all`: where they lie until the next but one
-// gather.
-Outcome gather(Group&, const char* own, int64_t rows, Columns, const char** all);
+// All columns of `rows` rows of numbers of `item` bytes, of which every rank has its own in `own`. `all`: where they lie
+// until the next but one gather.
+Outcome gather(Group&, const void* own, int64_t rows, Share, int64_t item, const char** all);
 
 }  // namespace quire

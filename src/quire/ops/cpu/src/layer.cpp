@@ -15,11 +15,6 @@ namespace quire {
 struct Weight;
 struct AttentionStep;
 
-// This rank's columns of a matrix: the first one, how many there are, and how many of all ranks.
-struct Share {
-    int64_t begin, own, width;
-};
-
 // What a layer is made of. Norm weights are in the layer's data type; `head_norm` may be null, `input_norm` in a layer
 // that is always first, and `group` where nobody shares it. `heads` are this rank's.
 struct Layer {
@@ -104,8 +99,7 @@ QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t
         quire_linear(weight, from, l.dtype, s.tokens, to, l.dtype, scratch);
     };
     auto gathered = [&](const void* own, const Share& share, const char** all) {
-        return gather(*l.group, (const char*)own, s.tokens, {share.begin * number, share.own * number, share.width * number},
-                      all);
+        return gather(*l.group, own, s.tokens, share, number, all);
     };
     // A product whose inputs the ranks share, and whose outputs all of them need.
     auto shared_linear = [&](const Weight* weight, const void* from, const Share& inputs, void* to) {

@@ -10,12 +10,13 @@ import torch
 
 from quire.errors import ConfigError, RankLostError, RanksDisagreeError, StepGivenUpError
 from quire.ops.cpu.library import I32, I64, POINTER, Library, Prototype, usable
+from quire.parallel.group import Gather
 
 PROTOTYPES: dict[str, Prototype] = {
     "group_bytes": (I64, (I64,)),
     "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double)),
     "group_leave": (None, (POINTER,)),
-    "group_gather": (I32, (POINTER, POINTER, I64, I64, I64, I64, POINTER)),
+    "group_gather": (I32, (POINTER, POINTER, I64, POINTER, I64, POINTER)),
     "group_check": (I32, (POINTER, ctypes.c_uint64)),
     "group_give_up": (None, (POINTER,)),
     "group_begin_anew": (I32, (POINTER, I64)),
@@ -25,6 +26,17 @@ PROTOTYPES: dict[str, Prototype] = {
 }
 DONE, GIVEN_UP, LOST, DIFFER, TOO_LARGE = range(5)
 """`Outcome` in group.h."""
+
+
+class Share(ctypes.Structure):
+    """`Share` in group.h: this rank's columns of a matrix."""
+
+    _fields_ = tuple((name, I64) for name in ("begin", "own", "width"))
+
+
+def share_of(gather: Gather) -> Share:
+    """What a gather brings together, as C++ sees it."""
+    return Share(gather.own.start, len(gather.own), gather.width)
 
 
 class SharedGroup:
@@ -50,11 +62,10 @@ class SharedGroup:
             raise MemoryError("no memory for a group of ranks")
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
-        x, item = x.contiguous(), x.element_size()
-        rows, own = x.shape
-        out = torch.empty(rows, width, dtype=x.dtype)
-        columns = (begin * item, own * item, width * item)
-        self.ended(self._lib.group_gather(self.address, x.data_ptr(), rows, *columns, out.data_ptr()))
+        x, share = x.contiguous(), Share(begin, x.shape[1], width)
+        out = torch.empty(len(x), width, dtype=x.dtype)
+        pointers = x.data_ptr(), len(x), ctypes.addressof(share), x.element_size(), out.data_ptr()
+        self.ended(self._lib.group_gather(self.address, *pointers))
         return out
 
     def check(self, digest: int) -> None:
