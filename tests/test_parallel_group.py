@@ -43,18 +43,11 @@ def all_of(groups: list[SharedGroup], call: Callable[[SharedGroup], Any]) -> lis
         return list(pool.map(run, groups))
 
 
-class Member:
-    """A rank of which only the place matters."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
 @given(size=st.integers(1, 5000), ranks=st.integers(1, 16))
 def test_shares_are_all_of_it_once_and_of_nearly_equal_size(size: int, ranks: int) -> None:
     if size < ranks:
         return
-    shares = [share(size, Member(rank, ranks)) for rank in range(ranks)]  # type: ignore[arg-type]
+    shares = [share(size, OneRank(rank, ranks)) for rank in range(ranks)]
     assert [column for each in shares for column in each] == list(range(size))
     assert max(map(len, shares)) - min(map(len, shares)) <= 32
 
@@ -64,7 +57,7 @@ def test_heads_are_not_cut_and_are_shared_where_there_are_too_few(heads: int, wi
     if heads % ranks and ranks % heads:
         return
     for rank in range(ranks):
-        member: Any = Member(rank, ranks)
+        member = OneRank(rank, ranks)
         own = share(heads * width, member, heads)
         assert own.start % width == 0 and len(own) == own_heads(heads, member) * width
         assert len(own) == max(1, heads // ranks) * width

@@ -59,10 +59,10 @@ class Group(Protocol):
 
 
 class OneRank:
-    """A model that one process computes alone."""
+    """A model that one process computes alone; or a rank's place, of which nothing is asked but its share."""
 
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
         self.address: int | None = None
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
