@@ -191,7 +191,7 @@ def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_ord
     assert both.engine == {"model": "demo", "prefix_cache": "radix", "kv_cache_dtype": "int8"}
     assert both.origins["prefix_cache"] == "flag"
     assert given("--config", str(file), "--prefix-cache", "hash").engine["prefix_cache"] == "hash"
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported: one device"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported: of ranks"):
         given("--pipeline-parallel-size", "2")
     with pytest.raises(ConfigError, match="prefix_cache and enable_prefix_caching are one option"):
         given("--prefix-cache", "hash", "--no-enable-prefix-caching")
@@ -199,9 +199,9 @@ def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_ord
 
 def test_vllms_short_flags_are_taken() -> None:
     assert given("-tp", "2", "-pp=1", "-dp", "1").engine == {"model": "demo", "tensor_parallel_size": 2}
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported: one device"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported: of ranks"):
         given("-pp", "2")
-    with pytest.raises(ConfigError, match="enable_expert_parallel=True is not supported: one device"):
+    with pytest.raises(ConfigError, match="enable_expert_parallel=True is not supported: experts are"):
         given("-ep")
 
 
