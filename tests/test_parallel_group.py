@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import LLM, SamplingParams
 from quire.errors import RankLostError, RanksDisagreeError, StepGivenUpError
 from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.parallel.group import OneRank, own_heads, share
@@ -143,3 +144,20 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for() -> None:
             groups[0].check(1)
         assert time.monotonic() - begin < 5
         waiting.join()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_gathers_four_times_a_layer_and_once_for_the_logits(ranks: int) -> None:
+    """So many bytes as the formula says; and nothing is added across ranks: there is no such collective."""
+    with LLM("demo", tensor_parallel_size=ranks, threads=1, max_num_batched_tokens=128) as llm:
+        found, model = llm._engine._ranks, llm.model
+        assert found is not None
+        before = found.group.counts
+        llm.generate([[5, 6, 7, 8, 9]], SamplingParams(max_tokens=1, temperature=0.0))
+        gathers, received = (after - first for after, first in zip(found.group.counts, before, strict=True))
+        layer = model.config.layer
+        columns = layer.num_heads * layer.head_dim + layer.intermediate_size + 2 * layer.hidden_size
+        expected = 5 * model.num_layers * columns * model.dtype.itemsize * (ranks - 1) // ranks
+        own = share(model.vocab_size, OneRank(0, ranks))
+        assert gathers == 4 * model.num_layers + 1
+        assert received == expected + 4 * (model.vocab_size - len(own))
