@@ -156,8 +156,7 @@ def test_a_step_gathers_four_times_a_layer_and_once_for_the_logits(ranks: int) -
         llm.generate([[5, 6, 7, 8, 9]], SamplingParams(max_tokens=1, temperature=0.0))
         gathers, received = (after - first for after, first in zip(found.group.counts, before, strict=True))
         layer = model.config.layer
-        columns = layer.num_heads * layer.head_dim + layer.intermediate_size + 2 * layer.hidden_size
-        expected = 5 * model.num_layers * columns * model.dtype.itemsize * (ranks - 1) // ranks
-        own = share(model.vocab_size, OneRank(0, ranks))
+        widths = (layer.num_heads * layer.head_dim, layer.hidden_size, layer.intermediate_size, layer.hidden_size)
+        lacking = [width - len(share(width, OneRank(0, ranks))) for width in (*widths, model.vocab_size)]
         assert gathers == 4 * model.num_layers + 1
-        assert received == expected + 4 * (model.vocab_size - len(own))
+        assert received == 5 * model.num_layers * model.dtype.itemsize * sum(lacking[:4]) + 4 * lacking[4]
