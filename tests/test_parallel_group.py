@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +23,19 @@ from quire import LLM, SamplingParams
 from quire.errors import RankLostError, RanksDisagreeError, StepGivenUpError
 from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.parallel.group import OneRank, own_heads, share
+from tests.test_cpu_team import ENVIRONMENT, HERE, KERNELS, program
+
+SOURCES = (HERE / "cpp" / "group_test.cpp", KERNELS / "group.cpp", KERNELS / "team.cpp")
+TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("sanitizer", ["plain", "thread"])
+@pytest.mark.parametrize("name", TESTS)
+def test_the_group_keeps_its_promises(name: str, sanitizer: str) -> None:
+    command = [*program(sanitizer, SOURCES), name]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @contextmanager

@@ -127,7 +127,7 @@ struct Group {
             const Outcome outcome = is_there() ? DONE : wait(other, place, is_there);
             if (outcome != DONE) return outcome;
         }
-        return DONE;
+        return ended();  // who gave up has raised its counter, too, if it has begun anew
     }
 
   private:
