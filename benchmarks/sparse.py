@@ -162,7 +162,7 @@ def time_decode_step(result: Result, shape: str, model: Model, machine: Machine,
 def measure_cache(result: Result, shape: str, model: Model) -> None:
     """Bytes of a token in a cache as it is allocated, beside those of all heads' keys and values."""
     config, layers = model.config.layer.latent, model.num_layers
-    kv = model.new_cache(4, BLOCK)
+    [kv] = model.new_caches([4], BLOCK)
     held, name = kv.bytes_per_block // BLOCK, f"{shape}, bytes of KV a token; beside full keys and values"
     full = layers * model.config.layer.num_heads * (config.qk_head_dim + config.v_head_dim) * DTYPE.itemsize
     result.add(

@@ -150,9 +150,9 @@ class Largest:
         self.config = EngineConfig(
             model="m", max_num_batched_tokens=self.tokens, max_num_seqs=self.requests, max_model_len=self.context
         )
-        kv = self.model.new_cache(self.context // 16 + 1, 16)
-        kv.data.zero_()
-        self.runner = ModelRunner(self.model, kv, self.rows, threads=1)
+        caches = self.model.new_caches([self.context // 16 + 1], 16)
+        caches[0].data.zero_()
+        self.runner = ModelRunner(self.model, caches, self.rows, threads=1)
         self.steps = self.held = 0
 
     def planned(self) -> int:
@@ -164,7 +164,7 @@ class Largest:
         plan = StepPlan(self.steps, [])
         for number, length in enumerate(lengths, start=100 * self.steps):
             blocks = list(range(1, (start + length) // 16 + 2))[: self.context // 16]
-            plan.spans.append(Span(number, start, [0] * length, num_sampled=1, blocks=blocks))
+            plan.spans.append(Span(number, start, [0] * length, num_sampled=1, blocks=[blocks]))
             plan.started.append(RequestInfo(number, params, 0, [0] * (start + length)))
         self.steps += 1
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -182,10 +182,10 @@ def test_a_row_of_a_growing_tree_reads_ancestors_that_lie_behind_it():
     """A tree that grows uses the slots of nodes again that nothing grows from any more."""
     kernels = TritonKernels("cpu", deterministic=True)
     model: Any = SimpleNamespace(kernels=kernels)
-    forward = DeviceForward(model, KVCache(4, 1, 1, 16, 16, torch.float16), DelayedDevice(), 2, 3)
-    forward.set_blocks([0, 1], [0, 0], [[2, 3], [1]])
+    forward = DeviceForward(model, [KVCache(4, 1, 1, 16, 16, torch.float16)], DelayedDevice(), 2, 3)
+    forward.set_blocks([0, 1], [0, 0], [[[2, 3]], [[1]]])
     branch = Branch(7, 14, [5], [1], [[0, 3, 1]])
-    batch = forward.batch([Span(8, 4, [6]), Span(7, 14, [5])], np.array([1, 0]), np.array([0, 1, 2]), {7: branch})
+    [batch] = forward.batches([Span(8, 4, [6]), Span(7, 14, [5])], np.array([1, 0]), np.array([0, 1, 2]), {7: branch})
     assert batch.positions.tolist() == [4, 16]
     assert batch.slots.tolist() == [16 + 4, 32 + 15]
     assert batch.spans is not None and batch.spans.context_lens.tolist() == [5, 18]

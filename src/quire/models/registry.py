@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def load_model(
     group: int | None = None,
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     mtp: bool = False,
+    one_kv_group: bool = False,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -54,6 +56,7 @@ def load_model(
         group: int4: inputs that share a scale; None: the default.
         open_checkpoint: opens the folder.
         mtp: load the layer that predicts one token more, too.
+        one_kv_group: see `DecoderConfig`.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -63,7 +66,7 @@ def load_model(
     record = read_record(checkpoint.folder)
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     stored = record is not None
-    model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored, mtp)
+    model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored, mtp, one_kv_group)
     return model
 
 
@@ -75,12 +78,13 @@ def build_model(
     quantization: Quantization | None,
     stored: bool = False,
     mtp: bool = False,
+    one_kv_group: bool = False,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
-    config = read_config(checkpoint.config, checkpoint.generation)
+    config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     if mtp:
         config = config.with_mtp()
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()

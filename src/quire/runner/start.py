@@ -29,10 +29,10 @@ ALONE = (64, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A runner, what it runs on, and what was decided for it."""
+    """A runner, its caches, one a KV group, and what was decided for it."""
 
     runner: ModelRunner
-    kv: KVCache
+    kv: list[KVCache]
     plan: MemoryPlan
     notes: tuple[str, ...]
 
@@ -58,7 +58,9 @@ def start_runner(
         activations = _measured_activations(config, model, device, draft_kv)
         granted = _granted(config, device)
         plan = plan_memory(config, model, granted, activations, share=1.0, speculation=speculation)
-    kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype, draft_kv)
+    kv = model.new_caches(
+        [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
+    )
     if not model.kernels.reads_spans:
         return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation), kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
@@ -79,7 +81,7 @@ def start_runner(
 def _device_forward(
     config: EngineConfig,
     model: Model,
-    kv: KVCache,
+    kv: list[KVCache],
     device: Device,
     longest: int,
     graphs: str = "off",
@@ -111,14 +113,14 @@ def _granted(config: EngineConfig, device: Device) -> int:
 
 
 def _measured_activations(config: EngineConfig, model: Model, device: Device, draft_kv: KVShape | None) -> int:
-    """Most bytes that the largest admissible step holds: such a step is run, on a pool of two blocks.
+    """Most bytes that the largest admissible step holds: such a step is run, on pools of two blocks.
 
     They have the `draft_kv` too: kernels are compiled for how far apart blocks are.
 
     Raises:
         MemoryPlanError: there is not enough for it.
     """
-    kv = model.new_cache(2, config.block_size, config.kv_cache_dtype, draft_kv)
+    kv = model.new_caches([2] * len(model.groups), config.block_size, config.kv_cache_dtype, draft_kv)
     forward = _device_forward(config, model, kv, device, longest_context(config, model))
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, halves=False)
     with torch.inference_mode(), device.active():
