@@ -147,7 +147,7 @@ def time_decode_step(result: Result, shape: str, model: Model, machine: Machine,
     tell("sparse: decode step")
     context = 256 if options.quick else CONTEXT
     kv, batch = _batch(1, 1, context, model.num_layers, model.head_dim)
-    seconds = in_turns({"step": lambda: model.logits(model.forward(replace(batch), kv))}, options)["step"]
+    seconds = in_turns({"step": lambda: model.logits(model.forward([replace(batch)], [kv]))}, options)["step"]
     work = Work.of(model, model.kv_shape().bytes_per_token)
     bound = Ceilings(work, machine).seconds(work.step(1, context))
     result.add(
@@ -197,7 +197,7 @@ def time_prompts(result: Result, shape: str, models: tuple[Model, Model], machin
 
 
 def _first_token(model: Model, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
-    return model.logits(model.forward(replace(batch), kv)[-1:])
+    return model.logits(model.forward([replace(batch)], [kv])[-1:])
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], options: Options) -> dict[str, float]:

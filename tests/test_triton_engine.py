@@ -200,6 +200,21 @@ def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
         assert got == pytest.approx(want, abs=1e-4)
 
 
+def test_layers_with_and_without_windows_have_tables_of_their_own(tmp_path):
+    """A cached head, a table that grows, and a window that passes a block, beside another request."""
+    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    folder = str(save_checkpoint(tmp_path, "qwen2", dtype=torch.float32, num_hidden_layers=2, **options))
+    plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=32))
+    ours = start(folder, {}, num_kv_blocks=8, check_invariants=True)
+    assert len(ours.kv_cache) == 2
+    for order in ([0, 1], [2]):
+        mine, theirs = run(ours, order, max_tokens=11), run(plain, order, max_tokens=11)
+        assert [token for index in order for token, _ in mine[index]] == [
+            token for index in order for token, _ in theirs[index]
+        ]
+    assert ours.stats.cached_tokens == 13
+
+
 @pytest.mark.slow
 def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "DTYPES", (torch.float16,))
