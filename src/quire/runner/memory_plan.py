@@ -102,9 +102,10 @@ class MemoryPlan:
         blocks = f"{group.num_usable:,} of {self.block_size} tokens: {group.num_usable * self.block_size:,} tokens"
         if len(self.groups) == 1:
             return "KV blocks", blocks
-        sees = "all" if group.window is None else f"{group.window:,}"
-        at_most = f"{format_size(group.bytes_per_token)} each, at most {group.peak_blocks:,} blocks a request"
-        return f"KV blocks, {group.num_layers} layers that see {sees}", f"{blocks}; {at_most}"
+        keeps = "all positions" if group.window is None else f"window of {group.window:,}"
+        layers = f"{group.num_layers} of {sum(each.num_layers for each in self.groups)} layers"
+        each = f"{format_size(group.bytes_per_token)} a token, at most {group.peak_blocks:,} blocks a request"
+        return f"KV blocks, {keeps}", f"{blocks}; {layers}, {each}"
 
 
 def plan_memory(
