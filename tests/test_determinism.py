@@ -4,7 +4,8 @@ A product of switches: batch composition, chunk sizes, prefix cache (cold, warm,
 forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by
 side. In full over the kernels that this machine chooses, in bf16 and fp32 and with a sliding window in all layers or
 in some; and a part of it over every other implementation and instruction set, quantized weights and quantized caches,
-experts and latent attention. Over all of these, a token's log-probability is the same when it is sampled and as a part of a prompt.
+experts and latent attention. Over all of these, a token's log-probability is the same when it is sampled and as a part
+of a prompt.
 """
 
 from __future__ import annotations

@@ -181,10 +181,9 @@ def test_memory_for_not_even_one_block_a_group_is_refused(mixed):
 
 def test_the_table_says_what_each_group_has_only_where_there_are_several(mixed, model):
     rows = dict(plan(mixed, num_kv_blocks=300, max_num_batched_tokens=128, max_num_seqs=8).table())
-    assert rows["KV blocks, 1 layers that see all"].startswith(
-        "300 of 16 tokens: 4,800 tokens; 128 B each, at most 256"
-    )
-    assert rows["KV blocks, 3 layers that see 32"].endswith("384 B each, at most 11 blocks a request")
+    full, windowed = rows["KV blocks, all positions"], rows["KV blocks, window of 32"]
+    assert full == "300 of 16 tokens: 4,800 tokens; 1 of 4 layers, 128 B a token, at most 256 blocks a request"
+    assert windowed.endswith("; 3 of 4 layers, 384 B a token, at most 11 blocks a request")
     assert "KV blocks" not in rows and "KV blocks" in dict(plan(model).table())
 
 
