@@ -197,7 +197,8 @@ def kv_use(stats: Mapping[str, Any]) -> float:
     """
     total = stats.get("num_blocks", 0)
     of_all = stats.get("held_blocks", 0) / total if total > 0 else 0.0
-    return min(1.0, max(0.0, stats.get("kv_use", of_all)))
+    share: float = stats.get("kv_use", of_all)
+    return min(1.0, max(0.0, share))
 
 
 def _duration(seconds: float) -> str:

@@ -254,10 +254,11 @@ class KVManager:
         missing = self.blocks_for(num_tokens) - len(request.tables[0])
         if missing <= 0:
             return True
-        if self.lacks([missing] * len(self.groups)):
+        if any(missing > group.num_available for group in self.groups):
             return False
         for number, table in enumerate(request.tables):
-            table += [self._take(number) for _ in range(missing)]
+            for _ in range(missing):
+                table.append(self._take(number))
         return True
 
     def trim(self, request: Request) -> None:
