@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 
 from quire.config import EngineConfig
 from quire.core.block_pool import NULL_BLOCK
+from quire.core.kv_manager import Handle
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.log import kv_use
 from quire.models.config import DecoderConfig
 from quire.models.layer_groups import layer_groups
+from quire.observe.recorder import Recorder
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, load_reference, random_prompt, reference_greedy, save_checkpoint
 from tests.test_models_eagle import eagle_tensors, write
@@ -96,6 +100,24 @@ def test_more_requests_run_at_once_than_where_all_layers_keep_everything(tmp_pat
     monkeypatch.setattr(DecoderConfig, "groups", property(lambda config: layer_groups([None] * config.num_layers)))
     before, same = most_running()
     assert most > before > 1 and outputs == same
+
+
+def test_what_the_live_view_and_metrics_say_counts_the_blocks_of_all_groups(folders):
+    engine = engine_of(folders["mixed"], num_kv_blocks=40)
+    engine.add(Request(0, random_prompt(100), SamplingParams(temperature=0.0).resolved(), max_tokens=2))
+    while not engine.idle:
+        engine.step()
+    kv, full, windowed = engine.scheduler.kv, *engine.scheduler.kv.groups
+    kv.hold(Handle("transfer", 1), [(1, block) for block in windowed.cached])
+    usable, held = 40 + windowed.num_usable, len(windowed.cached)
+    document = json.loads(Recorder().document(engine, "live"))
+    stats = document["stats"]
+    assert (stats["num_blocks"], stats["held_blocks"], stats["cached_blocks"]) == (usable, held, 2 * held)
+    assert stats["free_blocks"] == usable - 2 * held
+    assert kv_use(stats) == pytest.approx(held / windowed.num_usable) and kv_use(stats) > held / usable
+    cells = document["kv"]["cells"]
+    assert len(cells) == usable and (cells.count("c"), cells.count("1")) == (len(full.cached), held)
+    assert [(node["parent"], node["tokens"], node["references"]) for node in document["tree"]] == [(None, 101, 1)]
 
 
 # -- the same tokens -----------------------------------------------------------------------------------------------

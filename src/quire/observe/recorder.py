@@ -207,7 +207,7 @@ class Recorder:
             "computed": request.num_computed,
             "output": len(request.tokens) - request.num_prompt,
             "max_tokens": request.max_tokens,
-            "blocks": sum(block != NULL_BLOCK for table in request.tables for block in table),
+            "blocks": sum(len(table) - table.count(NULL_BLOCK) for table in request.tables),
             "age": now - request.stats.arrived,
             "priority": request.order[0],
             "preemptions": request.stats.preemptions,
@@ -318,14 +318,17 @@ def _states(group: KVGroup) -> NDArray[np.int64]:
 
 
 def _tree(kv: KVManager) -> list[dict[str, Any]]:
-    """The prefix tree, chains merged into one node each, the largest first, parents before children."""
+    """The prefix tree, chains merged into one node each, the largest first, parents before children.
+
+    Ids are numbers of this picture alone. `references` are those of the group where they are most.
+    """
     nodes: list[dict[str, Any]] = []
     todo: deque[tuple[Node, int | None]] = deque(
         (child, None) for root in kv.cache.roots.values() for child in root.children.values()
     )
     visited = 0
     while todo and visited < MAX_VISITED and len(nodes) < 4 * MAX_TREE_NODES:
-        node, parent = todo.popleft()
+        (node, parent), number = todo.popleft(), len(nodes)
         first, last, blocks, tokens = node, node, 0, 0
         while True:
             blocks += 1
@@ -336,7 +339,7 @@ def _tree(kv: KVManager) -> list[dict[str, Any]]:
             [last] = last.children.values()
         nodes.append(
             {
-                "id": id(first),
+                "id": number,
                 "parent": parent,
                 "tokens": tokens,
                 "blocks": blocks,
@@ -345,7 +348,7 @@ def _tree(kv: KVManager) -> list[dict[str, Any]]:
                 ),
             }
         )
-        todo.extend((child, id(first)) for child in last.children.values())
+        todo.extend((child, number) for child in last.children.values())
     return _largest(nodes)
 
 
