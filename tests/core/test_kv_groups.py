@@ -83,6 +83,17 @@ def test_a_match_ends_where_all_groups_have_what_the_next_token_sees():
     assert all(node.blocks[0] != NULL_BLOCK for node in path(scheduler)), "the other group's are there"
 
 
+def test_each_group_need_have_no_more_than_its_own_window():
+    """At 48 one sees 36 to 47, the other 44 to 47."""
+    scheduler, runner = cached((13, 5))
+    evict_parts(scheduler, 1, range(11))
+    assert matched(scheduler, [*PROMPT, 1]) == 48
+    scheduler.add(make_request(1, [*PROMPT, 1], max_tokens=5))
+    assert outputs(run_all(scheduler, runner))[1] == expected_output([*PROMPT, 1], 5, (13, 5))
+    evict_parts(scheduler, 0, [9])
+    assert matched(scheduler, [*PROMPT, 2]) == 0
+
+
 def test_what_a_group_without_a_window_loses_ends_all_that_follows():
     scheduler, _ = cached()
     evict_parts(scheduler, 0, [5])

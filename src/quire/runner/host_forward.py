@@ -128,11 +128,11 @@ class HostForward:
             places = positions.copy()
             trees = _trees(by_span, row_starts, positions, places, contexts)
         blocks, offsets = np.divmod(places, size)
-        shared = torch.from_numpy(np.array(tokens)), torch.from_numpy(positions)
-        lengths = -(-contexts // size)
+        ids, absolute, lengths = torch.from_numpy(np.array(tokens)), torch.from_numpy(positions), -(-contexts // size)
         return [
             RaggedBatch(
-                *shared,
+                token_ids=ids,
+                positions=absolute,
                 slots=torch.from_numpy(table[rows_of, blocks] * size + offsets),
                 row_starts=row_starts.tolist(),
                 context_lens=contexts.tolist(),
