@@ -46,6 +46,9 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "window": lambda folder: save_checkpoint(
         folder, "mistral", dtype=torch.bfloat16, num_hidden_layers=2, sliding_window=40
     ),
+    "some windows": lambda folder: save_checkpoint(
+        folder, "qwen2", use_sliding_window=True, sliding_window=40, max_window_layers=2
+    ),
     "experts": lambda folder: save_checkpoint(folder, "qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=2),
     "latent": lambda folder: save_with_mtp(folder, q_lora_rank=32, v_head_dim=16),  # sizes that int4 divides
 }

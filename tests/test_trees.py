@@ -399,7 +399,7 @@ def hidden_states(model: Model, tokens: Sequence[int], part: Part, kv: KVCache) 
     """Of the part's rows, whose tokens these are."""
     batch = replace(batch_of([part], kv.block_size), token_ids=torch.tensor(list(tokens)))
     with torch.inference_mode():
-        return model.forward(batch, kv)
+        return model.forward([batch], [kv])
 
 
 @EACH_KERNELS
@@ -413,7 +413,7 @@ def test_a_model_s_hidden_states_in_a_tree_are_those_of_the_paths(
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
     model = load_model(folder, kernels=kernels)
     tree, prompt, drafts = random_tree(random.Random(0)), random_prompt(126), random_prompt(24, seed=1)
-    kv, table = model.new_cache(21, 16), torch.randperm(20) + 1
+    [kv], table = model.new_caches([21], 16), torch.randperm(20) + 1
     hidden_states(model, prompt, Part(table[:10], 0, 126), kv)
     drafted = hidden_states(model, drafts, Part(table[:10], 126, paths=tree.paths), kv)
     for leaf in tree.leaves:

@@ -111,7 +111,9 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = option(
         "auto", "how KV is stored: the model's data type, or 8-bit codes with a scale a token and head (fp8: e4m3)"
     )
-    num_kv_blocks: int | None = option(None, "KV blocks, in place of what the memory plan finds", low=2, high=2**40)
+    num_kv_blocks: int | None = option(
+        None, "KV blocks, in place of what the memory plan finds; of several KV groups, the first's", low=2, high=2**40
+    )
     kv_cache_memory: str | None = option(None, "memory for KV, e.g. 4GiB; default: a fair share of what is free")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(

@@ -17,6 +17,7 @@ import torch
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL, SamplingParams
@@ -36,7 +37,8 @@ from quire.ops import choice_note
 from quire.ops.threads import usable_threads
 from quire.parallel.group import OneRank
 from quire.runner.device import open_device
-from quire.runner.memory_plan import MemoryPlan, retention
+from quire.runner.kv_pools import retentions
+from quire.runner.memory_plan import MemoryPlan
 from quire.runner.model_runner import STEP_FAILED
 from quire.runner.proposer import Proposer
 from quire.runner.start import OnLoad, start_runner
@@ -92,7 +94,7 @@ class EngineStats:
         verifications: spans that verified drafts.
         drafted, accepted: drafts that were verified, and those of them that were sampled too.
         accepted_by_position: how often at least so many drafts of a span were accepted, from 1 on.
-        peak_blocks: most blocks held at once. num_blocks: usable blocks of the pool.
+        peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
     """
 
     steps: int = 0
@@ -156,7 +158,7 @@ class Engine:
         computing: entered around what may take long and writes no books, so that it may be interrupted there: launching
             steps, and waiting for them.
         path: folder of the checkpoint.
-        kv_cache: the device's blocks.
+        kv_cache: the device's blocks, a cache a KV group.
         model_name: what the user called it.
         threads: how many a step uses.
         notes: what was decided at start without being asked for.
@@ -199,13 +201,13 @@ class Engine:
                 f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} leaves no room in a context "
                 f"of {self.max_model_len} tokens; lower it"
             )
-        self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
+        self._stats = EngineStats(num_blocks=self.memory_plan.num_usable)
         self.scheduler = Scheduler(config, self._kv_manager(hash_key or secrets.token_bytes(32)), self.max_model_len)
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
         if self._ranks:
             report("waiting for the other ranks", 0.0)
-            self._ranks.begin(self.memory_plan.num_blocks, self.max_model_len)
+            self._ranks.begin(self.memory_plan)
             self.executor = RankExecutor(self.executor, self._ranks)
         self._timeline = None if trace is None else self._make_timeline(trace)
         self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
@@ -290,10 +292,12 @@ class Engine:
         # All that a block's bytes depend on beside its tokens.
         system = fingerprint.system(self.path, self.model, config.kv_cache_dtype)
         drafts = "" if speculation is None else speculation.fingerprint
-        hasher = BlockHasher(hash_key, f"{system}|{self.kv_cache.layout}|{drafts}")
+        layout = "|".join(cache.layout for cache in self.kv_cache)
+        hasher = BlockHasher(hash_key, f"{system}|{layout}|{drafts}")
         ahead = speculation is not None and speculation.needs_next_token
-        window = retention(self.model, speculation)
-        return KVManager(self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, window, ahead)
+        windows = retentions(self.model, speculation)
+        groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
+        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead)
 
     @property
     def stats(self) -> EngineStats:

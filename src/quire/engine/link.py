@@ -6,6 +6,8 @@ import socket
 
 import msgspec
 
+from quire.runner.memory_plan import MemoryPlan
+
 LENGTH_BYTES = 4
 
 
@@ -14,10 +16,9 @@ class Loaded(msgspec.Struct, tag=True):
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Make so many KV blocks, for contexts of at most so many tokens, and take plans."""
+    """Make the KV blocks that the first rank has planned, and take plans of steps."""
 
-    num_blocks: int
-    max_model_len: int
+    plan: MemoryPlan
 
 
 class Ready(msgspec.Struct, tag=True):

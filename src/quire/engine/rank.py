@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +74,10 @@ def main() -> int:
     return 0
 
 
+def _silent(phase: str, share: float) -> None:
+    """The first rank tells how far starting is."""
+
+
 def _load(start: RankStart, link: Link) -> Any:
     """What computes plans; None: the first rank has given up."""
     from quire.engine.loading import load
@@ -85,16 +88,13 @@ def _load(start: RankStart, link: Link) -> Any:
     config = EngineConfig(**start.config)
     group = SharedGroup(start.memory, start.matrix_bytes, start.rank, start.size, config.collective_timeout_s)
     device = open_device(config.device)
-    model, speculation = load(config, Path(start.path), device, group, lambda phase, share: None)
+    model, speculation = load(config, Path(start.path), device, group, _silent)
     link.send(msgspec.msgpack.encode(Loaded()))
     message = link.receive()
     if message is None:
         return None
     begin = msgspec.msgpack.decode(message, type=Begin)
-    config = replace(
-        config, num_kv_blocks=begin.num_blocks - 1, max_model_len=begin.max_model_len, kv_cache_memory=None
-    )
-    runner = start_runner(config, model, device, start.threads, lambda phase, share: None, speculation).runner
+    runner = start_runner(config, model, device, start.threads, _silent, speculation, begin.plan).runner
     link.send(msgspec.msgpack.encode(Ready()))
     return runner
 

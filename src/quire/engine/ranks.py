@@ -26,6 +26,7 @@ from quire.engine.link import Begin, Failed, FromRank, Link
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError, QuireError, RankLostError
 from quire.ops.cpu.group import SharedGroup, new_memory
+from quire.runner.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,8 @@ class Ranks:
         self._links.append(Link(own))
         self._processes.append(process)
 
-    def begin(self, num_blocks: int, max_model_len: int) -> None:
-        """Once all have loaded: they make their blocks, and take plans from now on.
+    def begin(self, plan: MemoryPlan) -> None:
+        """Once all have loaded: they make their blocks as this one has planned them, and take steps from now on.
 
         Raises:
             ConfigError: a rank cannot start; the message is the rank's.
@@ -97,7 +98,7 @@ class Ranks:
         for rank in range(1, self.group.size):
             self._hear(rank)
         for link in self._links:
-            link.send(msgspec.msgpack.encode(Begin(num_blocks, max_model_len)))
+            link.send(msgspec.msgpack.encode(Begin(plan)))
         for rank in range(1, self.group.size):
             self._hear(rank)
         for link in self._links:

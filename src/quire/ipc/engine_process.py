@@ -117,7 +117,7 @@ class EngineProcess:
         from quire.engine.engine import Engine
 
         engine = Engine(replace(config, model=str(path), revision=None), self._board.set_phase, self)
-        for cache in (engine.kv_cache, engine.kv_cache.draft_kv):
+        for cache in (*engine.kv_cache, engine.kv_cache[0].draft_kv):
             if cache is not None:
                 cache.pulse = self._board.fields  # PULSE is field 0
         if self._start.fault is not None:
@@ -144,10 +144,10 @@ class EngineProcess:
             max_model_len=engine.max_model_len,
             eos_token_ids=list(model.eos_token_ids),
             sampling_defaults=engine.sampling_defaults,
-            num_blocks=plan.num_blocks - 1,
+            num_blocks=plan.num_usable,
             block_size=plan.block_size,
             kv_bytes_per_token=plan.kv_bytes_per_token,
-            full_length_requests=(plan.num_blocks - 1) // -(-plan.max_model_len // plan.block_size),
+            full_length_requests=int(plan.full_length_requests),
             parameters=model.num_parameters,
             weight_bytes=model.weight_bytes,
             notes=list(engine.notes),

@@ -15,7 +15,7 @@ class Attention:
     Args:
         num_heads, num_kv_heads, head_dim: its shape.
         weights: gives the layer's parts by name.
-        layer: which layer of the cache this is.
+        layer: which layer of its cache this is.
         window: a row sees this many positions, itself included; None: all.
         qkv_bias, output_bias: whether the products have biases.
         norm_eps: of a norm of each query and key head, before it is rotated; None: there is none.

@@ -91,7 +91,7 @@ class DecoderLayer:
     Args:
         config: sizes and options.
         weights: gives the layer's parts by name.
-        layer: which one this is.
+        layer: which layer of its cache this is.
         window: a row sees this many positions, itself included; None: all.
     """
 

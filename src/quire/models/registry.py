@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def load_model(
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     mtp: bool = False,
     ranks: Group | None = None,
+    one_kv_group: bool = False,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -57,6 +59,7 @@ def load_model(
         open_checkpoint: opens the folder.
         mtp: load the layer that predicts one token more, too.
         ranks: those that share the model; None: it is whole.
+        one_kv_group: see `DecoderConfig`.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -66,7 +69,8 @@ def load_model(
     record = read_record(checkpoint.folder)
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     stored = record is not None
-    model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored, mtp, ranks)
+    kernels = kernels or choose_kernels()
+    model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, ranks, one_kv_group)
     return model
 
 
@@ -79,12 +83,13 @@ def build_model(
     stored: bool = False,
     mtp: bool = False,
     ranks: Group | None = None,
+    one_kv_group: bool = False,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
-    config = read_config(checkpoint.config, checkpoint.generation)
+    config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     if mtp:
         config = config.with_mtp()
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()

@@ -12,7 +12,7 @@ import logging
 import math
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -45,11 +45,11 @@ OUT_OF_MEMORY = (
 
 
 class ModelRunner:
-    """Runs plans, in their order, on one model and one KV cache.
+    """Runs plans, in their order, on one model and its KV caches.
 
     Args:
         model: the loaded model.
-        kv: its blocks.
+        kv: its blocks, a cache a KV group.
         logit_rows: most rows whose logits are made at once for prompt log-probabilities.
         threads: how many a step may use. torch keeps that number for the whole process, so it is set for each
             step and put back after it: engines side by side, and the program around them, keep their own.
@@ -65,7 +65,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        kv: KVCache,
+        kv: Sequence[KVCache],
         logit_rows: int,
         threads: int,
         device: Device | None = None,
@@ -132,7 +132,7 @@ class ModelRunner:
         next_number, self._next_number = self._next_number, None
         with torch.inference_mode(), self.device.active(), self.model.kernels.threads(self._threads):
             begin = self.device.mark()
-            self.kv.pulse[0] += 1  # a replay passes no layer
+            self.kv[0].pulse[0] += 1  # a replay passes no layer
             if plan.number != next_number:
                 _check_complete(plan, next_number)
                 self.model.group.begin_anew(plan.number)
@@ -189,9 +189,10 @@ class ModelRunner:
         if grown:
             rows = [self._requests[span.request].row for span in grown]
             self._forward.set_blocks(rows, [span.table_start for span in grown], [span.blocks for span in grown])
-        copies = [copy for span in grown for copy in span.copies]  # into new blocks
-        if copies:
-            self.model.kernels.copy_blocks(self.kv, copies)
+        for number, kv in enumerate(self.kv):
+            copies = [(source, into, n) for span in grown for group, source, into, n in span.copies if group == number]
+            if copies:  # into new blocks
+                self.model.kernels.copy_blocks(kv, copies)
 
     def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[_Part]:
         """All spans at once; where that fails, usually for want of memory, one half after the other."""
