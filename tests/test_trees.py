@@ -388,8 +388,8 @@ def test_a_path_that_leaves_its_tree_is_refused(kernels: Kernels, kind: Heads) -
         paths = batch.trees.paths.clone()
         paths[2, 1] = slot
         refused(replace(batch.trees, paths=paths), r"name slots that their trees, of \[3, 3, 3\], do not have")
-    refused(replace(batch.trees, paths=batch.trees.paths[:, :1]), r"rows \[0, 1, 1\] positions behind .* have 1")
-    refused(batch.trees, "positions behind", positions=batch.positions - 1)
+    refused(replace(batch.trees, paths=batch.trees.paths[:, :1]), r"rows \[0, 1, 1\] positions below .* have 1")
+    refused(batch.trees, "positions below", positions=batch.positions - 1)
 
 
 # -- whole models --------------------------------------------------------------------------------------------------
