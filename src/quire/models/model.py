@@ -115,7 +115,7 @@ class Model(ModelSizes):
 
     Attributes:
         kernels: the implementation that computes it.
-        group: the ranks that share it.
+        ranks: those that share it.
         embedding: its table of tokens.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
@@ -131,8 +131,8 @@ class Model(ModelSizes):
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         expands = config.layer.latent is not None and may_expand(weights.kernels)
         super().__init__(config, weights.dtype, weights.quantization, expands)
-        self.kernels, self.group = weights.kernels, weights.group
-        self.num_kv_heads = own_heads(self.num_kv_heads, self.group)
+        self.kernels, self.ranks = weights.kernels, weights.group
+        self.num_kv_heads = own_heads(self.num_kv_heads, self.ranks)
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         # The largest tensor first: memory's peak is then not the whole model and once more this.

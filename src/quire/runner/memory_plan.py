@@ -195,7 +195,7 @@ def plan_memory(
         notes=tuple(notes),
         quantization=None if model.quantization is None else model.quantization.of_model(),
         kv_saving=model.kv_saving,
-        ranks=model.group.size,
+        ranks=model.ranks.size,
         draft_kv_bytes_per_token=pools.draft_bytes,
     )
 

@@ -125,7 +125,7 @@ class ModelRunner:
         try:
             return self._launch(plan)
         except BaseException:
-            self.model.group.give_up()
+            self.model.ranks.give_up()
             raise
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
@@ -135,7 +135,7 @@ class ModelRunner:
             self.kv[0].pulse[0] += 1  # a replay passes no layer
             if plan.number != next_number:
                 _check_complete(plan, next_number)
-                self.model.group.begin_anew(plan.number)
+                self.model.ranks.begin_anew(plan.number)
                 self._forget()
             self._settle()
             self._take_in(plan)
@@ -246,8 +246,8 @@ class ModelRunner:
             part.sampled, part.ahead = drafter.sample(spans, part.row_starts, made, drafts, self.model.logits)
         elif part.chosen:
             part.sampled = self._sample(part, hidden, rows)
-        if self.model.group.size > 1:
-            self.model.group.check(part.digest())
+        if self.model.ranks.size > 1:
+            self.model.ranks.check(part.digest())
         return part
 
     def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:

@@ -62,7 +62,7 @@ def start_runner(
         [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
     )
     if not model.kernels.reads_spans:
-        halves = model.group.size == 1  # several ranks give a step up together, and the engine halves it
+        halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves)
         return Started(runner, kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
@@ -83,7 +83,7 @@ def start_runner(
 def _planned(config: EngineConfig, model: Model, device: Device, speculation: Speculation | None) -> MemoryPlan:
     """What the memory is used for. Ranks of one machine share what is free."""
     if not device.asynchronous:
-        return plan_memory(config, model, free_memory() // model.group.size, speculation=speculation)
+        return plan_memory(config, model, free_memory() // model.ranks.size, speculation=speculation)
     draft_kv = speculation.kv_shape if speculation else None
     activations = _measured_activations(config, model, device, draft_kv)
     return plan_memory(config, model, _granted(config, device), activations, share=1.0, speculation=speculation)
