@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,14 @@ def test_ranks_that_the_model_cannot_have_are_refused_by_name(tmp_path: Path) ->
     folder = save_checkpoint(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .*allowed: 1, 2, 4"):
         LLM(str(folder), tensor_parallel_size=3)
+
+
+def test_an_engine_that_cannot_start_leaves_no_rank_behind() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM("demo", tensor_parallel_size=2, threads=1, max_model_len=10**6)
+    assert caught.value is not None  # its traceback holds all that there was
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    assert not [pid for pid in children if "quire.engine.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_what_is_wrong_on_another_rank_is_told() -> None:

@@ -41,7 +41,7 @@ from quire.runner.kv_pools import retentions
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.model_runner import STEP_FAILED
 from quire.runner.proposer import Proposer
-from quire.runner.start import OnLoad, start_runner
+from quire.runner.start import OnLoad, Started, start_runner
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,36 @@ class Engine:
         self.device = open_device(config.device)
         self.threads = config.threads or max(1, usable_threads() // config.tensor_parallel_size)
         self._ranks = self._start_ranks(open_checkpoint, proposer) if config.tensor_parallel_size > 1 else None
+        try:
+            started = self._start(report, open_checkpoint, proposer, hash_key or secrets.token_bytes(32))
+        except BaseException:
+            if self._ranks:
+                self._ranks.close()
+            raise
+        self._timeline = None if trace is None else self._make_timeline(trace)
+        self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
+        self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
+        self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._updates: list[RequestUpdate] = []  # not handed out yet
+        self._committing: list[int] = []  # requests of the step that is being committed
+        self._computing = False  # else it is being decided, and books are written
+        self._closed = False
+        self.blocked = False
+        self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
+        for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
+            logger.info("%s", note)
+        report("ready", 1.0)
+
+    def _start(
+        self,
+        report: OnLoad,
+        open_checkpoint: Callable[[Path], Checkpoint],
+        proposer: Proposer | None,
+        hash_key: bytes,
+    ) -> Started:
+        """Load the model, plan the memory, and make what schedules and what computes."""
+        config = self.config
         group = self._ranks.group if self._ranks else OneRank()
         self.model, self.speculation = load(config, self.path, self.device, group, report, open_checkpoint, proposer)
         started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
@@ -202,27 +232,14 @@ class Engine:
                 f"of {self.max_model_len} tokens; lower it"
             )
         self._stats = EngineStats(num_blocks=self.memory_plan.num_usable)
-        self.scheduler = Scheduler(config, self._kv_manager(hash_key or secrets.token_bytes(32)), self.max_model_len)
+        self.scheduler = Scheduler(config, self._kv_manager(hash_key), self.max_model_len)
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
         if self._ranks:
             report("waiting for the other ranks", 0.0)
             self._ranks.begin(self.memory_plan)
             self.executor = RankExecutor(self.executor, self._ranks)
-        self._timeline = None if trace is None else self._make_timeline(trace)
-        self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
-        self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
-        self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
-        self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._updates: list[RequestUpdate] = []  # not handed out yet
-        self._committing: list[int] = []  # requests of the step that is being committed
-        self._computing = False  # else it is being decided, and books are written
-        self._closed = False
-        self.blocked = False
-        self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
-        for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
-            logger.info("%s", note)
-        report("ready", 1.0)
+        return started
 
     def _start_ranks(self, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None) -> Ranks:
         """The other ranks, which load while this one does.
