@@ -39,7 +39,8 @@ CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,test
     engine_failures cli_serve cli_generate server_supervisor server_http_process cli_doctor cpu_* \
     engine_properties gpu_check models_* ops* quantization* sampling_* experts latent* layers device* trees demo_* \
     memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
-    llm engine_resume engine_waiting detokenizer tokenizer_trial reading cli_options server_app server_generate \
+    llm kv_groups parallel_group parallel_determinism engine_resume engine_waiting detokenizer tokenizer_trial reading \
+    cli_options server_app server_generate \
     server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
     bench_peers_gguf bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)

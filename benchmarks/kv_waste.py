@@ -13,6 +13,7 @@ from benchmarks.common import Options, Result, main, tell, tokens
 from benchmarks.scheduler import answer, make_request
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.scheduler import Scheduler
 
@@ -41,7 +42,7 @@ def _row(result: Result, name: str, held: int, used: int, steps: int) -> None:
 def _measure(block_size: int, count: int) -> tuple[int, int, int, int]:
     """Sums over all steps: slots held, positions computed, slots if each request had reserved; and the steps."""
     config = EngineConfig(model="none", block_size=block_size, prefix_cache="off")
-    kv = KVManager(1 << 16, block_size, "off", BlockHasher(bytes(32), "benchmark"))
+    kv = KVManager([KVGroup(1 << 16)], block_size, "off", BlockHasher(bytes(32), "benchmark"))
     scheduler = Scheduler(config, kv, LONGEST)
     generator = random.Random(0)
     for number in range(count):
@@ -52,7 +53,7 @@ def _measure(block_size: int, count: int) -> tuple[int, int, int, int]:
     while not scheduler.idle:
         plan = scheduler.schedule(0.0)
         scheduler.commit(plan, answer(plan), 0.0)
-        held += block_size * sum(len(request.table) for request in scheduler.running)
+        held += block_size * sum(len(request.tables[0]) for request in scheduler.running)
         used += sum(request.num_computed for request in scheduler.running)
         reserved += LONGEST * len(scheduler.running)
         steps += 1

@@ -149,7 +149,7 @@ def instrument(llm: LLM) -> Profile:
         (model, "forward", rest, "between the layers' kernels"),
         (model, "logits", rest, "around the head"),
         (runner, "launch", rest, "runner"),
-        (runner._forward, "batch", rest, "preparing the batch"),
+        (runner._forward, "batches", rest, "preparing the batch"),
         (runner.sampler, "launch", "sampling", "Python of the sampler"),
         (engine.scheduler, "schedule", rest, "scheduler"),
         (engine.scheduler, "commit", rest, "scheduler"),

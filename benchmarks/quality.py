@@ -103,7 +103,7 @@ def _logits(text: Text, settings: dict[str, Any], threads: int | None) -> tuple[
         with torch.inference_mode():
             logits = []
             for window in text.windows:
-                hidden = engine.model.forward(_batch(window, config.block_size), engine.kv_cache)
+                hidden = engine.model.forward([_batch(window, config.block_size)], engine.kv_cache)
                 parts = [engine.model.logits(part) for part in hidden.split(LOGIT_ROWS)]
                 logits.append(torch.cat(parts))
         return logits, engine.model.weight_bytes

@@ -24,6 +24,7 @@ NAMES = (
     "speculation",
     "profile_step",
     "quality",
+    "ranks",
     "scheduler",
     "batching",
     "chunked_prefill",

@@ -16,6 +16,7 @@ from benchmarks.common import Options, Result, main, tell
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import BlockPool
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ def run(options: Options) -> Result:
 def make_scheduler(num_blocks: int, **options: object) -> Scheduler:
     """A scheduler over a pool of its own."""
     config = EngineConfig(model="none", **options)
-    kv = KVManager(num_blocks, BLOCK, config.prefix_cache, BlockHasher(bytes(32), "benchmark"))
+    kv = KVManager([KVGroup(num_blocks)], BLOCK, config.prefix_cache, BlockHasher(bytes(32), "benchmark"))
     return Scheduler(config, kv, config.max_model_len or 40_960)
 
 
@@ -119,8 +120,8 @@ class NullModel:
     vocab_size = 151_936
     kernels = NullKernels()
 
-    def forward(self, batch: RaggedBatch, kv: object, aux: object = None) -> Tensor:
-        return torch.zeros(len(batch.token_ids), 1)
+    def forward(self, batches: list[RaggedBatch], kv: object, aux: object = None) -> Tensor:
+        return torch.zeros(len(batches[0].token_ids), 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -130,7 +131,7 @@ def _host_work(result: Result, running: int, steps: int) -> None:
     """A whole step but the device's part: schedule, send, launch the sampler, read what came back, commit."""
     scheduler = make_scheduler(40_000, max_num_seqs=running)
     model: Any = NullModel()
-    kv: Any = SimpleNamespace(block_size=BLOCK, pulse=[0])
+    kv: Any = [SimpleNamespace(block_size=BLOCK, pulse=[0])]
     device = Device()
     forward = DeviceForward(model, kv, device, running, 40_960 // BLOCK)
     runner = ModelRunner(model, kv, 1, torch.get_num_threads(), device, forward)

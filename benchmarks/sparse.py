@@ -147,7 +147,7 @@ def time_decode_step(result: Result, shape: str, model: Model, machine: Machine,
     tell("sparse: decode step")
     context = 256 if options.quick else CONTEXT
     kv, batch = _batch(1, 1, context, model.num_layers, model.head_dim)
-    seconds = in_turns({"step": lambda: model.logits(model.forward(replace(batch), kv))}, options)["step"]
+    seconds = in_turns({"step": lambda: model.logits(model.forward([replace(batch)], [kv]))}, options)["step"]
     work = Work.of(model, model.kv_shape().bytes_per_token)
     bound = Ceilings(work, machine).seconds(work.step(1, context))
     result.add(
@@ -162,7 +162,7 @@ def time_decode_step(result: Result, shape: str, model: Model, machine: Machine,
 def measure_cache(result: Result, shape: str, model: Model) -> None:
     """Bytes of a token in a cache as it is allocated, beside those of all heads' keys and values."""
     config, layers = model.config.layer.latent, model.num_layers
-    kv = model.new_cache(4, BLOCK)
+    [kv] = model.new_caches([4], BLOCK)
     held, name = kv.bytes_per_block // BLOCK, f"{shape}, bytes of KV a token; beside full keys and values"
     full = layers * model.config.layer.num_heads * (config.qk_head_dim + config.v_head_dim) * DTYPE.itemsize
     result.add(
@@ -197,7 +197,7 @@ def time_prompts(result: Result, shape: str, models: tuple[Model, Model], machin
 
 
 def _first_token(model: Model, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
-    return model.logits(model.forward(replace(batch), kv)[-1:])
+    return model.logits(model.forward([replace(batch)], [kv])[-1:])
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], options: Options) -> dict[str, float]:

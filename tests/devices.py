@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from quire.engine import engine
+from quire.engine import engine, loading
 from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees, Trees
 from quire.runner.device import Device, Reached
@@ -272,6 +272,6 @@ def on_device(device: Device, kernels: Kernels) -> Any:
     """Engines that start within run on this device with these kernels."""
     with (
         mock.patch.object(engine, "open_device", lambda kind: device),
-        mock.patch.object(engine, "choose_kernels", lambda *args: kernels),
+        mock.patch.object(loading, "choose_kernels", lambda *args: kernels),
     ):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Driver:
     def __init__(self, model: Model, capacity: int, block_size: int = 16) -> None:
         blocks = -(-capacity // block_size)
         self.model = model
-        self.kv = model.new_cache(blocks + 1, block_size)
+        self.caches = model.new_caches([blocks + 1] * len(model.groups), block_size)
         order = list(range(1, blocks + 1))
         random.Random(0).shuffle(order)  # blocks lie anywhere
         self.table = torch.tensor(order)
@@ -152,7 +153,7 @@ class Driver:
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:
         """Runs the tokens as one span; returns their logits [tokens, vocabulary]."""
-        size = self.kv.block_size
+        size = self.caches[0].block_size
         positions = torch.arange(self.length, self.length + len(tokens))
         self.length += len(tokens)
         batch = RaggedBatch(
@@ -165,7 +166,7 @@ class Driver:
             block_size=size,
         )
         with torch.inference_mode():
-            return self.model.logits(self.model.forward(batch, self.kv))
+            return self.model.logits(self.model.forward([replace(batch) for _ in self.caches], self.caches))
 
 
 def chunked_logits(model: Model, tokens: Sequence[int], chunk: int) -> torch.Tensor:

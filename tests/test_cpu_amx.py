@@ -22,6 +22,7 @@ from quire.ops.experts import Experts, HeadProducts, LoopedExperts, LoopedHeads
 from quire.ops.linear import Product
 from quire.ops.memory import Scratch
 from quire.ops.quantized import Quantization, QuantizedWeight, quantize
+from quire.parallel.group import Gather
 from tests.test_cpu_experts import EXPERTS, HIDDEN, draw_layer, draw_routes
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
 
@@ -44,7 +45,7 @@ class InTiles(Kernels):
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, weight, bias, self._scratch)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
         return experts.CpuExperts(self._lib, gate_up, down, Scratch())
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
@@ -90,7 +91,7 @@ def test_where_linux_refuses_tile_registers_the_next_best_is_taken(
 def compiled(compiler: str, isa: str, folder: Path) -> Path:
     """A library of the products and what is made of them, for any machine: tile registers are emulated."""
     script = runpy.run_path(str(ROOT / "scripts" / "compile_kernels.py"), run_name="options")
-    names = ("experts.cpp", "library.cpp", "linear.cpp", "pack.cpp", "route.cpp", "rows.cpp", "team.cpp")
+    names = ("experts.cpp", "group.cpp", "library.cpp", "linear.cpp", "pack.cpp", "route.cpp", "rows.cpp", "team.cpp")
     sources = [str(script["SOURCES"] / name) for name in names]
     flags = [*script["OPTIONS"], *INSTRUCTION_SETS[isa].options, "-O1", "-DQUIRE_EMULATE_AMX"]
     path = folder / "lib_amx.so"

@@ -70,7 +70,7 @@ def test_an_eagle_heads_layer_which_has_no_norm_at_its_input_has_the_bits_of_its
     made = []
     for kernels in (CpuKernels(library.usable()[0]), OneByOne(library.usable()[0])):
         target = load_model(target_folder, kernels=kernels)
-        head, kv = load_eagle(head_folder, target), target.new_cache(8, 16)
+        head, kv = load_eagle(head_folder, target), target.new_caches([8], 16)[0]
         with torch.inference_mode():
             parts = [head.forward(hidden[a:b], batch_of(tokens[a:b], a), kv) for a, b in ((0, 30), (30, 31), (31, 40))]
         made.append(torch.cat(parts))

@@ -26,20 +26,21 @@ from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.threads import cpu_quota
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "cpp" / "team_test.cpp", HERE.parent / "src" / "quire" / "ops" / "cpu" / "src" / "team.cpp")
+KERNELS = HERE.parent / "src" / "quire" / "ops" / "cpu" / "src"
+SOURCES = (HERE / "cpp" / "team_test.cpp", KERNELS / "team.cpp")
 TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # `make sanitize` sets it
 
 
 @functools.cache
-def program(sanitizer: str) -> tuple[str, ...]:
+def program(sanitizer: str, sources: tuple[Path, ...] = SOURCES) -> tuple[str, ...]:
     """The command that runs it. Skips where this machine cannot run what the sanitizer makes."""
-    binary = f"{tempfile.mkdtemp(prefix='quire-team-')}/team-{sanitizer}"
-    options = ["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", f"-I{SOURCES[1].parent}"]
+    binary = f"{tempfile.mkdtemp(prefix='quire-cpp-')}/{sources[0].stem}-{sanitizer}"
+    options = ["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", f"-I{KERNELS}"]
     if sanitizer != "plain":
         options.append(f"-fsanitize={sanitizer}")
     made = subprocess.run(
-        ["g++", *options, *map(str, SOURCES), "-o", binary], capture_output=True, text=True, env=ENVIRONMENT
+        ["g++", *options, *map(str, sources), "-o", binary], capture_output=True, text=True, env=ENVIRONMENT
     )
     if made.returncode and "cannot find" in made.stderr:
         pytest.skip(f"g++ comes without the library for -fsanitize={sanitizer}")

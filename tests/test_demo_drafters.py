@@ -114,7 +114,7 @@ def batch_of(tokens: list[int], start: int = 0) -> RaggedBatch:
 
 @torch.inference_mode()
 def hidden_states(model: Model, ids: list[int]) -> torch.Tensor:
-    return model.forward(batch_of(ids), model.new_cache(len(ids) // 16 + 2, 16))
+    return model.forward([batch_of(ids)], model.new_caches([len(ids) // 16 + 2], 16))
 
 
 def test_both_are_small_and_say_what_they_are_worth() -> None:
@@ -137,7 +137,7 @@ def test_the_draft_model_is_right_as_often_as_it_was(demo: Model, ids: list[int]
 def test_the_heads_first_and_second_drafts_are_right_as_often_as_they_were(demo: Model, ids: list[int]) -> None:
     head = load_eagle(resolve("demo-eagle"), demo)
     hidden = hidden_states(demo, ids)
-    kv = demo.new_cache(len(ids) // 16 + 2, 16, draft_kv=head.kv_shape).draft_kv
+    kv = demo.new_caches([len(ids) // 16 + 2], 16, draft_kv=head.kv_shape)[0].draft_kv
     assert kv is not None
     second = []
     with torch.inference_mode():

@@ -2,9 +2,10 @@
 
 A product of switches: batch composition, chunk sizes, prefix cache (cold, warm, radix, hash, off), preemption
 forced by a small pool, block size, threads, and overlap with the step before, with greedy and seeded requests side by
-side. In full over the kernels that this machine chooses, in bf16 and fp32 and with a sliding window; and a part of it
-over every other implementation and instruction set, quantized weights and quantized caches, experts and latent
-attention. Over all of these, a token's log-probability is the same when it is sampled and as a part of a prompt.
+side. In full over the kernels that this machine chooses, in bf16 and fp32 and with a sliding window in all layers or
+in some; and a part of it over every other implementation and instruction set, quantized weights and quantized caches,
+experts and latent attention. Over all of these, a token's log-probability is the same when it is sampled and as a part
+of a prompt.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Setting(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
     architecture: str | None = None
+    first_windowed: int | None = None
 
 
 SETTINGS = {
     "bfloat16": Setting(),
     "float32": Setting(dtype=torch.float32),
     "sliding window": Setting(window=100),
+    "windows in some layers": Setting(window=100, architecture="qwen2", first_windowed=1),
     "int8 weights": Setting({"quantization": "int8"}),
     "int4 weights": Setting({"quantization": "int4", "quantization_group_size": 32}),
     "int8 cache": Setting({"kv_cache_dtype": "int8"}),
@@ -59,7 +62,7 @@ SETTINGS = {
     "experts": Setting(architecture="qwen3_moe"),
     "latent attention": Setting(architecture="deepseek_v3"),
 }
-IN_FULL = ["bfloat16", "float32", "sliding window"]
+IN_FULL = ["bfloat16", "float32", "sliding window", "windows in some layers"]
 IN_PART = [name for name in SETTINGS if name not in IN_FULL]
 SLOWEST = "torch, int4 weights, int8 cache"
 
@@ -130,6 +133,8 @@ def setting(request, tmp_path_factory) -> dict[str, Any]:
     chosen = SETTINGS[request.param]
     architecture, more = ("mistral", {"sliding_window": chosen.window}) if chosen.window else ("qwen3", {})
     architecture = chosen.architecture or architecture
+    if chosen.first_windowed is not None:
+        more = {**more, "use_sliding_window": True, "max_window_layers": chosen.first_windowed}
     folder = tmp_path_factory.mktemp("model")
     save_checkpoint(folder, architecture, dtype=chosen.dtype, num_hidden_layers=2, **more)
     return {"model": str(folder), "threads": 1, **chosen.options}

@@ -145,7 +145,7 @@ def test_more_preempted_requests_than_rows_grow_the_tables(folder, alone):
     """Requests that wait after preemption keep their rows: with two running at most, many are known."""
     with on_device(DelayedDevice(), SpanKernels()):
         engine = Engine(options(folder, max_num_seqs=2, scheduling_policy="priority", num_kv_blocks=400))
-    rows = len(engine.executor._runner._forward._tables)
+    rows = len(engine.executor._runner._forward.lengths)
     order = [0, 2, 4, 6, 4, 2, 0, 6]  # of prompts that are sampled greedily
     tokens: dict[int, list[int]] = {number: [] for number in range(8)}
     steps = 0
@@ -158,7 +158,7 @@ def test_more_preempted_requests_than_rows_grow_the_tables(folder, alone):
             tokens[update.request] += update.tokens
         steps += 1
     assert engine.stats.preemptions > 4
-    assert len(engine.executor._runner._forward._tables) > rows
+    assert len(engine.executor._runner._forward.lengths) > rows
     for number, index in enumerate(order):
         assert tokens[number] == [token for token, _, _ in alone[index]]
 

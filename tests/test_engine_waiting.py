@@ -71,7 +71,7 @@ def test_a_request_that_lacks_blocks_which_a_handle_holds_waits_for_it(engine: E
     engine.add(request(0, max_tokens=200))
     for _ in range(200):
         engine.step()
-    kv.hold(handle, [node.block for node in kv.cache.nodes.values()])
+    kv.hold(handle, [(0, block) for block in kv.groups[0].cached])
     engine.abort(0)
     engine.add(request(1, max_tokens=38 * 16 - len(prompts()[1])))  # as many as all blocks hold
     updates = run(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from quire.ops import Kernels, RaggedBatch, choose_kernels
 from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts, Routing, route
 from quire.ops.ragged import DeviceSpans
+from quire.parallel.group import Group, OneRank, Split
 
 HIDDEN, INNER, COUNT = 32, 16, 6
 
@@ -150,6 +152,7 @@ class MadeUp:
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.kernels: Kernels = Kernels()
+        self.group: Group = OneRank()
         self.dtype = dtype
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -157,7 +160,9 @@ class MadeUp:
         generator = torch.Generator().manual_seed(list(shapes).index(name))
         return torch.randn(shapes[name], generator=generator).mul(0.3).to(self.dtype).to(dtype or self.dtype)
 
-    def linear(self, *names: str, bias: bool = False) -> Linear:
+    def linear(
+        self, *names: str, bias: bool = False, split: Split = Split.NONE, heads: Sequence[int] | None = None
+    ) -> Linear:
         assert not bias
         return Linear(self.kernels.pack([self.tensor(f"{name}.weight") for name in names]))
 

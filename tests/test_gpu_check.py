@@ -269,7 +269,7 @@ def test_nothing_of_an_engine_is_left_when_the_next_one_is_made(tmp_path: Path) 
     """Each takes most of a GPU's memory."""
     job = Job("C", "cpu", True, None, tmp_path, tmp_path / "records", time.monotonic() + 100)
     with bench(job, "qwen3-tiny", max_num_seqs=4) as under:
-        held = [weakref.ref(one) for one in (under.engine.model, under.engine.kv_cache, under.engine)]
+        held = [weakref.ref(one) for one in (under.engine.model, under.engine.kv_cache[0], under.engine)]
         under.add(20, 3)
         under.run()
         assert under.tokens == {0: 3} and len(under.meter.plans) >= 3

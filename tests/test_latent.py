@@ -16,6 +16,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RopeConfig, RotaryEmbedding
 from quire.ops import Kernels, KVCache, RaggedBatch, latent
 from quire.ops.kv_cache import KVCacheDtype, KVShape, quantize
+from quire.parallel.group import Group, OneRank, Split
 
 LAYERS, LAYER, EPS = 2, 1, 1e-6
 SMALL = (4, 32, 8)
@@ -217,6 +218,7 @@ class RandomWeights:
     """Gives a layer's parts with random numbers, by name."""
 
     kernels = Kernels()
+    group: Group = OneRank()
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -225,7 +227,7 @@ class RandomWeights:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.tensors[name].to(dtype or torch.float32)
 
-    def linear(self, *names: str, bias: bool = False) -> Linear:
+    def linear(self, *names: str, bias: bool = False, split: Split = Split.NONE, heads: object = None) -> Linear:
         (name,) = names
         return Linear(
             self.kernels.pack([self.tensors[f"{name}.weight"]], self.tensors[f"{name}.bias"] if bias else None)

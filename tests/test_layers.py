@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies
 from quire.ops import Kernels, KVCache, RaggedBatch, choose_kernels, rotate
+from quire.parallel.group import Group, OneRank, Split
 
 ROPES: list[tuple[RopeConfig, dict[str, Any]]] = [
     (RopeConfig(64, 10000.0), {"rope_type": "default"}),
@@ -161,11 +163,14 @@ class Identities:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
+        self.group: Group = OneRank()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         raise KeyError(name)
 
-    def linear(self, *names: str, bias: bool = False) -> Linear:
+    def linear(
+        self, *names: str, bias: bool = False, split: Split = Split.NONE, heads: Sequence[int] | None = None
+    ) -> Linear:
         assert not bias
         return Linear(self.kernels.pack([torch.eye(16 if names == ("self_attn.o_proj",) else 32)]))
 

@@ -399,7 +399,7 @@ def test_a_pool_too_small_for_one_request_names_values_that_work():
 
 def test_a_closed_engine_refuses_calls_and_frees_its_memory():
     llm = LLM("demo", threads=1)
-    model, cache = weakref.ref(llm.model), weakref.ref(llm._engine.kv_cache)
+    model, cache = weakref.ref(llm.model), weakref.ref(llm._engine.kv_cache[0])
     llm.close()
     llm.close()
     gc.collect()

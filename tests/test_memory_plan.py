@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
 from quire.layers import latent
+from quire.models.layer_groups import layer_groups
 from quire.models.model import Model
 from quire.models.registry import load_model
-from quire.ops import Kernels, choose_kernels, kv_cache
+from quire.ops import Kernels, KVShape, choose_kernels, kv_cache
 from quire.runner import memory_plan
+from quire.runner.kv_pools import Pools, retentions
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
 from quire.runner.model_runner import ModelRunner
 from quire.runner.proposer import Speculation
@@ -100,6 +103,100 @@ def test_a_sliding_window_needs_no_room_for_the_whole_context(windowed):
     assert plan(windowed, num_kv_blocks=10, max_num_batched_tokens=128).max_model_len == 160
 
 
+# -- windows in some layers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> Model:
+    """Of four layers, three see a window of 32."""
+    options = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1, "num_hidden_layers": 4}
+    folder = tmp_path_factory.mktemp("x")
+    return load_model(save_checkpoint(folder, "qwen2", dtype=torch.bfloat16, max_position_embeddings=4096, **options))
+
+
+LAYER_BYTES = 2 * SIZES["num_key_value_heads"] * 16 * 2
+
+
+def test_each_group_has_a_pool_and_what_both_take_is_what_was_given(mixed):
+    made = plan(mixed, kv_cache_memory="1MiB", max_num_batched_tokens=128, max_num_seqs=8, max_model_len=512)
+    full, windowed = made.groups
+    assert (full.window, full.num_layers, full.bytes_per_token) == (None, 1, LAYER_BYTES)
+    assert (windowed.window, windowed.num_layers, windowed.bytes_per_token) == (32, 3, 3 * LAYER_BYTES)
+    assert made.kv_bytes_per_token == 4 * LAYER_BYTES and made.num_blocks == full.num_blocks
+    assert (full.peak_blocks, windowed.peak_blocks) == (32, 11), "a window and a chunk, anyhow they lie in blocks"
+    assert 2**20 - 4 * 16 * LAYER_BYTES < made.kv_bytes <= 2**20
+    assert made.full_length_requests == full.num_usable / 32 < windowed.num_usable / 11
+
+
+def test_short_and_long_requests_lose_the_same_share_to_the_division(mixed):
+    """Of what pools would hold that were made for them alone."""
+    config = EngineConfig(model="m", max_num_batched_tokens=128, max_num_seqs=8)
+    pools = Pools(config, mixed, None)
+    for tokens in (512, 1024, 4096):
+        size = 2**26
+        full, windowed = pools.within(size, tokens)
+        peaks = pools.peaks(tokens)
+        short = min(full, windowed) / (size / (16 * 4 * LAYER_BYTES))
+        alone = size / (16 * LAYER_BYTES * (peaks[0] + 3 * peaks[1]))
+        longest = min(full / peaks[0], windowed / peaks[1]) / alone
+        assert short == pytest.approx(longest, rel=0.01)
+        assert pools.shares(tokens)[1] == (1 + Fraction(peaks[1], peaks[0]) * 3) / 4
+    assert pools.shares(128) == [1, 1], "a request that no window passes needs as much of each"
+
+
+@pytest.mark.parametrize("windows", [(None, 64, 16), (64, 16), (2000, None, 2000, 8)])
+@pytest.mark.parametrize("size", [2**18, 2**20, 2**24])
+def test_pools_of_any_groups_take_no_more_than_they_may_and_hold_the_longest_context(windows, size, model, monkeypatch):
+    monkeypatch.setattr(model, "groups", layer_groups(windows))
+    monkeypatch.setattr(model, "max_position_embeddings", 4096)
+    made = plan(model, kv_cache_memory=str(size), max_num_batched_tokens=128, max_num_seqs=8)
+    assert made.kv_bytes <= size
+    assert all(group.num_usable >= group.peak_blocks for group in made.groups)
+    assert [group.window for group in made.groups] == [group.window for group in model.groups]
+    assert all(one.num_blocks >= other.num_blocks for one, other in itertools.pairwise(made.groups))
+    assert made.full_length_requests >= 1
+
+
+def test_the_longest_context_is_that_of_which_all_pools_hold_one(mixed):
+    made = plan(mixed, num_kv_blocks=40, max_num_batched_tokens=128, max_num_seqs=8)
+    assert made.max_model_len == 640 and made.groups[0].num_usable == 40 and "max_model_len is 640" in made.notes[0]
+    assert made.groups[1].num_usable >= made.groups[1].peak_blocks
+    size = "200KiB"
+    made = plan(mixed, kv_cache_memory=size, max_num_batched_tokens=128, max_num_seqs=8)
+    assert all(group.num_usable >= group.peak_blocks for group in made.groups)
+    with pytest.raises(PoolTooSmallError, match=rf"at most {made.max_model_len}, or") as caught:
+        plan(mixed, kv_cache_memory=size, max_num_batched_tokens=128, max_num_seqs=8, max_model_len=4000)
+    needed = str(caught.value).rsplit("at least ", 1)[1].replace(" ", "")
+    plan(mixed, kv_cache_memory=needed, max_num_batched_tokens=128, max_num_seqs=8, max_model_len=4000)
+
+
+def test_memory_for_not_even_one_block_a_group_is_refused(mixed):
+    with pytest.raises(MemoryPlanError, match=r"gives \d KV blocks .* not one request fits"):
+        plan(mixed, kv_cache_memory="12KiB", max_num_batched_tokens=128, max_num_seqs=8)
+    with pytest.raises(MemoryPlanError, match=r"num_kv_blocks to at most (\d+)") as caught:
+        plan(mixed, kv_cache_memory="2GiB")
+    blocks = int(str(caught.value).split("num_kv_blocks to at most ")[1].split(")")[0])
+    assert plan(mixed, num_kv_blocks=blocks).num_blocks == blocks + 1
+
+
+def test_the_table_says_what_each_group_has_only_where_there_are_several(mixed, model):
+    rows = dict(plan(mixed, num_kv_blocks=300, max_num_batched_tokens=128, max_num_seqs=8).table())
+    full, windowed = rows["KV blocks, all positions"], rows["KV blocks, window of 32"]
+    assert full == "300 of 16 tokens: 4,800 tokens; 1 of 4 layers, 128 B a token, at most 256 blocks a request"
+    assert windowed.endswith("; 3 of 4 layers, 384 B a token, at most 11 blocks a request")
+    assert "KV blocks" not in rows and "KV blocks" in dict(plan(model).table())
+
+
+def test_what_drafts_lies_with_the_layers_that_keep_all_or_makes_the_first_group_keep_all(mixed, windowed):
+    shape = KVShape(1, 1, 16, torch.bfloat16)
+    drafting = Speculation(NgramProposer(2, 5), kv_shape=shape)
+    assert retentions(mixed, drafting) == [None, 32] and retentions(mixed, None) == [None, 32]
+    assert retentions(windowed, drafting) == [None] and retentions(windowed, None) == [32]
+    config = EngineConfig(model="m", num_kv_blocks=300, max_num_batched_tokens=128, max_num_seqs=8)
+    full, other = plan_memory(config, mixed, GIB, speculation=drafting).groups
+    assert full.bytes_per_token == LAYER_BYTES + shape.bytes_per_token and other.bytes_per_token == 3 * LAYER_BYTES
+
+
 def test_without_chunks_a_step_must_hold_the_longest_prompt(model):
     with pytest.raises(ConfigError, match="raise it to 576"):
         plan(model, enable_chunked_prefill=False, max_num_batched_tokens=500)
@@ -150,9 +247,9 @@ class Largest:
         self.config = EngineConfig(
             model="m", max_num_batched_tokens=self.tokens, max_num_seqs=self.requests, max_model_len=self.context
         )
-        kv = self.model.new_cache(self.context // 16 + 1, 16)
-        kv.data.zero_()
-        self.runner = ModelRunner(self.model, kv, self.rows, threads=1)
+        caches = self.model.new_caches([self.context // 16 + 1], 16)
+        caches[0].data.zero_()
+        self.runner = ModelRunner(self.model, caches, self.rows, threads=1)
         self.steps = self.held = 0
 
     def planned(self) -> int:
@@ -164,7 +261,7 @@ class Largest:
         plan = StepPlan(self.steps, [])
         for number, length in enumerate(lengths, start=100 * self.steps):
             blocks = list(range(1, (start + length) // 16 + 2))[: self.context // 16]
-            plan.spans.append(Span(number, start, [0] * length, num_sampled=1, blocks=blocks))
+            plan.spans.append(Span(number, start, [0] * length, num_sampled=1, blocks=[blocks]))
             plan.started.append(RequestInfo(number, params, 0, [0] * (start + length)))
         self.steps += 1
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -118,7 +118,7 @@ def test_the_plan_tells_bytes_of_kv_and_compares_them_with_full_keys_and_values(
     model = load_model(save_checkpoint(tmp_path, "deepseek_v2", dtype=torch.bfloat16))
     plan = plan_memory(EngineConfig(model="m"), model, 2**30)
     assert plan.kv_bytes_per_token == 3 * (32 + 8) * 2
-    assert model.new_cache(3, 16).bytes_per_block == 16 * plan.kv_bytes_per_token
+    assert model.new_caches([3], 16)[0].bytes_per_block == 16 * plan.kv_bytes_per_token
     assert plan.kv_saving == 4 * (16 + 8 + 12) / (32 + 8)
     assert "(240 B a token; 3.6 times less than full keys and values)" in dict(plan.table())["KV cache"]
 

@@ -195,7 +195,7 @@ def batch_of(tokens: torch.Tensor, start: int, size: int = 16) -> RaggedBatch:
 
 def run_model(model: Model, aux: AuxHiddenStates | None) -> torch.Tensor:
     with torch.inference_mode():
-        return model.forward(batch_of(torch.tensor(PROMPT[:TOKENS]), 0), model.new_cache(8, 16), aux)
+        return model.forward([batch_of(torch.tensor(PROMPT[:TOKENS]), 0)], model.new_caches([8], 16), aux)
 
 
 def run_head(head: Eagle | Eagle3, hidden: torch.Tensor, chunk: int = TOKENS) -> torch.Tensor:

@@ -55,7 +55,8 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
 def test_a_model_tells_its_sizes(tmp_path: Path) -> None:
     model = load_model(save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=24))
     assert (model.vocab_size, model.num_layers, model.num_kv_heads, model.head_dim) == (160, 3, 2, 24)
-    assert (model.max_position_embeddings, model.windows, model.retention) == (512, (None,) * 3, None)
+    assert (model.max_position_embeddings, model.windows) == (512, (None,) * 3)
+    assert model.groups == ((None, (0, 1, 2)),)
     assert model.dtype == torch.bfloat16
     assert model.notes == ()
 
@@ -71,19 +72,23 @@ def test_parameters_are_counted_once_and_bytes_are_those_that_a_step_reads(is_ti
 
 
 @pytest.mark.parametrize(
-    ("options", "windows", "retention"),
+    ("options", "windows", "groups"),
     [
-        ({"max_window_layers": 0}, (20, 20, 20), 20),
-        ({"max_window_layers": 2}, (None, None, 20), None),
-        ({"max_window_layers": 3}, (None, None, None), None),
-        ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, (20, None, None), None),
+        ({"max_window_layers": 0}, (20, 20, 20), [(20, (0, 1, 2))]),
+        ({"max_window_layers": 2}, (None, None, 20), [(None, (0, 1)), (20, (2,))]),
+        ({"max_window_layers": 3}, (None, None, None), [(None, (0, 1, 2))]),
+        (
+            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (20, None, 20),
+            [(None, (1,)), (20, (0, 2))],
+        ),
     ],
 )
 def test_what_must_be_kept_follows_from_the_windows(
-    options: dict[str, Any], windows: tuple[int | None, ...], retention: int | None, tmp_path: Path
+    options: dict[str, Any], windows: tuple[int | None, ...], groups: list[Any], tmp_path: Path
 ) -> None:
     model = load_model(save_checkpoint(tmp_path, "qwen3", use_sliding_window=True, sliding_window=20, **options))
-    assert (model.windows, model.retention) == (windows, retention)
+    assert (model.windows, [*model.groups]) == (windows, groups)
 
 
 @pytest.mark.parametrize(

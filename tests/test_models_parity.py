@@ -85,6 +85,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 0, "edit": {"layer_types": ...}},
     ),
+    "qwen2-max_window_layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 2, "edit": {"layer_types": ...}},
+    ),
     "qwen2-yarn": ("qwen2", newer("yarn", **YARN)),
     "llama-as-many-kv-heads": ("llama", {"num_key_value_heads": 4}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),

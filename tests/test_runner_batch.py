@@ -21,7 +21,7 @@ SIZE = 16
 
 def runner() -> Any:
     model: Any = SimpleNamespace(vocab_size=100, kernels=Kernels())
-    kv: Any = SimpleNamespace(block_size=SIZE)
+    kv: Any = [SimpleNamespace(block_size=SIZE)]
     return ModelRunner(model, kv, 1, 1, forward=HostForward(model, kv))
 
 
@@ -31,7 +31,7 @@ def info(request: int) -> RequestInfo:
 
 def check(made: Any, spans: list[Span], tables: dict[int, list[int]]) -> None:
     rows = np.array([made._requests[span.request].row for span in spans])
-    batch = made._forward.batch(spans, rows, np.cumsum([0, *(len(span.tokens) for span in spans)]))
+    [batch] = made._forward.batches(spans, rows, np.cumsum([0, *(len(span.tokens) for span in spans)]))
     ends = [span.start + len(span.tokens) for span in spans]
     positions = [at for span, end in zip(spans, ends, strict=True) for at in range(span.start, end)]
     owners = [span.request for span in spans for _ in span.tokens]
@@ -72,7 +72,7 @@ def test_a_batch_is_what_its_spans_say(seed: int) -> None:
             have, more = len(tables[request]), draw.randrange(2)  # blocks may be there before they are needed
             new = [draw.randrange(1, 999) for _ in range(have, -(-lengths[request] // SIZE) + more)]
             tables[request] += new
-            spans.append(Span(request, start, tokens, table_start=have, blocks=new))
+            spans.append(Span(request, start, tokens, table_start=have, blocks=[new] if new else []))
         made._take_in(StepPlan(number, spans, [info(request) for request in fresh], ended))
         last_tokens = made._forward.last_tokens
         last_tokens.copy_(torch.tensor([draw.randrange(100) for _ in last_tokens]))
@@ -82,9 +82,9 @@ def test_a_batch_is_what_its_spans_say(seed: int) -> None:
 def test_a_table_that_is_replaced_from_some_block_on_is_read_so() -> None:
     made, tables = runner(), {0: [5, 6, 7], 1: [9]}
     made._take_in(
-        StepPlan(0, [Span(0, 0, [1] * 48, blocks=[5, 6, 7]), Span(1, 0, [1], blocks=[9])], [info(0), info(1)])
+        StepPlan(0, [Span(0, 0, [1] * 48, blocks=[[5, 6, 7]]), Span(1, 0, [1], blocks=[[9]])], [info(0), info(1)])
     )
-    spans = [Span(0, 40, [1, 2], table_start=1, blocks=[0, 8]), Span(1, 1, [1])]
+    spans = [Span(0, 40, [1, 2], table_start=1, blocks=[[0, 8]]), Span(1, 1, [1])]
     made._take_in(StepPlan(1, spans))
     tables[0][1:] = [0, 8]
     check(made, spans, tables)
@@ -93,14 +93,14 @@ def test_a_table_that_is_replaced_from_some_block_on_is_read_so() -> None:
 def test_rows_ahead_are_the_batches_of_one_row_that_follow() -> None:
     made, tables = runner(), {0: list(range(100, 164)), 1: [7, 8, 9]}  # the first fills a line of the tables
     end = 64 * SIZE
-    known = [Span(0, 0, [1] * end, blocks=tables[0]), Span(1, 0, [1] * 30, blocks=tables[1])]
+    known = [Span(0, 0, [1] * end, blocks=[tables[0]]), Span(1, 0, [1] * 30, blocks=[tables[1]])]
     made._take_in(StepPlan(0, known, [info(0), info(1)]))
     ahead = made._forward.rows_ahead(np.array([1, 0]), np.arange(4)[:, None] + [30, end - 1])
     for i, count in enumerate([2, 1, 1, 1]):  # the second one goes no further: it has no more blocks
         spans = [Span(1, 30 + i, [5]), Span(0, end - 1 + i, [6])][:count]
         batch = ahead(i, torch.tensor([5, 6][:count]))
         rows = np.array([1, 0][:count])
-        expected = made._forward.batch(spans, rows, np.arange(count + 1))
+        [expected] = made._forward.batches(spans, rows, np.arange(count + 1))
         for name in ("token_ids", "positions", "slots"):
             assert getattr(batch, name).tolist() == getattr(expected, name).tolist()
         assert (batch.row_starts, batch.context_lens) == (expected.row_starts, expected.context_lens)

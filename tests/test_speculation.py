@@ -32,6 +32,12 @@ KINDS: dict[str, tuple[str, torch.dtype, dict[str, Any], dict[str, Any]]] = {
     "bfloat16": ("qwen3", torch.bfloat16, {}, {}),
     "float32": ("llama", torch.float32, {}, {}),
     "sliding window": ("mistral", torch.bfloat16, {"sliding_window": 40}, {}),
+    "windows in some layers": (
+        "qwen2",
+        torch.bfloat16,
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+        {},
+    ),
     "int8 cache": ("qwen3", torch.bfloat16, {}, {"kv_cache_dtype": "int8"}),
     "int4 weights": ("qwen3", torch.bfloat16, {}, {"quantization": "int4", "quantization_group_size": 32}),
     "torch": ("qwen3", torch.bfloat16, {}, {"cpu_kernels": "torch"}),

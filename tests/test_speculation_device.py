@@ -413,9 +413,9 @@ def test_out_of_memory_halves_a_step_with_drafts(folders, alone):
     engine = start(folders, "itself", 8, cuda_graphs="off")
     forward, failures = engine.model.forward, []
 
-    def small(batch: Any, kv: Any, aux: Any = None) -> torch.Tensor:
-        if len(batch.token_ids) > 64:
-            failures.append(len(batch.token_ids))
+    def small(batch: list[Any], kv: Any, aux: Any = None) -> torch.Tensor:
+        if len(batch[0].token_ids) > 64:
+            failures.append(len(batch[0].token_ids))
             raise torch.OutOfMemoryError("no")
         return forward(batch, kv, aux)
 
@@ -498,8 +498,8 @@ def test_a_request_that_does_not_fit_alone_ends_alone(folders, alone):
     engine = start(folders, "eagle", cuda_graphs="off")
     forward = engine.model.forward
 
-    def small(batch: Any, kv: Any, aux: Any = None) -> torch.Tensor:
-        if len(batch.token_ids) > 80:
+    def small(batch: list[Any], kv: Any, aux: Any = None) -> torch.Tensor:
+        if len(batch[0].token_ids) > 80:
             raise torch.OutOfMemoryError("no")
         return forward(batch, kv, aux)
 

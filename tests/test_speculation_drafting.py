@@ -539,14 +539,14 @@ def test_deepseeks_layer_behind_the_last_drafts_from_a_cache_of_its_own(tmp_path
     assert model.mtp is not None
     text = random_prompt(60, seed=3)
     whole = Driver(model, 64)
-    whole.kv = KVCache(8, 4, 1, model.head_dim, BLOCK_SIZE, torch.float32, sides=1)
+    whole.caches = [KVCache(8, 4, 1, model.head_dim, BLOCK_SIZE, torch.float32, sides=1)]
     hidden: dict[str, Tensor] = {}
 
     def features(text: Sequence[int]) -> Tensor:
         if "target" not in hidden:
             context = Context()
             context.tables[0] = [1, 2, 3, 4, 5]
-            hidden["target"] = model.forward(context.batch([0], [0], [text]), model.new_cache(8, BLOCK_SIZE))
+            hidden["target"] = model.forward([context.batch([0], [0], [text])], model.new_caches([8], BLOCK_SIZE))
         return hidden["target"]
 
     stand = Stand(MtpHead(model), 1, features)

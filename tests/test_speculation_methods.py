@@ -131,19 +131,19 @@ class Moving(InlineExecutor):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self.draw, self.places = torch.Generator().manual_seed(0), torch.arange(runner.kv.num_blocks)
+        self.draw, self.places = torch.Generator().manual_seed(0), torch.arange(runner.kv[0].num_blocks)
 
     def submit(self, plan: StepPlan) -> PendingResult:
         """The plan's ids are the engine's, which knows nothing of it; block 0 stays the null block."""
-        memory, forward = self._runner.kv.memory, self._runner._forward
+        memory, forward = self._runner.kv[0].memory, self._runner._forward
         assert isinstance(forward, HostForward)
         moved = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(len(memory) - 1, generator=self.draw) + 1])
         memory[moved] = memory.clone()
         forward._tables = moved.numpy()[forward._tables]
         self.places = moved[self.places]
         for span in plan.spans:
-            span.blocks = self.places[list(span.blocks)].tolist()
-            span.copies = [(*self.places[list(pair)].tolist(), tokens) for *pair, tokens in span.copies]
+            span.blocks = [self.places[list(blocks)].tolist() for blocks in span.blocks]
+            span.copies = [(0, *self.places[list(pair)].tolist(), tokens) for _, *pair, tokens in span.copies]
         return super().submit(plan)
 
 
@@ -190,7 +190,7 @@ def test_what_drafts_is_part_of_the_memory_plan(folders):
     assert f"a token, {own} B of it for drafts)" in dict(with_head.table())["KV cache"]
     assert "drafts" not in dict(without.table())["KV cache"]
     engine = engine_of(folders, "eagle")
-    assert engine.kv_cache.bytes_per_block == engine.config.block_size * with_head.kv_bytes_per_token
+    assert engine.kv_cache[0].bytes_per_block == engine.config.block_size * with_head.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])

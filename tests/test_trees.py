@@ -388,8 +388,8 @@ def test_a_path_that_leaves_its_tree_is_refused(kernels: Kernels, kind: Heads) -
         paths = batch.trees.paths.clone()
         paths[2, 1] = slot
         refused(replace(batch.trees, paths=paths), r"name slots that their trees, of \[3, 3, 3\], do not have")
-    refused(replace(batch.trees, paths=batch.trees.paths[:, :1]), r"rows \[0, 1, 1\] positions behind .* have 1")
-    refused(batch.trees, "positions behind", positions=batch.positions - 1)
+    refused(replace(batch.trees, paths=batch.trees.paths[:, :1]), r"rows \[0, 1, 1\] positions below .* have 1")
+    refused(batch.trees, "positions below", positions=batch.positions - 1)
 
 
 # -- whole models --------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def hidden_states(model: Model, tokens: Sequence[int], part: Part, kv: KVCache) 
     """Of the part's rows, whose tokens these are."""
     batch = replace(batch_of([part], kv.block_size), token_ids=torch.tensor(list(tokens)))
     with torch.inference_mode():
-        return model.forward(batch, kv)
+        return model.forward([batch], [kv])
 
 
 @EACH_KERNELS
@@ -413,7 +413,7 @@ def test_a_model_s_hidden_states_in_a_tree_are_those_of_the_paths(
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
     model = load_model(folder, kernels=kernels)
     tree, prompt, drafts = random_tree(random.Random(0)), random_prompt(126), random_prompt(24, seed=1)
-    kv, table = model.new_cache(21, 16), torch.randperm(20) + 1
+    [kv], table = model.new_caches([21], 16), torch.randperm(20) + 1
     hidden_states(model, prompt, Part(table[:10], 0, 126), kv)
     drafted = hidden_states(model, drafts, Part(table[:10], 126, paths=tree.paths), kv)
     for leaf in tree.leaves:

@@ -182,10 +182,10 @@ def test_a_row_of_a_growing_tree_reads_ancestors_that_lie_behind_it():
     """A tree that grows uses the slots of nodes again that nothing grows from any more."""
     kernels = TritonKernels("cpu", deterministic=True)
     model: Any = SimpleNamespace(kernels=kernels)
-    forward = DeviceForward(model, KVCache(4, 1, 1, 16, 16, torch.float16), DelayedDevice(), 2, 3)
-    forward.set_blocks([0, 1], [0, 0], [[2, 3], [1]])
+    forward = DeviceForward(model, [KVCache(4, 1, 1, 16, 16, torch.float16)], DelayedDevice(), 2, 3)
+    forward.set_blocks([0, 1], [0, 0], [[[2, 3]], [[1]]])
     branch = Branch(7, 14, [5], [1], [[0, 3, 1]])
-    batch = forward.batch([Span(8, 4, [6]), Span(7, 14, [5])], np.array([1, 0]), np.array([0, 1, 2]), {7: branch})
+    [batch] = forward.batches([Span(8, 4, [6]), Span(7, 14, [5])], np.array([1, 0]), np.array([0, 1, 2]), {7: branch})
     assert batch.positions.tolist() == [4, 16]
     assert batch.slots.tolist() == [16 + 4, 32 + 15]
     assert batch.spans is not None and batch.spans.context_lens.tolist() == [5, 18]
@@ -198,6 +198,21 @@ def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
     assert [token for token, _ in ours] == [token for token, _ in theirs]
     for (_, [got, *_]), (_, [want, *_]) in zip(ours, theirs, strict=True):
         assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_layers_with_and_without_windows_have_tables_of_their_own(tmp_path):
+    """A cached head, a table that grows, and a window that passes a block, beside another request."""
+    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    folder = str(save_checkpoint(tmp_path, "qwen2", dtype=torch.float32, num_hidden_layers=2, **options))
+    plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=32))
+    ours = start(folder, {}, num_kv_blocks=8, check_invariants=True)
+    assert len(ours.kv_cache) == 2
+    for order in ([0, 1], [2]):
+        mine, theirs = run(ours, order, max_tokens=11), run(plain, order, max_tokens=11)
+        assert [token for index in order for token, _ in mine[index]] == [
+            token for index in order for token, _ in theirs[index]
+        ]
+    assert ours.stats.cached_tokens == 13
 
 
 @pytest.mark.slow

@@ -88,6 +88,19 @@ def spawn_quietly(
     return process
 
 
+def spawn_beside(command: Sequence[str], start: msgspec.Struct, *, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """As `spawn`, without an event loop; its standard error is this process's.
+
+    Raises:
+        OSError: the system does not start it.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, **_own_session(fds, None))
+    if process.stdin is not None:
+        with process.stdin, contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it will see that
+            process.stdin.write(_told(start))
+    return process
+
+
 def _own_session(fds: Sequence[int], environment: Mapping[str, str] | None) -> dict[str, Any]:
     """Arguments of `Popen` for a child in a session of its own."""
     return {"start_new_session": True, "pass_fds": fds, "env": {**os.environ, **(environment or {})}}

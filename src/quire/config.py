@@ -44,9 +44,11 @@ _SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6,
 _SIZE_UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
 
 
-def option(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """A field of `EngineConfig`: its default, the help text of its flag, and the range it is checked against."""
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
+def option(default: Any, help: str, *, low: float | None = None, high: float | None = None, short: str = "") -> Any:
+    """A field of `EngineConfig`: its default, the help text of its flag and how it is written in short, and the range
+    it is checked against.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "short": short})
 
 
 def parse_size(text: str) -> int:
@@ -86,7 +88,22 @@ class EngineConfig:
     cpu_kernels: Literal["auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot"] = option(
         "auto", "instruction set of the compiled kernels, or torch for none; auto: the fastest that runs here"
     )
-    threads: int | None = option(None, "threads of a step; default: one a core", low=1, high=1024)
+    threads: int | None = option(
+        None, "threads of a step, on each rank; default: one a core, shared by the ranks", low=1, high=1024
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "ranks (processes of this machine) that share each layer; the tokens are the same for any",
+        low=1,
+        high=256,
+        short="-tp",
+    )
+    collective_timeout_s: float = option(
+        30.0,
+        "seconds after which a rank that does not answer is given up, and the engine with it",
+        low=0.1,
+        high=86400.0,
+    )
     max_model_len: int | None = option(
         None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1, high=2**40
     )
@@ -94,7 +111,9 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = option(
         "auto", "how KV is stored: the model's data type, or 8-bit codes with a scale a token and head (fp8: e4m3)"
     )
-    num_kv_blocks: int | None = option(None, "KV blocks, in place of what the memory plan finds", low=2, high=2**40)
+    num_kv_blocks: int | None = option(
+        None, "KV blocks, in place of what the memory plan finds; of several KV groups, the first's", low=2, high=2**40
+    )
     kv_cache_memory: str | None = option(None, "memory for KV, e.g. 4GiB; default: a fair share of what is free")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(

@@ -23,6 +23,27 @@ class DeviceLostError(QuireError):
     """The device has failed in a way that ends the engine; a server starts another one and resumes its requests."""
 
 
+class RankLostError(DeviceLostError):
+    """A rank died, or does not answer: the engine ends.
+
+    Attributes:
+        rank: which one.
+        outside: it was ended from outside, so no request is to blame.
+    """
+
+    def __init__(self, message: str, rank: int, outside: bool = False) -> None:
+        super().__init__(message)
+        self.rank, self.outside = rank, outside
+
+
+class RanksDisagreeError(DeviceLostError):
+    """The ranks of a model have computed different tokens: what they compute is worth nothing."""
+
+
+class StepGivenUpError(QuireError):
+    """Another rank could not go on with the step."""
+
+
 class StepFailedError(QuireError):
     """A step could not be computed, through whose fault is not known; the engine computes its requests again."""
 

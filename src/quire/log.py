@@ -191,9 +191,14 @@ def statistics_fields(before: Mapping[str, Any], after: Mapping[str, Any], secon
 
 
 def kv_use(stats: Mapping[str, Any]) -> float:
-    """The share of the KV blocks that requests hold; what is only kept in case it is asked for again is not held."""
+    """The share of the KV blocks that requests hold; what is only kept in case it is asked for again is not held.
+
+    Of several KV groups it is the one where the share is largest, as the engine says.
+    """
     total = stats.get("num_blocks", 0)
-    return min(1.0, max(0.0, stats.get("held_blocks", 0) / total)) if total > 0 else 0.0
+    of_all = stats.get("held_blocks", 0) / total if total > 0 else 0.0
+    share: float = stats.get("kv_use", of_all)
+    return min(1.0, max(0.0, share))
 
 
 def _duration(seconds: float) -> str:

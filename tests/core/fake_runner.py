@@ -15,6 +15,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.cache_events import CacheEvents
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
@@ -22,29 +23,39 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepPlan, StepResult, TokenLogprobs
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
+Windows = tuple[int | None, ...]
+"""Of each KV group, how many of the latest tokens each token sees; None: all of them."""
+Drafter = Callable[[list[int], int, Windows], list[int]]
 
 VOCAB = 50
 POISON = -7
 
 
-def next_token(context: list[int], window: int | None = None) -> int:
-    """The fake model: a hash of the tokens that the last position attends to."""
-    seen = context if window is None else context[-window:]
+ALL = (None,)
+"""The windows of a model with one KV group that keeps all positions."""
+
+
+def next_token(context: list[int], windows: Windows = ALL) -> int:
+    """The fake model: a hash of the tokens that the last position sees in each KV group."""
+    return hashed([token for window in windows for token in (context if window is None else context[-window:])])
+
+
+def hashed(seen: list[int]) -> int:
     return zlib.crc32(array("q", seen).tobytes()) % VOCAB
 
 
-def expected_output(prompt: list[int], count: int, window: int | None = None) -> list[int]:
+def expected_output(prompt: list[int], count: int, windows: Windows = ALL) -> list[int]:
     """What a request must yield whatever happens around it."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, window))
+        tokens.append(next_token(tokens, windows))
     return tokens[len(prompt) :]
 
 
-def often_right(context: list[int], count: int, window: int | None = None) -> list[int]:
+def often_right(context: list[int], count: int, windows: Windows = ALL) -> list[int]:
     """Drafts as a proposer might give them: fewer than asked at times, and wrong from some place on."""
     luck = zlib.crc32(array("q", [len(context), *context[-3:]]).tobytes())
-    drafts = expected_output(context, min(count, luck % 8), window)
+    drafts = expected_output(context, min(count, luck % 8), windows)
     wrong = luck // 8 % (count + 2)
     return [token if i < wrong else token + 1 for i, token in enumerate(drafts)]
 
@@ -58,18 +69,18 @@ class FakeRunner:
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: list[int],
         block_size: int,
-        window: int | None = None,
-        drafter: Callable[[list[int], int, int | None], list[int]] | None = None,
+        windows: Windows = ALL,
+        drafter: Drafter | None = None,
     ) -> None:
         self.drafter = drafter
         self.texts: dict[int, list[int]] = {}  # all tokens of each request
         self.num_drafted = self.num_accepted = 0
         self.block_size = block_size
-        self.window = window
-        self.memory = [[POISON] * block_size for _ in range(num_blocks)]
-        self.tables: dict[int, list[int]] = {}
+        self.windows = windows
+        self.memory = [[[POISON] * block_size for _ in range(count)] for count in num_blocks]  # of each group
+        self.tables: dict[int, list[list[int]]] = {}
         self.next_number = 0
         self.broken: set[int] = set()  # requests whose logits are not finite
         self.fatal: set[int] = set()  # requests whose steps fail
@@ -90,20 +101,22 @@ class FakeRunner:
             del self.tables[request]
             del self.texts[request]
         for info in plan.started:
-            self.tables[info.request] = []
+            self.tables[info.request] = [[] for _ in self.windows]
             self.texts[info.request] = [*info.prompt_token_ids, *info.output_token_ids]
         for span in plan.spans:
-            for source, target, tokens in span.copies:
-                self.memory[target][:tokens] = self.memory[source][:tokens]
-                self.memory[target][tokens:] = [POISON] * (self.block_size - tokens)
+            for group, source, target, tokens in span.copies:
+                memory = self.memory[group]
+                memory[target] = memory[source][:tokens] + [POISON] * (self.block_size - tokens)
         return StepResult(plan.number, [self._run_span(span) for span in plan.spans], seconds=0.001)
 
     def _run_span(self, span) -> SpanResult:
-        table = self.tables[span.request]
-        if span.blocks:
+        tables = self.tables[span.request]
+        for table, blocks in zip(tables, span.blocks, strict=bool(span.blocks)):
             if len(table) < span.table_start:
                 raise RuntimeError("the table has a gap")
-            table[span.table_start :] = span.blocks
+            table[span.table_start :] = blocks
+        if len({len(table) for table in tables}) != 1:
+            raise RuntimeError("the groups' tables differ in length")
         if len(span.tokens) == 0:
             raise RuntimeError("an empty span")
         if span.request in self.broken:
@@ -117,24 +130,25 @@ class FakeRunner:
             assert start + span.tokens.index(FROM_PREVIOUS) == len(text) - 1
         tokens = [text[-1] if token == FROM_PREVIOUS else token for token in span.tokens if token != DRAFT]
         wanted = len(span.tokens) - len(tokens)
-        drafts = self.drafter(text, wanted, self.window) if wanted and self.drafter else []
+        drafts = self.drafter(text, wanted, self.windows) if wanted and self.drafter else []
         for offset, token in enumerate([*tokens, *drafts]):
             position = start + offset
-            block = table[position // self.block_size]
-            if block == 0:
-                raise RuntimeError("a span writes the null block")
-            self.memory[block][position % self.block_size] = token
+            for memory, table in zip(self.memory, tables, strict=True):
+                block = table[position // self.block_size]
+                if block == 0:
+                    raise RuntimeError("a span writes the null block")
+                memory[block][position % self.block_size] = token
         sampled = []
         if drafts and self.spoils():
             return SpanResult([])
         if span.num_sampled:
             end = start + len(tokens)
-            sampled = [next_token(self._read(table, end), self.window)]
+            sampled = [hashed(self._read(tables, end))]
             for draft in drafts:
                 if draft != sampled[-1]:
                     break
                 end += 1
-                sampled.append(next_token(self._read(table, end), self.window))
+                sampled.append(hashed(self._read(tables, end)))
             text += sampled
             self.num_drafted += len(drafts)
             self.num_accepted += len(sampled) - 1
@@ -143,32 +157,41 @@ class FakeRunner:
             scored = [TokenLogprobs([target], [float(span.start + i)], [1]) for i, target in enumerate(span.targets)]
         return SpanResult(sampled, prompt_logprobs=scored, num_drafted=len(drafts))
 
-    def _read(self, table: list[int], end: int) -> list[int]:
-        first = 0 if self.window is None else max(0, end - self.window)
-        seen = [self.memory[table[p // self.block_size]][p % self.block_size] for p in range(first, end)]
-        return [POISON] * first + seen
+    def _read(self, tables: list[list[int]], end: int) -> list[int]:
+        seen = []
+        for memory, table, window in zip(self.memory, tables, self.windows, strict=True):
+            first = 0 if window is None else max(0, end - window)
+            seen += [memory[table[p // self.block_size]][p % self.block_size] for p in range(first, end)]
+        return seen
 
 
 def make_scheduler(
-    num_blocks: int = 64,
+    num_blocks: int | list[int] = 64,
     block_size: int = 4,
-    window: int | None = None,
+    windows: Windows = ALL,
     max_model_len: int = 10_000,
     drafts: int = 0,
-    drafter: Callable[[list[int], int, int | None], list[int]] = often_right,
+    drafter: Drafter = often_right,
     adaptive: bool = False,
     needs_next_token: bool = False,
     events: CacheEvents | None = None,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
-    """A scheduler and the runner that goes with it; options are `EngineConfig`'s."""
+    """A scheduler and the runner that goes with it; options are `EngineConfig`'s.
+
+    Args:
+        num_blocks: of each KV group, or of all of them the same.
+        windows: of each group.
+    """
     if drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "min_chunk": 4}
     config = EngineConfig(model="fake", **(defaults | options))
     hasher = BlockHasher(bytes(32), "fake")
-    kv = KVManager(num_blocks, block_size, config.prefix_cache, hasher, window, needs_next_token, events)
-    return Scheduler(config, kv, max_model_len), FakeRunner(num_blocks, block_size, window, drafter if drafts else None)
+    sizes = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
+    groups = [KVGroup(count, window) for count, window in zip(sizes, windows, strict=True)]
+    kv = KVManager(groups, block_size, config.prefix_cache, hasher, needs_next_token, events)
+    return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)
 
 
 def make_request(id: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:

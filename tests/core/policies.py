@@ -93,18 +93,20 @@ class Policies:
             if request.id not in planned and request not in victims:
                 behind = [each for each in planned if self.goes_first(request, self.requests[each])]
                 assert not behind, f"request {request.id} decodes and was left out, and {behind} behind it were not"
-                assert self.scheduler.kv.num_available == 0, f"request {request.id} was left out, and blocks are free"
+                left = min(group.num_available for group in self.scheduler.kv.groups)
+                assert left == 0, f"request {request.id} was left out, and blocks of all groups are free"
 
     def _windows_bound_what_is_held(self) -> None:
         """Beyond its window, a request holds no more than what its steps in flight, and this one, may write."""
         kv, config = self.scheduler.kv, self.scheduler.config
-        if kv.window is None:
-            return
         chunk = min(config.long_prefill_token_threshold or 2**30, config.max_num_batched_tokens)
-        most = -(-(kv.window + (self.depth + 1) * chunk) // kv.block_size) + 2
-        for request in self.scheduler.running:
-            held = sum(block != 0 for block in request.table)
-            assert held <= most, f"request {request.id} holds {held} blocks; its window and steps need {most}"
+        for number, group in enumerate(kv.groups):
+            if group.window is None:
+                continue
+            most = -(-(group.window + (self.depth + 1) * chunk) // kv.block_size) + 2
+            for request in self.scheduler.running:
+                held = sum(block != 0 for block in request.tables[number])
+                assert held <= most, f"request {request.id} holds {held} blocks; its window and steps need {most}"
 
 
 def sizes(books: object) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -130,7 +131,7 @@ def scheduled(costs: Costs, work: Work, tuned: bool, most: int = MOST, seed: int
     config = EngineConfig(
         model="none", max_num_seqs=64, max_num_batched_tokens=2048, prefix_cache="off", speculative_config=spec
     )
-    kv = KVManager(64 * 80, 16, config.prefix_cache, BlockHasher(bytes(32), "none"), None, False)
+    kv = KVManager([KVGroup(64 * 80)], 16, config.prefix_cache, BlockHasher(bytes(32), "none"))
     scheduler, machine, followed = Scheduler(config, kv, 10_000), Machine(costs, work, seed), set[int]()
     for wave in range(work.waves):
         for i in range(wave * work.together, (wave + 1) * work.together):

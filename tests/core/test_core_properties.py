@@ -16,8 +16,11 @@ from quire.core.kv_manager import Handle
 from quire.core.prefix_cache import KEY_BYTES
 from quire.core.request import Event
 from quire.errors import RequestTooLargeError
-from tests.core.fake_runner import StepFailed, expected_output, interrupted, make_request, make_scheduler, outputs
+from tests.core.fake_runner import ALL, StepFailed, expected_output, interrupted, make_request, make_scheduler, outputs
 from tests.core.policies import Policies
+
+MIXED = [(9,), (None, 9), (None, 9), (None, 3, 12), (16, 5), (1, None)]
+"""KV groups' windows of models that have some."""
 
 EVENTS = [Event("grammar", 0), Event("grammar", 1), Event("adapter", 0)]
 
@@ -29,12 +32,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, data):
         draw = data.draw
         self.block_size = draw(st.sampled_from([1, 2, 4, 8]))
-        self.window = draw(st.sampled_from([None, None, 9]))
+        self.windows = draw(st.sampled_from([ALL, ALL, *MIXED]))
         self.depth = draw(st.integers(0, 2))
         self.scheduler, self.runner = make_scheduler(
-            num_blocks=draw(st.integers(64, 200)) // self.block_size + 2,
+            num_blocks=[draw(st.integers(64, 200)) // self.block_size + 2 for _ in self.windows],
             block_size=self.block_size,
-            window=self.window,
+            windows=self.windows,
             prefix_cache=draw(st.sampled_from(["radix", "hash", "off"])),
             max_num_seqs=draw(st.sampled_from([1, 3, 8])),
             max_num_batched_tokens=draw(st.sampled_from([12, 20, 64])),
@@ -59,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.policies = Policies(self.scheduler, self.depth)
         self.failed: set[int] = set()  # what they waited for did not come
         self.handles: list[Handle] = []
-        self.stored: set[bytes] = set()  # as the cache's events tell it
+        self.stored: set[tuple[int, bytes]] = set()  # as the cache's events tell it
         self.num_events = 0
 
     @rule(
@@ -135,11 +138,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def hold(self, which):
         """Somebody outside reads a cached block and those before it, such as a transfer."""
-        nodes = self.scheduler.kv.cache.nodes
-        if nodes and len(self.handles) < 2:
-            node, blocks = nodes[sorted(nodes)[which % len(nodes)]], []
+        cached = self.scheduler.kv.groups[which % len(self.windows)].cached
+        if cached and len(self.handles) < 2:
+            node, blocks = cached[sorted(cached)[which % len(cached)]], []
             while node.parent is not None:
-                blocks.append(node.block)
+                blocks += [(number, block) for number, block in enumerate(node.blocks) if block]
                 node = node.parent
             handle = Handle("transfer", which)
             self.scheduler.kv.hold(handle, blocks)
@@ -156,6 +159,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def evict_all(self):
         self.scheduler.kv.cache.clear()
+
+    @rule(which=st.integers(0, 1000), count=st.integers(1, 5))
+    def evict_some(self, which, count):
+        """Of one group, the least recently used."""
+        number = which % len(self.windows)
+        group = self.scheduler.kv.groups[number]
+        first = list(group.idle)[:count]
+        assert self.scheduler.kv.cache.evict(number, count) >= len(first)
+        assert not group.cached.keys() & set(first)
+
+    @rule(like=st.integers(0, 100), length=st.integers(0, 40), back=st.booleans())
+    def match(self, like, length, back):
+        """A match ends as late as every group has all that the next token will see."""
+        kv = self.scheduler.kv
+        if not self.prompts or not kv.cache.caching:
+            return
+        request = make_request(10**6, self.prompts[like % len(self.prompts)][:length] or [1])
+        count, node = 0, kv.cache.roots.get("")
+        path: list[list[int]] = []
+        kv.match(request)  # makes its hashes
+        for key in request.block_keys(0, len(request.hashes), kv.block_size):
+            node = node and node.children.get(key)
+            if node is None:
+                break
+            path.append(node.blocks)
+            firsts = [group.first_seen(len(path) * kv.block_size - back) // kv.block_size for group in kv.groups]
+            if all(all(blocks[number] for blocks in path[first:]) for number, first in enumerate(firsts)):
+                count = len(path)
+        assert kv.cache.match(request.hashes, 10**6, int(back)).num_blocks == count
 
     @rule(count=st.integers(1, 12))
     def steps(self, count):
@@ -214,16 +246,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         for event in kv.events.take():
             assert event.number == self.num_events
             self.num_events += 1
+            part = event.group, event.hash
             if event.kind == "stored":
-                assert event.hash not in self.stored
-                assert event.parent in self.stored or event.parent in {root.hash for root in kv.cache.roots.values()}
-                self.stored.add(event.hash)
+                assert part not in self.stored
+                roots = {root.hash for root in kv.cache.roots.values()}
+                keeps_all = kv.groups[event.group].window is None
+                assert not keeps_all or (event.group, event.parent) in self.stored or event.parent in roots
+                self.stored.add(part)
             elif event.kind == "removed":
-                self.stored.remove(event.hash)
+                self.stored.remove(part)
             else:
                 self.stored.clear()
         full = kv.block_size * KEY_BYTES
-        assert self.stored == {node.hash for node in kv.cache.nodes.values() if len(node.key) == full}
+        nodes = [(number, node) for number, group in enumerate(kv.groups) for node in group.cached.values()]
+        assert self.stored == {(number, node.hash) for number, node in nodes if len(node.key) == full}
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -251,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scored.setdefault(update.request, []).extend(update.prompt_logprobs or [])
         for id, prompt in self.prompts.items():
             tokens = made.get(id, [])
-            assert tokens == expected_output(prompt, len(tokens), self.window)
+            assert tokens == expected_output(prompt, len(tokens), self.windows)
             if reasons[id] == "length":
                 assert len(tokens) == self.max_tokens[id]
                 if id in self.scoring:
@@ -283,11 +319,12 @@ class TestSchedulerMachineForLong(SchedulerMachine.TestCase):
 @pytest.mark.parametrize("seed", range(40))
 def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
     rnd = random.Random(seed)
-    block_size, window, depth = rnd.choice([1, 2, 4, 8]), rnd.choice([None, None, 9]), rnd.choice([0, 0, 1, 2])
+    block_size, depth = rnd.choice([1, 2, 4, 8]), rnd.choice([0, 0, 1, 2])
+    windows = rnd.choice([ALL, ALL, *MIXED])
     scheduler, runner = make_scheduler(
-        num_blocks=rnd.choice([60, 80, 160]) // block_size + 2,
+        num_blocks=[rnd.choice([60, 80, 160]) // block_size + 2 for _ in windows],
         block_size=block_size,
-        window=window,
+        windows=windows,
         prefix_cache=rnd.choice(["radix", "hash", "off"]),
         max_num_seqs=rnd.choice([3, 8]),
         max_num_batched_tokens=rnd.choice([12, 20, 64]),
@@ -321,6 +358,6 @@ def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
     assert scheduler.idle
     made = outputs(updates)
     for id, prompt in enumerate(prompts):
-        assert made[id] == expected_output(prompt, len(made[id]), window)
+        assert made[id] == expected_output(prompt, len(made[id]), windows)
     most = max(update.stats.preemptions for update in updates if update.stats)
     assert most <= 6, f"one request was preempted {most} times"

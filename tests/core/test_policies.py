@@ -194,7 +194,7 @@ def test_what_was_used_longest_ago_is_evicted_first(kind, seed):
     whole = scheduler.kv.cache
     for oldest in used[:10]:
         while survives(scheduler, oldest):
-            assert whole.evict(1) == 1
+            assert whole.evict(0, 1) == 1
             later = used[used.index(oldest) + 1 :]
             assert all(survives(scheduler, each) for each in later), f"{oldest} was used before {later}"
 
@@ -209,7 +209,7 @@ def test_tails_go_before_heads_and_heads_are_found_afterwards():
     prompt = list(range(9))
     run_one(scheduler, runner, 0, prompt)
     for left in (6, 4, 2, 0):
-        scheduler.kv.cache.evict(2 if left == 6 else 1)
+        scheduler.kv.cache.evict(0, 2 if left == 6 else 1)
         assert matched(scheduler, prompt) == left
 
 
@@ -223,7 +223,7 @@ def test_a_cache_used_over_and_over_keeps_books_in_proportion_to_its_blocks(kind
     order = [id % 7 for id in range(593, 600)]
     for place, which in enumerate(order):
         while survives(scheduler, which):
-            assert scheduler.kv.cache.evict(1) == 1
+            assert scheduler.kv.cache.evict(0, 1) == 1
         assert all(survives(scheduler, later) for later in order[place + 1 :])
 
 
@@ -260,36 +260,38 @@ def test_of_a_request_that_ended_well_the_last_partly_filled_block_is_kept_and_o
 
 def test_heads_that_windows_have_passed_are_evicted_where_blocks_are_needed():
     """They are idle and cached, with held blocks behind them in the tree: no leaves, and yet available."""
-    scheduler, runner = make_scheduler(num_blocks=23, block_size=4, window=9, max_num_batched_tokens=16)
+    scheduler, runner = make_scheduler(num_blocks=23, block_size=4, windows=(9,), max_num_batched_tokens=16)
     scheduler.add(make_request(0, [n % 7 for n in range(48)], max_tokens=20))
     for _ in range(6):
         run_step(scheduler, runner)
     kv = scheduler.kv
-    assert kv.cache.num_idle > 6, "most of its prompt is idle"
-    free = kv.num_available - kv.cache.num_idle
+    [group] = kv.groups
+    assert len(group.idle) > 6, "most of its prompt is idle"
+    free = group.pool.num_free
     scheduler.add(make_request(1, [n % 5 for n in range(4 * free + 20)], max_tokens=8))
     updates = run_all(scheduler, runner)
     assert scheduler.num_preemptions == 0
     made = outputs(updates)
-    assert made[1] == expected_output([n % 5 for n in range(4 * free + 20)], 8, window=9)
+    assert made[1] == expected_output([n % 5 for n in range(4 * free + 20)], 8, windows=(9,))
     assert updates[-1].finish_reason
 
 
 def test_of_the_heads_that_windows_have_passed_the_oldest_goes_first():
-    scheduler, runner = make_scheduler(num_blocks=64, block_size=4, window=9, max_num_batched_tokens=16)
+    scheduler, runner = make_scheduler(num_blocks=64, block_size=4, windows=(9,), max_num_batched_tokens=16)
     scheduler.add(make_request(0, list(range(48)), max_tokens=20))
     scheduler.add(make_request(1, list(range(100, 148)), max_tokens=20))
     for _ in range(9):
         run_step(scheduler, runner)
     kv = scheduler.kv
 
-    def found():
-        return [matched(scheduler, range(start, start + 48)) for start in (0, 100)]
+    def found(length):
+        return [matched(scheduler, range(start, start + length)) for start in (0, 100)]
 
-    whole = found()
-    assert min(whole) >= 44
-    assert kv.cache.evict(1) >= 1
-    assert found()[0] < 44 and found()[1] == whole[1], "the window of the first request passed its head first"
+    heads, whole = found(13), found(48)
+    assert heads == [12, 12] and min(whole) >= 44
+    assert kv.cache.evict(0, 1) == 1
+    assert found(13) == [4, 12], "the window of the first request passed its second block first"
+    assert found(48) == whole, "who goes on after 47 tokens sees nothing of it"
 
 
 # -- how much anybody holds ----------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ def test_of_the_heads_that_windows_have_passed_the_oldest_goes_first():
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_a_window_bounds_the_blocks_a_request_holds(block_size, cache):
     scheduler, runner = make_scheduler(
-        num_blocks=200, block_size=block_size, window=9, max_num_batched_tokens=16, prefix_cache=cache
+        num_blocks=200, block_size=block_size, windows=(9,), max_num_batched_tokens=16, prefix_cache=cache
     )
     request = make_request(0, [n % 7 for n in range(60)], max_tokens=40)
     scheduler.add(request)
@@ -310,16 +312,16 @@ def test_a_window_bounds_the_blocks_a_request_holds(block_size, cache):
         plan = scheduler.schedule(0.0)
         policies.after(plan)
         if decodes(plan):
-            most_decoding = max(most_decoding, sum(block != 0 for block in request.table))
+            most_decoding = max(most_decoding, sum(block != 0 for block in request.tables[0]))
         scheduler.commit(plan, runner.run(plan), 0.0)
     assert most_decoding == (9 if block_size == 1 else 3), "eight tokens before the one that is computed, and that one"
 
 
 def test_a_request_that_fits_its_window_into_a_small_pool_is_accepted_and_runs():
-    scheduler, runner = make_scheduler(num_blocks=9, block_size=4, window=9, max_num_batched_tokens=12)
+    scheduler, runner = make_scheduler(num_blocks=9, block_size=4, windows=(9,), max_num_batched_tokens=12)
     prompt = [n % 7 for n in range(300)]
     scheduler.add(make_request(0, prompt, max_tokens=10))
-    assert outputs(run_all(scheduler, runner))[0] == expected_output(prompt, 10, window=9)
+    assert outputs(run_all(scheduler, runner))[0] == expected_output(prompt, 10, windows=(9,))
 
 
 # -- drafts --------------------------------------------------------------------------------------------------
@@ -361,7 +363,7 @@ def test_self_tuning_drafts_where_drafts_are_right_and_hardly_where_they_are_wro
 
     steps, _ = steps_and_drafts(expected_output)
     assert steps < 120, "of 200 tokens, five a step at best"
-    _, drafted = steps_and_drafts(lambda text, count, window: [99] * count)
+    _, drafted = steps_and_drafts(lambda text, count, windows: [99] * count)
     assert drafted < 300, "of some 2400 that always four would be"
 
 

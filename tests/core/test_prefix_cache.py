@@ -9,6 +9,7 @@ import pytest
 
 from quire.core.block_hash import BlockHasher
 from quire.core.cache_events import KEPT_EVENTS, CacheEvents
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.prefix_cache import common_tokens
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
@@ -62,11 +63,11 @@ def test_the_last_partly_filled_block_is_reused_by_copying_only():
     scheduler, runner = cached(block_size=8, prompts=[[1, 2, 3, 4, 5]])
     scheduler.add(make_request(1, [1, 2, 3, 9, 9, 9], max_tokens=1))
     plan = scheduler.schedule(0.0)
-    [(source, target, tokens)] = plan.spans[0].copies
+    [(_, source, target, tokens)] = plan.spans[0].copies
     assert tokens == 3 and source != target and plan.spans[0].start == 3
-    assert scheduler.kv.pool.ref_counts[source] == 1, "the source is locked until the copy has run"
+    assert scheduler.kv.groups[0].pool.ref_counts[source] == 1, "the source is locked until the copy has run"
     scheduler.commit(plan, runner.run(plan), 0.0)
-    assert scheduler.kv.pool.ref_counts[source] == 0
+    assert scheduler.kv.groups[0].pool.ref_counts[source] == 0
 
 
 def test_a_full_block_replaces_the_partly_filled_leaf_it_extends():
@@ -80,9 +81,9 @@ def test_among_leaves_the_least_recently_used_goes_first():
     scheduler, runner = cached(block_size=2, prompts=prompts)
     scheduler.add(make_request(9, [1, 1, 1, 1, 1], max_tokens=1))
     run_all(scheduler, runner)
-    scheduler.kv.cache.evict(2)
+    scheduler.kv.cache.evict(0, 2)
     assert [matched(scheduler, [*prompt, 0]) for prompt in prompts] == [4, 0, 4]
-    scheduler.kv.cache.evict(1)
+    scheduler.kv.cache.evict(0, 1)
     assert [matched(scheduler, [*prompt, 0]) for prompt in prompts] == [4, 0, 2], "the tail goes before the head"
 
 
@@ -114,7 +115,7 @@ def test_equal_blocks_computed_twice_are_kept_once():
         scheduler.add(make_request(id, [1, 2, 3, 4, 5], max_tokens=20))
     updates = run_all(scheduler, runner)
     assert all(tokens == expected_output([1, 2, 3, 4, 5], 20) for tokens in outputs(updates).values())
-    assert len(scheduler.kv.cache.nodes) == 12
+    assert len(scheduler.kv.groups[0].cached) == 12
 
 
 def test_hashes_depend_on_key_scope_fingerprint_and_every_token_before():
@@ -156,47 +157,47 @@ def test_common_tokens_counts_whole_key_ids():
 
 
 def test_a_second_free_is_counted_and_ignored():
-    kv = KVManager(8, 4, "radix", BlockHasher(bytes(32), "f"))
-    block = kv.pool.allocate()
-    kv.cache.release(block)
-    kv.cache.release(block)
-    assert kv.pool.double_releases == 1 and kv.num_available == 7
+    kv = KVManager([KVGroup(8)], 4, "radix", BlockHasher(bytes(32), "f"))
+    block = kv.groups[0].pool.allocate()
+    kv.groups[0].release(block)
+    kv.groups[0].release(block)
+    assert kv.groups[0].pool.double_releases == 1 and kv.num_available == 7
 
 
 def test_a_block_handed_out_again_has_a_new_generation():
-    kv = KVManager(2, 4, "off", BlockHasher(bytes(32), "f"))
-    block = kv.pool.allocate()
-    before = kv.pool.generations[block]
-    kv.cache.release(block)
-    assert kv.pool.allocate() == block and kv.pool.generations[block] == before + 1
+    kv = KVManager([KVGroup(2)], 4, "off", BlockHasher(bytes(32), "f"))
+    block = kv.groups[0].pool.allocate()
+    before = kv.groups[0].pool.generations[block]
+    kv.groups[0].release(block)
+    assert kv.groups[0].pool.allocate() == block and kv.groups[0].pool.generations[block] == before + 1
 
 
 def test_what_a_handle_holds_is_neither_evicted_nor_freed_until_it_is_released_in_any_order():
     scheduler, _ = cached(block_size=2, prompts=[[1, 2, 3, 4]], num_blocks=9)
     kv = scheduler.kv
-    blocks = sorted(kv.cache.nodes)
+    blocks = sorted(kv.groups[0].cached)
     first, second = Handle("transfer", 1), Handle("transfer", 2)
-    kv.hold(first, blocks)
-    kv.hold(second, blocks[:1])
+    kv.hold(first, [(0, block) for block in blocks])
+    kv.hold(second, [(0, blocks[0])])
     kv.cache.clear()
-    assert sorted(kv.cache.nodes) == blocks and kv.num_held == {"transfer": 3} and not kv.num_deferred
+    assert sorted(kv.groups[0].cached) == blocks and kv.num_held == {"transfer": 3} and not kv.num_deferred
     kv.release(first)
-    assert not kv.pool.ref_counts[blocks[1]] and kv.pool.ref_counts[blocks[0]] == 1
+    assert not kv.groups[0].pool.ref_counts[blocks[1]] and kv.groups[0].pool.ref_counts[blocks[0]] == 1
     kv.release(second)
     kv.release(second)  # late, and ignored
     assert kv.cache.clear() == len(blocks) and kv.num_available == kv.num_usable
-    assert not kv.pool.stale_handles and not kv.pool.double_releases
+    assert not kv.groups[0].pool.stale_handles and not kv.groups[0].pool.double_releases
 
 
 def test_a_handle_of_a_block_that_was_handed_out_again_is_seen():
-    kv = KVManager(2, 4, "off", BlockHasher(bytes(32), "f"))
-    handle, block = Handle("transfer", 1), kv.pool.allocate()
-    kv.hold(handle, [block])
-    kv.cache.release(block)
-    kv.cache.release(block)  # somebody's mistake
-    kv.pool.allocate()
+    kv = KVManager([KVGroup(2)], 4, "off", BlockHasher(bytes(32), "f"))
+    handle, block = Handle("transfer", 1), kv.groups[0].pool.allocate()
+    kv.hold(handle, [(0, block)])
+    kv.groups[0].release(block)
+    kv.groups[0].release(block)  # somebody's mistake
+    kv.groups[0].pool.allocate()
     kv.release(handle)
-    assert kv.pool.stale_handles == 1
+    assert kv.groups[0].pool.stale_handles == 1
 
 
 def test_cache_events_that_nobody_takes_are_bounded_and_leave_a_gap():
@@ -211,7 +212,7 @@ def test_cache_events_that_nobody_takes_are_bounded_and_leave_a_gap():
 
 def test_partly_filled_leaves_that_say_nothing_new_are_dropped():
     scheduler, _ = cached(block_size=16, prompts=[list(range(length)) for length in range(1, 16)])
-    assert len(scheduler.kv.cache.nodes) == 1
+    assert len(scheduler.kv.groups[0].cached) == 1
 
 
 @pytest.mark.parametrize("kind", ["radix", "hash", "off"])

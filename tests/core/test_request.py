@@ -98,7 +98,7 @@ def test_its_stats_say_when_everything_happened_and_how_long_it_took():
 def test_its_stats_count_drafts_and_those_accepted():
     prompt = [1, 2, 3]
     whole = [*prompt, *expected_output(prompt, 20)]
-    half = {"drafter": lambda text, count, window: [*whole[len(text) : len(text) + 2], 77, 77][:count]}
+    half = {"drafter": lambda text, count, windows: [*whole[len(text) : len(text) + 2], 77, 77][:count]}
     scheduler, runner = make_scheduler(drafts=4, **half)
     scheduler.add(make_request(0, prompt, max_tokens=8))
     stats = run_all(scheduler, runner)[-1].stats

@@ -343,9 +343,9 @@ def test_nobody_is_preempted_for_blocks_that_others_hold_too():
         scheduler.add(make_request(id, [*common, id, id, id], max_tokens=30, priority=priority))
         run_step(scheduler, runner)
     assert len(scheduler.running) == 5
-    counts = scheduler.kv.pool.ref_counts
-    own = sum(counts[block] == 1 for request in scheduler.running[1:] for block in request.table)
-    assert 0 < own < sum(len(request.table) for request in scheduler.running[1:]) / 2
+    counts = scheduler.kv.groups[0].pool.ref_counts
+    own = sum(counts[block] == 1 for request in scheduler.running[1:] for block in request.tables[0])
+    assert 0 < own < sum(len(request.tables[0]) for request in scheduler.running[1:]) / 2
     room = scheduler.kv.num_available + own
     assert room < 15, "it would be computed in one step"
     scheduler.add(make_request(5, [77] * (4 * room + 1), max_tokens=1, priority=5))
@@ -507,13 +507,13 @@ def test_in_a_tight_pool_a_partial_match_is_not_copied():
 
 
 def test_a_match_that_holds_more_than_a_window_needs_does_not_stall_a_lone_request():
-    scheduler, runner = make_scheduler(num_blocks=12, block_size=4, window=9, max_num_batched_tokens=16)
+    scheduler, runner = make_scheduler(num_blocks=12, block_size=4, windows=(9,), max_num_batched_tokens=16)
     first = [n % 7 for n in range(43)]
     scheduler.add(make_request(0, first, max_tokens=1))
     run_all(scheduler, runner)
     second = first[:40] + [5] * 40
     scheduler.add(make_request(1, second, max_tokens=2))
-    assert outputs(run_all(scheduler, runner))[1] == expected_output(second, 2, window=9)
+    assert outputs(run_all(scheduler, runner))[1] == expected_output(second, 2, windows=(9,))
 
 
 def test_a_preempted_request_keeps_the_tokens_of_a_step_that_was_in_flight():
@@ -543,11 +543,11 @@ def test_budgets_that_could_starve_a_prompt_are_refused():
 
 
 def test_a_sliding_window_frees_the_blocks_it_has_passed():
-    scheduler, runner = make_scheduler(num_blocks=12, block_size=4, window=9, max_num_batched_tokens=16)
+    scheduler, runner = make_scheduler(num_blocks=12, block_size=4, windows=(9,), max_num_batched_tokens=16)
     prompt = [n % 7 for n in range(100)]
     scheduler.add(make_request(0, prompt, max_tokens=60))
     updates = run_all(scheduler, runner)
-    assert outputs(updates)[0] == expected_output(prompt, 60, window=9)
+    assert outputs(updates)[0] == expected_output(prompt, 60, windows=(9,))
     assert scheduler.num_preemptions == 0
 
 
@@ -558,13 +558,15 @@ def test_a_row_that_drafts_spoil_is_computed_again_with_all_that_it_sees(room, b
     """Steps in flight are planned before anybody knows that it failed: its window must not have passed meanwhile."""
     for seed in range(10):
         rnd = random.Random(seed)
-        scheduler, runner = make_scheduler(room // block_size + 2, block_size, window=9, drafts=3, prefix_cache="off")
+        scheduler, runner = make_scheduler(
+            room // block_size + 2, block_size, windows=(9,), drafts=3, prefix_cache="off"
+        )
         runner.spoils = lambda rnd=rnd: rnd.random() < 0.3
         prompts = [[rnd.randrange(3) for _ in range(rnd.randrange(1, 20))] for _ in range(6)]
         for id, prompt in enumerate(prompts):
             scheduler.add(make_request(id, prompt, max_tokens=40))
         made = outputs(run_all(scheduler, runner, depth))
-        assert [made[id] for id in range(6)] == [expected_output(prompt, 40, 9) for prompt in prompts]
+        assert [made[id] for id in range(6)] == [expected_output(prompt, 40, (9,)) for prompt in prompts]
 
 
 def test_self_tuning_learns_of_steps_without_parts_of_prompts_and_of_no_others():

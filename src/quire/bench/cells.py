@@ -83,9 +83,10 @@ def refusal(cell: Cell, llm: LLM) -> str | None:
             f"set --max-num-seqs {cell.batch}"
         )
     plan = llm.memory_plan
-    blocks, usable = cell.batch * -(-length // plan.block_size), plan.num_blocks - 1
-    if blocks > usable:
-        size = (blocks + 1) * plan.block_size * plan.kv_bytes_per_token
+    group = plan.lacking(cell.batch, length)
+    if group is not None:
+        blocks, usable = cell.batch * min(-(-length // plan.block_size), group.peak_blocks), group.num_usable
+        size = (blocks + 1) * plan.kv_bytes // group.num_blocks
         return (
             f"needs {blocks} KV blocks of {plan.block_size} tokens, but the memory plan has {usable}; "
             f"set --kv-cache-memory to at least {-(-size // 2**20)}MiB, or free some memory"

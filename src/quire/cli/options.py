@@ -95,7 +95,8 @@ def add_fields(group: argparse._ArgumentGroup, config: type) -> None:
     hints = get_type_hints(config)
     for field in dataclasses.fields(config):
         default = None if field.default in (dataclasses.MISSING, ()) else field.default
-        _add_flag(group, field.name, hints[field.name], field.metadata["help"], default)
+        short = (field.metadata["short"],) if field.metadata.get("short") else ()
+        _add_flag(group, field.name, hints[field.name], field.metadata["help"], default, short)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

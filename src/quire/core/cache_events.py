@@ -12,19 +12,21 @@ KEPT_EVENTS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """A full block was stored or removed, or all of them were.
+    """A full block of one KV group was stored or removed, or all of them were.
 
     Attributes:
         number: counts up by one. Who sees a gap knows nothing of the cache any more.
         kind: "cleared": nothing is cached.
         hash: the block's; empty where all were cleared.
         parent: hash of the block before it, or of its scope's root; empty unless it was stored.
+        group: number of the KV group; of each, a block comes and goes by itself.
     """
 
     number: int
     kind: Literal["stored", "removed", "cleared"]
     hash: bytes = b""
     parent: bytes = b""
+    group: int = 0
 
 
 class CacheEvents:
@@ -34,8 +36,10 @@ class CacheEvents:
         self._next = 0
         self._events: deque[CacheEvent] = deque(maxlen=KEPT_EVENTS)
 
-    def add(self, kind: Literal["stored", "removed", "cleared"], hash: bytes = b"", parent: bytes = b"") -> None:
-        self._events.append(CacheEvent(self._next, kind, hash, parent))
+    def add(
+        self, kind: Literal["stored", "removed", "cleared"], hash: bytes = b"", parent: bytes = b"", group: int = 0
+    ) -> None:
+        self._events.append(CacheEvent(self._next, kind, hash, parent, group))
         self._next += 1
 
     def take(self) -> list[CacheEvent]:

@@ -2,19 +2,22 @@
 `check_invariants` has it run after every step. Tests say by these names what they are about.
 
 Blocks
-    one place       A block is free, or cached without a holder, or held; never two of these, never none.
+    one place       A block is free, or cached without a holder, or held; never two of these, never none. So it is in
+                    the pool of each KV group.
     counts          Its count is the number of its holders: tables of running requests, copies to come, handles
                     of steps in flight and of whoever reads it from outside.
     free list       It is on the free list, once, exactly when it has no holder and is not cached.
     one release     Whoever holds it lets go of it once.
     one writer      A block that may be written has one holder, and a full one never changes.
-    tables          A request's table covers exactly the tokens that are computed, in flight and scheduled; what a
-                    sliding window has passed is the null block.
+    tables          A request's tables, one a KV group, cover exactly the tokens that are computed, in flight and
+                    scheduled; what a sliding window has passed, of a group that has one, is the null block.
 
 Prefix caches
     equal tokens    Requests share a block only if their scope and every token up to the block's end are equal.
-    tree            A node's children differ, each is a whole block unless it is a leaf, the path to it is its prefix,
-                    and whoever holds it holds its parent.
+    tree            A node's children differ, each is a whole block unless it is a leaf, and the path to it is its
+                    prefix. It has a part, or others below it. Of a group that keeps all positions, it has one, and
+                    whoever holds that holds its parent's.
+    ends            A match ends where each group has all that the next token sees.
     lock first      What was matched is held before anything is allocated in the same step.
     clean blocks    Only blocks whose steps have committed, and without error, are shared. A partly filled one is
                     published when its request has finished, and copied to be used. The oldest idle leaf goes first.
@@ -51,6 +54,7 @@ from __future__ import annotations
 from collections import Counter
 
 from quire.core.block_pool import NULL_BLOCK
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, Status
@@ -76,7 +80,7 @@ def check(scheduler: Scheduler) -> None:
     _must(len(orders) <= scheduler.config.max_num_seqs, f"{len(orders)} requests run")
     for request in scheduler.requests.values():
         if request.status is not Status.RUNNING:
-            _must(not request.table, f"request {request.id} is {request.status.value} and holds {request.table}")
+            _must(not request.tables, f"request {request.id} is {request.status.value} and holds {request.tables}")
 
 
 def _must(holds: bool, message: str) -> None:
@@ -86,68 +90,79 @@ def _must(holds: bool, message: str) -> None:
 
 def _check_blocks(kv: KVManager, running: list[Request]) -> None:
     """One place, counts, free list, one release."""
-    pool, cache = kv.pool, kv.cache
-    holders: Counter[int] = Counter()
+    holders: Counter[tuple[int, int]] = Counter()
     for request in running:
-        holders.update(block for block in request.table if block != NULL_BLOCK)
-        holders.update(source for source, _, _ in request.copies)
+        _must(len(request.tables) == len(kv.groups), f"request {request.id} has {len(request.tables)} tables")
+        for number, table in enumerate(request.tables):
+            holders.update((number, block) for block in table if block != NULL_BLOCK)
+        holders.update((number, source) for number, source, _, _ in request.copies)
     holders.update(kv.held)
-    for block in range(1, pool.num_blocks):
-        count = pool.ref_counts[block]
-        _must(count == holders[block], f"block {block} counts {count} holders and has {holders[block]}")
-    free = pool.free_blocks
-    free_set = set(free)
-    _must(len(free_set) == len(free) and NULL_BLOCK not in free_set, f"a block is free twice, or null is: {free}")
-    for block in range(1, pool.num_blocks):
-        idle = pool.ref_counts[block] == 0 and block not in cache.nodes
-        _must(idle == (block in free_set), f"block {block}: idle and uncached is {idle}, free is {not idle}")
-    num_idle = sum(pool.ref_counts[block] == 0 for block in cache.nodes)
-    _must(cache.num_idle == num_idle, f"the cache counts {cache.num_idle} idle blocks and has {num_idle}")
-    _must(pool.double_releases == 0, f"{pool.double_releases} blocks were released twice")
-    _must(pool.stale_handles == 0, f"{pool.stale_handles} handles were of blocks that had been handed out again")
+    for number, group in enumerate(kv.groups):
+        pool, free, where = group.pool, set(group.pool.free_blocks), f"of group {number}"
+        _must(len(free) == len(pool.free_blocks) and NULL_BLOCK not in free, f"a block {where} is free twice, or null")
+        for block in range(1, pool.num_blocks):
+            count, known = pool.ref_counts[block], holders[number, block]
+            _must(count == known, f"block {block} {where} counts {count} holders and has {known}")
+            unused = count == 0 and block not in group.cached
+            _must(unused == (block in free), f"block {block} {where}: unused is {unused}, free is {not unused}")
+        idle = {block for block in group.cached if pool.ref_counts[block] == 0}
+        _must(idle == set(group.idle), f"the cache counts {len(group.idle)} idle blocks {where} and has {len(idle)}")
+        _must(pool.double_releases == 0, f"{pool.double_releases} blocks {where} were released twice")
+        _must(pool.stale_handles == 0, f"{pool.stale_handles} handles were of blocks that had been handed out again")
     counted, held = kv.num_held.total(), sum(1 for _ in kv.held)
     _must(counted == held, f"{counted} blocks are counted as held beside the requests, and {held} are")
 
 
 def _check_tree(kv: KVManager) -> None:
-    """Tree: children differ, keys are whole blocks (or leaves), parents are held at least as often."""
-    pool, cache = kv.pool, kv.cache
-    seen: set[int] = set()
+    """Tree: children differ, keys are whole blocks (or leaves), parts are where they are of use."""
+    cache, seen = kv.cache, 0
     stack: list[Node] = list(cache.roots.values())
     while stack:
         node = stack.pop()
         _must(node.parent is not None or bool(node.children), f"the root of scope {node.scope!r} has no children")
-        _must(node.attached, f"block {node.block} is in the tree and detached")
-        _must(node.order == sorted(node.children), f"children of block {node.block} are not sorted")
+        _must(node.attached, f"blocks {node.blocks} are in the tree and detached")
+        _must(node.order == sorted(node.children), f"children of blocks {node.blocks} are not sorted")
         for key, child in node.children.items():
-            _must(child.parent is node and child.key == key, f"block {child.block} has the wrong parent or key")
-            _must(child.block not in seen and cache.nodes.get(child.block) is child, f"block {child.block} twice")
-            _must(
-                len(key) == cache.block_bytes or not child.children, f"partly filled block {child.block} has children"
-            )
-            _must(0 < len(key) <= cache.block_bytes and len(key) % KEY_BYTES == 0, f"block {child.block}: bad key")
-            if node.parent is not None and kv.window is None:
-                held, above = pool.ref_counts[child.block], pool.ref_counts[node.block]
-                _must(above >= held, f"block {child.block} is held {held} times, its parent {above} times")
-            seen.add(child.block)
+            name, full = f"the node of blocks {child.blocks}", len(key) == cache.block_bytes
+            _must(child.parent is node and child.key == key, f"{name} has the wrong parent or key")
+            _must(any(child.blocks) or bool(child.children), f"{name} stands for nothing")
+            _must(full or not (child.children or NULL_BLOCK in child.blocks), f"{name} is no leaf with all its parts")
+            _must(0 < len(key) <= cache.block_bytes and len(key) % KEY_BYTES == 0, f"{name} has a bad key")
+            for number, group in enumerate(kv.groups):
+                _check_part(group, child.blocks[number], node.blocks[number] if node.parent else None, child)
+            seen += sum(block != NULL_BLOCK for block in child.blocks)
             stack.append(child)
-    _must(seen == set(cache.nodes), "the tree and the index hold different blocks")
+    cached = sum(len(group.cached) for group in kv.groups)
+    _must(seen == cached, f"the tree has {seen} blocks and the groups know of {cached}")
+
+
+def _check_part(group: KVGroup, block: int, above: int | None, node: Node) -> None:
+    """One group's part of a node; `above` is its parent's, None where that is the root."""
+    _must(
+        block == NULL_BLOCK or group.cached.get(block) is node, f"the group does not know that block {block} is cached"
+    )
+    if group.window is None:
+        _must(block != NULL_BLOCK and above != NULL_BLOCK, f"block {block} is cached, and {above} before it is not")
+        if above is not None:
+            held, held_above = group.pool.ref_counts[block], group.pool.ref_counts[above]
+            _must(held_above >= held, f"block {block} is held {held} times, its parent {held_above} times")
 
 
 def _check_tables(kv: KVManager, running: list[Request]) -> None:
     """Tables, one writer."""
     for request in running:
-        blocks = kv.blocks_for(request.num_computed)
-        _must(len(request.table) == blocks, f"request {request.id}: {len(request.table)} blocks, {blocks} needed")
+        blocks, lengths = kv.blocks_for(request.num_computed), [len(table) for table in request.tables]
+        _must(set(lengths) == {blocks}, f"request {request.id}: {lengths} blocks, {blocks} needed")
         _must(
             request.num_committed <= request.num_computed - request.num_unverified_tokens,
             f"request {request.id}: {request.num_committed} positions have committed, {request.num_computed} are "
             f"computed at most, and {request.num_unverified_tokens} of them may not be",
         )
-        _must(
-            all(0 <= b < kv.pool.num_blocks for b in request.table), f"request {request.id}: a block is not in the pool"
-        )
         certain = request.num_computed - request.num_unverified_tokens
-        for block in request.table[certain // kv.block_size :]:
-            count = kv.pool.ref_counts[block]
-            _must(count == 1, f"request {request.id} may write block {block}, which has {count} holders")
+        for group, table in zip(kv.groups, request.tables, strict=True):
+            _must(all(0 <= b < group.pool.num_blocks for b in table), f"request {request.id}: {table} leaves the pool")
+            seen = table[group.first_seen(certain) // kv.block_size :]
+            _must(NULL_BLOCK not in seen, f"request {request.id}: its window lost what it sees: {table}")
+            for block in table[certain // kv.block_size :]:
+                count = group.pool.ref_counts[block]
+                _must(count == 1, f"request {request.id} may write block {block}, which has {count} holders")

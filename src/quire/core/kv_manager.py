@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.core.block_hash import BlockHasher
-from quire.core.block_pool import NULL_BLOCK, BlockPool
+from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
+from quire.core.kv_group import KVGroup, peak_blocks
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
 
@@ -30,15 +31,14 @@ STEP = "step"
 
 
 class KVManager:
-    """Block tables of the requests, over one pool and one prefix cache.
+    """Block tables of the requests, over the pools of all KV groups and one prefix cache.
 
-    Blocks that a step in flight may still write are kept until that step has committed.
+    Blocks that a step in flight may still write are kept until that step has committed. A group is named by its number.
 
     Args:
-        num_blocks: size of the pool, the null block included.
-        block_size: tokens a block.
+        groups: layers that keep the same positions, at least one group.
+        block_size: tokens a block, in all groups.
         prefix_cache: "radix", "hash" or "off".
-        window: how many of the latest tokens each token attends to; None for all of them.
         hasher: gives blocks their identity.
         needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
             token of a cached prefix is computed again.
@@ -50,42 +50,53 @@ class KVManager:
 
     def __init__(
         self,
-        num_blocks: int,
+        groups: Sequence[KVGroup],
         block_size: int,
         prefix_cache: str,
         hasher: BlockHasher,
-        window: int | None = None,
         needs_next_token: bool = False,
         events: CacheEvents | None = None,
     ) -> None:
         self.needs_next_token = needs_next_token
         self.block_size = block_size
-        self.window = window
         self.hasher = hasher
         self.events = events
         self._prefix_cache = prefix_cache
-        self.pool = BlockPool(num_blocks)
+        self.groups = groups
+        self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self.reset()
 
     def reset(self) -> None:
         """Every block is free, and nothing is cached, whatever was written in the books before."""
-        self.pool.reset()
-        self.cache = CACHES[self._prefix_cache](self.pool, self.block_size, self.events)
+        for group in self.groups:
+            group.reset()
+        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events)
         if self.events is not None:
             self.events.add("cleared")
         self.num_held: Counter[str] = Counter()
-        self._held: dict[Handle, list[tuple[int, int]]] = {}  # blocks and their generations
+        self._held: dict[Handle, list[tuple[int, int, int]]] = {}  # groups, blocks and their generations
         self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # hashed last: scope, keys, hashes
 
     @property
     def num_usable(self) -> int:
-        """Blocks of the pool without the null block."""
-        return self.pool.num_blocks - 1
+        """Blocks of all pools without the null blocks."""
+        return sum(group.num_usable for group in self.groups)
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones, and cached ones without a holder."""
-        return self.pool.num_free + self.cache.num_idle
+        """Blocks of all pools that can be handed out now: free ones, and cached ones without a holder."""
+        return sum(group.num_available for group in self.groups)
+
+    @property
+    def use(self) -> float:
+        """The share of its blocks that somebody holds, of the group where it is largest: at 1, requests give way."""
+        return max(1 - group.num_available / group.num_usable for group in self.groups)
+
+    def lacks(self, needed: Sequence[int], more: Sequence[int] = ()) -> bool:
+        """Whether a group has fewer blocks to hand out than needed of it, and than that with so many `more`."""
+        more = more or [0] * len(self.groups)
+        counts = zip(needed, self.groups, more, strict=True)
+        return any(blocks > group.num_available + extra for blocks, group, extra in counts)
 
     @property
     def num_deferred(self) -> int:
@@ -93,25 +104,27 @@ class KVManager:
         return self.num_held[STEP]
 
     @property
-    def held(self) -> Iterable[int]:
-        """Blocks that are held beside the requests, once a holder, for checks."""
-        return (block for held in self._held.values() for block, _ in held)
+    def held(self) -> Iterable[tuple[int, int]]:
+        """Groups and blocks that are held beside the requests, once a holder, for checks."""
+        return ((number, block) for held in self._held.values() for number, block, _ in held)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
-    def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Most blocks that a request of `num_tokens` holds at once, in chunks of at most `max_chunk` tokens."""
-        blocks = self.blocks_for(num_tokens)
-        return blocks if self.window is None else min(blocks, self.blocks_for(self.window + max_chunk) + 1)
+    def peak_blocks(self, num_tokens: int, max_chunk: int) -> list[int]:
+        """Most blocks of each group that a request holds at once: see `kv_group.peak_blocks`."""
+        return [peak_blocks(group.window, num_tokens, max_chunk, self.block_size) for group in self.groups]
 
     # -- prefix cache --------------------------------------------------------------------------------------
 
-    def match(self, request: Request) -> Match:
+    def match(self, request: Request, whole: bool = False) -> Match:
         """The longest cached prefix of a waiting request; its hashes up to its last full block are made here.
 
         A request that asks for prompt log-probabilities reads nothing, since cached rows have no logits.
+
+        Args:
+            whole: in whole blocks, so that none need be copied.
         """
         if not self.cache.caching:
             return Match()
@@ -119,39 +132,72 @@ class KVManager:
         if request.params.prompt_logprobs is not None:
             return Match()
         limit = len(request.tokens) - 1
-        match = self.cache.match(request.hashes, limit)
-        start = match.num_blocks * self.block_size
-        self.cache.match_partial(match, request.scope, request.key_bytes(start, min(start + self.block_size, limit)))
+        back = 0 if not self.needs_next_token else self.block_size if whole else 1
+        match = self.cache.match(request.hashes, limit, back)
+        if not whole:
+            start = match.num_blocks * self.block_size
+            rest = request.key_bytes(start, min(start + self.block_size, limit))
+            self.cache.match_partial(match, request.scope, rest)
         if self.needs_next_token:
-            self._drop_last_token(match)
+            self._drop_last_token(match, whole)
         return match
 
-    def _drop_last_token(self, match: Match) -> None:
-        if match.partial is None and match.tip is not None:
+    def _drop_last_token(self, match: Match, whole: bool) -> None:
+        if match.partial is None and match.num_blocks and match.tip is not None:
             match.partial, match.partial_tokens = match.tip, self.block_size
             match.tip, match.num_blocks = match.tip.parent, match.num_blocks - 1
         match.partial_tokens -= 1
-        if match.partial_tokens <= 0:
+        if whole or match.partial_tokens <= 0:
             match.partial, match.partial_tokens = None, 0
 
+    def _tables(self, match: Match) -> list[list[int]]:
+        """A match's blocks by group, from position 0 on; the null block where the token after it does not look."""
+        nodes = list(match.nodes())[::-1]
+        seen = self.first_seen(match)
+        return [
+            [NULL_BLOCK] * first + [node.blocks[number] for node in nodes[first:]] for number, first in enumerate(seen)
+        ]
+
+    def first_seen(self, match: Match) -> list[int]:
+        """By group, how many of a match's blocks the token after it does not look into."""
+        end = match.num_blocks * self.block_size + match.partial_tokens
+        return [min(group.first_seen(end) // self.block_size, match.num_blocks) for group in self.groups]
+
+    def lock(self, match: Match) -> None:
+        """Hold all blocks of a match, so that nothing evicts them."""
+        for number, block in self._blocks(match):
+            self.groups[number].retain(block)
+
+    def unlock(self, match: Match) -> None:
+        """Undo `lock`."""
+        for number, block in self._blocks(match):
+            self.groups[number].release(block)
+
+    def _blocks(self, match: Match) -> Iterable[tuple[int, int]]:
+        """Those that it takes, the last ones first, as they are let go of."""
+        if match.partial is not None:
+            yield from enumerate(match.partial.blocks)
+        for number, table in enumerate(self._tables(match)):
+            yield from ((number, block) for block in reversed(table) if block != NULL_BLOCK)
+
     def admit(self, request: Request, match: Match) -> None:
-        """Start a request's table with a match that was locked for it."""
-        request.table = [node.block for node in match.nodes()][::-1]
+        """Start a request's tables with a match that was locked for it."""
+        request.tables = self._tables(match)
         request.tip = match.tip if match.num_blocks else None
         request.num_published = match.num_blocks
         request.num_computed = match.num_blocks * self.block_size
-        if match.partial:
-            target = self._take()
-            request.copies = [(match.partial.block, target, match.partial_tokens)]
-            request.table.append(target)
+        if match.partial is not None:
+            for number, (table, source) in enumerate(zip(request.tables, match.partial.blocks, strict=True)):
+                table.append(self._take(number))
+                request.copies.append((number, source, table[-1], match.partial_tokens))
             request.num_computed += match.partial_tokens
         request.num_committed = request.num_computed
         request.num_sent = 0
 
     def copied(self, request: Request, step: int) -> None:
         """The request's copies are in step `step`; their sources stay locked until it has committed."""
-        for source, _, _ in request.copies:
-            self._hand_over(source, Handle(STEP, step))
+        for number, source, _, _ in request.copies:
+            self._hand_over(number, source, Handle(STEP, step))
         request.copies = []
 
     def publish(self, request: Request) -> list[bytes]:
@@ -165,19 +211,21 @@ class KVManager:
         tip = request.tip if first else self.cache.root(request.scope, self.hasher.root(request.scope))
         for index, key in enumerate(request.block_keys(first, full, self.block_size), start=first):
             if tip is None or not tip.attached:
-                request.tip = None  # its prefix was evicted (a window passed it): the rest stays private
+                request.tip = None  # what it follows was evicted, once a window had passed it: the rest stays private
                 break
-            block = request.table[index]
-            tip = request.tip = self.cache.insert(tip, key, block, request.hashes[index])
-            if tip.block != block:
-                self._adopt(request, index, tip.block)
+            blocks = [table[index] for table in request.tables]
+            tip = request.tip = self.cache.insert(tip, key, blocks, request.hashes[index])
+            if tip.blocks != blocks:
+                self._adopt(request, index, tip.blocks)
         return request.hashes[first:full]
 
-    def _adopt(self, request: Request, index: int, block: int) -> None:
-        """Share the block that holds the same already, in place of the request's own."""
-        self.cache.retain(block)
-        self._give_back(request, [request.table[index]])
-        request.table[index] = block
+    def _adopt(self, request: Request, index: int, blocks: Sequence[int]) -> None:
+        """Share blocks that hold the same already, one a group, in place of the request's own."""
+        for number, (table, block) in enumerate(zip(request.tables, blocks, strict=True)):
+            if table[index] != block:
+                self.groups[number].retain(block)
+                self._give_back(request, number, [table[index]])
+                table[index] = block
         request.num_sent = min(request.num_sent, index)
 
     def _hash_prompt(self, request: Request) -> None:
@@ -200,23 +248,27 @@ class KVManager:
     # -- tables --------------------------------------------------------------------------------------------
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make the table cover `num_tokens` positions; False, and nothing done, where blocks do not suffice."""
-        self._pass_window(request)
-        missing = self.blocks_for(num_tokens) - len(request.table)
-        if missing > self.num_available:
+        """Make the tables cover `num_tokens` positions; False, and nothing done, where blocks do not suffice."""
+        for number in self._windowed:
+            self._pass_window(request, number)
+        missing = self.blocks_for(num_tokens) - len(request.tables[0])
+        if missing <= 0:
+            return True
+        if any(missing > group.num_available for group in self.groups):
             return False
-        for _ in range(missing):
-            request.table.append(self._take())
+        for number, table in enumerate(request.tables):
+            for _ in range(missing):
+                table.append(self._take(number))
         return True
 
     def trim(self, request: Request) -> None:
         """Give back the blocks after the last computed token: drafts were rejected that would have filled them."""
         keep = self.blocks_for(request.num_computed)
-        surplus = request.table[keep:]
-        if surplus:
-            del request.table[keep:]
-            request.num_sent = min(request.num_sent, keep)
-            self._give_back(request, surplus[::-1])
+        request.num_sent = min(request.num_sent, keep)
+        for number, table in enumerate(request.tables):
+            surplus = table[keep:]
+            del table[keep:]
+            self._give_back(request, number, surplus[::-1])
 
     def free(self, request: Request, *, keep_partial: bool = False) -> None:
         """Give back a request's blocks, the last one first, so that prefixes outlive what follows them in the cache.
@@ -226,33 +278,38 @@ class KVManager:
         """
         if keep_partial and self.cache.keeps_partial:
             self._publish_partial(request)
-        for source, _, _ in request.copies:  # never ran: its lock ends here
-            self.cache.release(source)
-        blocks, request.table, request.copies = request.table, [], []
+        for number, source, _, _ in request.copies:  # never ran: its lock ends here
+            self.groups[number].release(source)
+        tables, request.tables, request.copies = request.tables, [], []
         request.tip, request.num_published = None, 0
-        self._give_back(request, [block for block in reversed(blocks) if block != NULL_BLOCK])
+        for number, table in enumerate(tables):
+            self._give_back(request, number, [block for block in reversed(table) if block != NULL_BLOCK])
 
-    def blocks_of_these_alone(self, requests: Iterable[Request]) -> int:
-        """Blocks that only these requests hold: so many come free when all of them are preempted."""
-        holders = Counter(block for request in requests for block in request.table if block != NULL_BLOCK)
-        return sum(count == self.pool.ref_counts[block] for block, count in holders.items())
+    def blocks_of_these_alone(self, requests: Sequence[Request]) -> list[int]:
+        """Blocks of each group that only these requests hold: so many come free when all of them are preempted."""
+        alone = []
+        for number, group in enumerate(self.groups):
+            holders = Counter(block for request in requests for block in request.tables[number] if block != NULL_BLOCK)
+            alone.append(sum(count == group.pool.ref_counts[block] for block, count in holders.items()))
+        return alone
 
-    def hold(self, handle: Handle, blocks: Iterable[int]) -> None:
+    def hold(self, handle: Handle, blocks: Iterable[tuple[int, int]]) -> None:
         """Keep blocks until the handle is released: they are neither freed nor written.
 
         Args:
-            blocks: with a cached one all that lie before it, as whoever holds a block does.
+            blocks: (group, block) each; of a group that keeps all positions, with a cached one all that lie before it,
+                as whoever holds a block does. Those that follow others come first.
         """
-        for block in blocks:
-            self.cache.retain(block)
-            self._hand_over(block, handle)
+        for number, block in blocks:
+            self.groups[number].retain(block)
+            self._hand_over(number, block, handle)
 
     def release(self, handle: Handle) -> None:
         """Give back what a handle holds, in whatever order they end; one that holds nothing is ignored."""
-        for block, generation in self._held.pop(handle, ()):
+        for number, block, generation in self._held.pop(handle, ()):
             self.num_held[handle.kind] -= 1
-            self.pool.check(block, generation)
-            self.cache.release(block)
+            self.groups[number].pool.check(block, generation)
+            self.groups[number].release(block)
 
     def step_committed(self, step: int) -> None:
         """What waited for this step is given back."""
@@ -265,38 +322,37 @@ class KVManager:
         tip = request.tip if full else self.cache.root(request.scope, self.hasher.root(request.scope))
         if tip is not None and tip.attached:
             key = request.key_bytes(full * self.block_size, full * self.block_size + rest)
-            self.cache.insert_partial(tip, key, request.table[full])
+            self.cache.insert_partial(tip, key, [table[full] for table in request.tables])
 
-    def _take(self) -> int:
-        if not self.pool.num_free:
-            self.cache.evict(1)
-        return self.pool.allocate()
+    def _take(self, number: int) -> int:
+        pool = self.groups[number].pool
+        if not pool.num_free:
+            self.cache.evict(number, 1)
+        return pool.allocate()
 
-    def _give_back(self, request: Request, blocks: list[int]) -> None:
-        if request.num_in_flight:
-            for block in blocks:
-                self._hand_over(block, Handle(STEP, request.last_step))
-            return
+    def _give_back(self, request: Request, number: int, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self.cache.release(block)
+            if request.num_in_flight:
+                self._hand_over(number, block, Handle(STEP, request.last_step))
+            else:
+                self.groups[number].release(block)
 
-    def _hand_over(self, block: int, handle: Handle) -> None:
+    def _hand_over(self, number: int, block: int, handle: Handle) -> None:
         """A holder that the block counts already is the handle from now on."""
-        self._held.setdefault(handle, []).append((block, self.pool.generations[block]))
+        generation = self.groups[number].pool.generations[block]
+        self._held.setdefault(handle, []).append((number, block, generation))
         self.num_held[handle.kind] += 1
 
-    def _pass_window(self, request: Request) -> None:
-        """Give up the blocks that no later token of the request attends to."""
-        if self.window is None:
-            return
+    def _pass_window(self, request: Request, number: int) -> None:
+        """Give up the blocks of a group that no later token of the request sees."""
+        table = request.tables[number]
         certain = request.num_computed - request.num_unverified_tokens
-        passed = max(0, certain - self.window + 1) // self.block_size
+        passed = min(self.groups[number].first_seen(certain) // self.block_size, len(table))
+        if self.cache.caching:
+            passed = min(passed, request.num_published)  # what is not committed yet is published first
         gone: list[int] = []
-        for index in range(min(passed, len(request.table)) - 1, -1, -1):
-            if request.table[index] == NULL_BLOCK:
-                break
-            if index >= request.num_published and self.cache.caching:
-                continue  # not committed yet: it is published first
-            gone.append(request.table[index])
-            request.table[index] = NULL_BLOCK
-        self._give_back(request, gone)
+        while passed and table[passed - 1] != NULL_BLOCK:
+            passed -= 1
+            gone.append(table[passed])
+            table[passed] = NULL_BLOCK
+        self._give_back(request, number, gone)

@@ -98,9 +98,9 @@ class Request:
         max_tokens: longest output; 0: the prompt is computed and scored, and nothing sampled.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
-        table: block ids from position 0 on; 0 where a window has passed.
-        num_sent: how many entries of `table` the runner knows.
-        copies: beginnings of blocks to copy when the next span runs: (source, destination, tokens).
+        tables: a KV group each, block ids from position 0 on; 0 where a window has passed. None while it has no blocks.
+        num_sent: how many entries of its tables the runner knows.
+        copies: beginnings of blocks to copy when the next span runs: (group, source, destination, tokens).
         num_committed: positions whose steps have committed since the last admission.
         num_published: full blocks offered to the prefix cache since the last admission.
         tip: node of the last published block.
@@ -140,7 +140,7 @@ class Request:
         "stats",
         "status",
         "stop_token_ids",
-        "table",
+        "tables",
         "tip",
         "tokens",
     )
@@ -188,9 +188,9 @@ class Request:
         self.known_to_runner = False
         self.draft_state = DraftState(drafting_enabled=params.speculate)
 
-        self.table: list[int] = []
+        self.tables: list[list[int]] = []
         self.num_sent = 0
-        self.copies: list[tuple[int, int, int]] = []
+        self.copies: list[tuple[int, int, int, int]] = []
         self.num_committed = 0
         self.num_published = 0
         self.tip: Node | None = None
@@ -268,7 +268,7 @@ class Request:
         self.high_water = max(self.high_water, self.num_computed)
         self.num_computed = self.num_committed = self.num_pending = self.num_unverified_tokens = 0
         self.num_in_flight = self.num_sent = self.num_published = 0
-        self.table, self.copies, self.tip = [], [], None
+        self.tables, self.copies, self.tip = [], [], None
 
     def info(self) -> RequestInfo:
         """What the runner must know, with the output so far in case it is a fresh runner."""

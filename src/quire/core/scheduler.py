@@ -73,12 +73,13 @@ class Scheduler:
         if request.id in self.requests:
             raise RequestError(f"request id {request.id} is in use; ids must be unique")
         needed = self.kv.peak_blocks(request.num_positions, self._max_chunk)
-        if needed > self.kv.num_usable:
-            raise RequestTooLargeError(
-                f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {needed} KV "
-                f"blocks of {self.kv.block_size} tokens, but the pool has {self.kv.num_usable}; lower max_tokens, "
-                "or give the engine more with kv_cache_memory or num_kv_blocks"
-            )
+        for blocks, group in zip(needed, self.kv.groups, strict=True):
+            if blocks > group.num_usable:
+                raise RequestTooLargeError(
+                    f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {blocks} KV "
+                    f"blocks of {self.kv.block_size} tokens, but the pool has {group.num_usable}; lower max_tokens, "
+                    "or give the engine more with kv_cache_memory or num_kv_blocks"
+                )
         priority = request.params.priority if self.config.scheduling_policy == "priority" else 0
         if not self.requests:
             self._turns.reset()
@@ -317,7 +318,7 @@ class Scheduler:
         known = request.num_computed + 1
         if self.kv.reserve(request, known + count):
             return count
-        return min(count, len(request.table) * self.kv.block_size - known)
+        return min(count, len(request.tables[0]) * self.kv.block_size - known)
 
     def _chunk(self, remaining: int, step: PendingStep, chosen: int = 0) -> int:
         """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
@@ -335,12 +336,10 @@ class Scheduler:
         if request.awaits is not None:
             self._waiting.push(request)
             return False
-        if self.kv.num_available <= self.kv.blocks_for(len(request.tokens)):
-            match.partial, match.partial_tokens = None, 0  # copying holds a block more: not in a tight pool
-        if self._admit_match(request, match, step, now, seats_taken):
-            return True
-        # Alone and still too large: a match may hold more than a sliding window needs. Do without it.
-        return not self.running and match.num_blocks > 0 and self._admit_match(request, Match(), step, now, False)
+        peak = self.kv.peak_blocks(len(request.tokens), self._max_chunk)
+        if match.partial is not None and self.kv.lacks([blocks + 1 for blocks in peak]):
+            match = self.kv.match(request, whole=True)  # copying holds a block more: not in a tight pool
+        return self._admit_match(request, match, step, now, seats_taken)
 
     def _awaited(self, request: Request, match: Match) -> Event | None:
         """What a request waits for where another one computes its next blocks."""
@@ -363,11 +362,11 @@ class Scheduler:
         if not count or (count < remaining and self._too_many_partial(request, step)):
             return False
         num_tokens = cached + count
-        if self._blocks_to_start(request, match, num_tokens) > self.kv.num_available and not self._outranked(request):
+        if self.kv.lacks(self._blocks_to_start(request, match, num_tokens)) and not self._outranked(request):
             return False  # the lock below leaves no more
-        self.kv.cache.lock(match)
+        self.kv.lock(match)
         if not self._make_room(request, match, num_tokens, seats_taken, step):
-            self.kv.cache.unlock(match)
+            self.kv.unlock(match)
             return False
         self.kv.admit(request, match)
         self.kv.reserve(request, num_tokens)
@@ -388,28 +387,32 @@ class Scheduler:
         Preempts those that the request outranks, where that will do.
         """
         while True:
-            missing = self._blocks_to_start(request, match, num_tokens) - self.kv.num_available
-            if not seats_taken and missing <= 0:
+            needed = self._blocks_to_start(request, match, num_tokens)
+            if not seats_taken and not self.kv.lacks(needed):
                 return True
             outranked = self._outranked(request)
             if not outranked or self.kv.num_deferred:
                 return False
-            if missing > 0 and missing > self.kv.blocks_of_these_alone(outranked):
+            if self.kv.lacks(needed, self.kv.blocks_of_these_alone(outranked)):
                 return False
             self._preempt(outranked[0], step)
             seats_taken = False
 
-    def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
-        """Blocks beside the match that must be available before a request starts with `num_tokens`.
+    def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> list[int]:
+        """Blocks of each group, beside the match, that must be available before a request starts with `num_tokens`.
 
         A request that was preempted comes back only when all its tokens fit while one free block remains for
         each running request; otherwise it would soon be the victim again.
         """
         needed = self.kv.blocks_for(num_tokens) - match.num_blocks
-        if request.stats.preemptions:
-            all_tokens = self.kv.peak_blocks(len(request.tokens), self._max_chunk) - match.num_blocks
-            needed = max(needed, all_tokens) + len(self.running)
-        return needed
+        if not request.stats.preemptions:
+            return [needed] * len(self.kv.groups)
+        peaks = self.kv.peak_blocks(len(request.tokens), self._max_chunk)
+        unseen = self.kv.first_seen(match)
+        return [
+            max(needed, peak - match.num_blocks + first) + len(self.running)
+            for peak, first in zip(peaks, unseen, strict=True)
+        ]
 
     def _start(self, request: Request, now: float) -> None:
         if request.stats.admitted is None:
@@ -502,10 +505,10 @@ class Scheduler:
         span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_unverified_tokens > 0)
         if request.params.prompt_logprobs is not None:
             span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
-        if len(request.table) > request.num_sent:
+        if len(request.tables[0]) > request.num_sent:
             span.table_start = request.num_sent
-            span.blocks = request.table[request.num_sent :]
-            request.num_sent = len(request.table)
+            span.blocks = [table[request.num_sent :] for table in request.tables]
+            request.num_sent = len(request.tables[0])
         if request.copies:
             span.copies = request.copies
             self.kv.copied(request, number)

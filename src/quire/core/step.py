@@ -33,9 +33,10 @@ class Span:
             1 + drafts when drafts are verified.
         targets: the prompt tokens that rows 0, 1, ... should have predicted; empty unless the request asks
             for prompt log-probabilities. The last one may lie in the next span.
-        table_start: `blocks`, if there are any, replace the request's block table from this index on.
-        blocks: block ids that are new in the table since the request's last span.
-        copies: (source, destination, tokens): beginnings of blocks to copy before anything of this step is computed.
+        table_start: `blocks`, if there are any, replace the request's block tables from this index on.
+        blocks: block ids that are new in the tables since the request's last span: as many for each KV group.
+        copies: (group, source, destination, tokens): beginnings of blocks to copy before anything of this step is
+            computed.
         start_follows: a step in flight verifies drafts of the request: the true start is after what it accepts.
     """
 
@@ -45,8 +46,8 @@ class Span:
     num_sampled: int = 0
     targets: Sequence[int] = ()
     table_start: int = 0
-    blocks: Sequence[int] = ()
-    copies: Sequence[tuple[int, int, int]] = ()
+    blocks: Sequence[Sequence[int]] = ()
+    copies: Sequence[tuple[int, int, int, int]] = ()
     start_follows: bool = False
 
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL, SamplingParams
@@ -23,20 +26,22 @@ from quire.core.step import StepPlan, StepResult
 from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
+from quire.engine.loading import load
+from quire.engine.ranks import RankExecutor, Ranks
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.fields import Fields
-from quire.models.model import Model
-from quire.models.registry import load_model
+from quire.models.registry import check_ranks
 from quire.observe.timeline import KernelProfile, Timeline, TraceFile
-from quire.ops import choice_note, choose_kernels
+from quire.ops import choice_note
 from quire.ops.threads import usable_threads
+from quire.parallel.group import OneRank
 from quire.runner.device import open_device
-from quire.runner.memory_plan import MemoryPlan, retention
+from quire.runner.kv_pools import retentions
+from quire.runner.memory_plan import MemoryPlan
 from quire.runner.model_runner import STEP_FAILED
-from quire.runner.proposer import Proposer, Speculation
-from quire.runner.start import OnLoad, start_runner
-from quire.speculate.methods import make_speculation
+from quire.runner.proposer import Proposer
+from quire.runner.start import OnLoad, Started, start_runner
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ class EngineStats:
         verifications: spans that verified drafts.
         drafted, accepted: drafts that were verified, and those of them that were sampled too.
         accepted_by_position: how often at least so many drafts of a span were accepted, from 1 on.
-        peak_blocks: most blocks held at once. num_blocks: usable blocks of the pool.
+        peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
     """
 
     steps: int = 0
@@ -153,7 +158,7 @@ class Engine:
         computing: entered around what may take long and writes no books, so that it may be interrupted there: launching
             steps, and waiting for them.
         path: folder of the checkpoint.
-        kv_cache: the device's blocks.
+        kv_cache: the device's blocks, a cache a KV group.
         model_name: what the user called it.
         threads: how many a step uses.
         notes: what was decided at start without being asked for.
@@ -179,30 +184,14 @@ class Engine:
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
-        self.model = self._load_model(report, open_checkpoint)
-        self.threads = config.threads or usable_threads()
-        spec = config.speculation
-        self.speculation: Speculation | None = None
-        if proposer is not None:
-            self.speculation = Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
-        elif spec is not None:
-            self.speculation = make_speculation(spec, self.model, self.path, config)
-        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
-        for load in self.model.expert_loads.values():
-            load.zero_()  # trial steps have run
-        self.memory_plan: MemoryPlan = started.plan
-        self.kv_cache = started.kv
-        self.sampling_defaults = self._read_sampling_defaults()
-        self.max_model_len = self.memory_plan.max_model_len
-        if spec is not None and spec.num_speculative_tokens >= self.max_model_len:
-            raise ConfigError(
-                f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} leaves no room in a context "
-                f"of {self.max_model_len} tokens; lower it"
-            )
-        self._stats = EngineStats(num_blocks=self.memory_plan.num_blocks - 1)
-        self.scheduler = Scheduler(config, self._kv_manager(hash_key or secrets.token_bytes(32)), self.max_model_len)
-        in_thread = config.async_scheduling and not self.device.asynchronous
-        self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
+        self.threads = config.threads or max(1, usable_threads() // config.tensor_parallel_size)
+        self._ranks = self._start_ranks(open_checkpoint, proposer) if config.tensor_parallel_size > 1 else None
+        try:
+            started = self._start(report, open_checkpoint, proposer, hash_key or secrets.token_bytes(32))
+        except BaseException:
+            if self._ranks:
+                self._ranks.close()
+            raise
         self._timeline = None if trace is None else self._make_timeline(trace)
         self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
@@ -218,19 +207,56 @@ class Engine:
             logger.info("%s", note)
         report("ready", 1.0)
 
-    def _load_model(self, report: OnLoad, open_checkpoint: Callable[[Path], Checkpoint]) -> Model:
+    def _start(
+        self,
+        report: OnLoad,
+        open_checkpoint: Callable[[Path], Checkpoint],
+        proposer: Proposer | None,
+        hash_key: bytes,
+    ) -> Started:
+        """Load the model, plan the memory, and make what schedules and what computes."""
         config = self.config
-        loading = f"quantizing weights to {config.quantization}" if config.quantization else "loading weights"
-        return load_model(
-            self.path,
-            config.dtype,
-            lambda done, total: report(loading, done / total),
-            choose_kernels(config.cpu_kernels, self.device.torch, config.deterministic),
-            config.quantization,
-            config.quantization_group_size,
-            open_checkpoint,
-            mtp=config.speculation is not None and config.speculation.method == "mtp",
-        )
+        group = self._ranks.group if self._ranks else OneRank()
+        self.model, self.speculation = load(config, self.path, self.device, group, report, open_checkpoint, proposer)
+        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
+        for counts in self.model.expert_loads.values():
+            counts.zero_()  # trial steps have run
+        self.memory_plan: MemoryPlan = started.plan
+        self.kv_cache = started.kv
+        self.sampling_defaults = self._read_sampling_defaults()
+        self.max_model_len = self.memory_plan.max_model_len
+        spec = config.speculation
+        if spec is not None and spec.num_speculative_tokens >= self.max_model_len:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} leaves no room in a context "
+                f"of {self.max_model_len} tokens; lower it"
+            )
+        self._stats = EngineStats(num_blocks=self.memory_plan.num_usable)
+        self.scheduler = Scheduler(config, self._kv_manager(hash_key), self.max_model_len)
+        in_thread = config.async_scheduling and not self.device.asynchronous
+        self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
+        if self._ranks:
+            report("waiting for the other ranks", 0.0)
+            self._ranks.begin(self.memory_plan)
+            self.executor = RankExecutor(self.executor, self._ranks)
+        return started
+
+    def _start_ranks(self, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None) -> Ranks:
+        """The other ranks, which load while this one does.
+
+        Raises:
+            ConfigError: so many cannot share the model, or what they would need cannot be sent to them.
+        """
+        config, size = self.config, self.config.tensor_parallel_size
+        if config.device != "cpu":
+            raise ConfigError(f"tensor_parallel_size={size} with device={config.device}: CPUs alone have ranks so far")
+        if open_checkpoint is not Checkpoint or proposer is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={size}: other ranks read the checkpoint and make their drafts themselves; "
+                "leave out open_checkpoint and proposer, or use one rank"
+            )
+        matrix = check_ranks(self.path, size) * config.max_num_batched_tokens * torch.float32.itemsize
+        return Ranks(config, self.path, self.threads, matrix)
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None
@@ -255,6 +281,8 @@ class Engine:
         changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
         if changed:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
+        if config.tensor_parallel_size > 1:
+            notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
         if config.speculation is not None:
             notes.append(config.speculation.describe())
             if config.speculative_acceptance == "rejection":
@@ -281,10 +309,12 @@ class Engine:
         # All that a block's bytes depend on beside its tokens.
         system = fingerprint.system(self.path, self.model, config.kv_cache_dtype)
         drafts = "" if speculation is None else speculation.fingerprint
-        hasher = BlockHasher(hash_key, f"{system}|{self.kv_cache.layout}|{drafts}")
+        layout = "|".join(cache.layout for cache in self.kv_cache)
+        hasher = BlockHasher(hash_key, f"{system}|{layout}|{drafts}")
         ahead = speculation is not None and speculation.needs_next_token
-        window = retention(self.model, speculation)
-        return KVManager(self.memory_plan.num_blocks, config.block_size, config.prefix_cache, hasher, window, ahead)
+        windows = retentions(self.model, speculation)
+        groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
+        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead)
 
     @property
     def stats(self) -> EngineStats:

@@ -96,6 +96,8 @@ def _try(call: Callable[[], T]) -> T:
     """What the runner's `call` returns; any error of it is one of those that `PendingResult.wait` names."""
     try:
         return call()
+    except DeviceLostError:
+        raise
     except Exception as error:
         if is_lost(error):
             raise DeviceLostError(

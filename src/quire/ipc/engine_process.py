@@ -25,7 +25,7 @@ from quire import child, log
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.step import StepPlan, StepResult
-from quire.errors import QuireError, RequestError
+from quire.errors import QuireError, RankLostError, RequestError
 from quire.ipc import wire
 from quire.ipc.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
 from quire.models.hub import resolve
@@ -117,7 +117,7 @@ class EngineProcess:
         from quire.engine.engine import Engine
 
         engine = Engine(replace(config, model=str(path), revision=None), self._board.set_phase, self)
-        for cache in (engine.kv_cache, engine.kv_cache.draft_kv):
+        for cache in (*engine.kv_cache, engine.kv_cache[0].draft_kv):
             if cache is not None:
                 cache.pulse = self._board.fields  # PULSE is field 0
         if self._start.fault is not None:
@@ -144,10 +144,10 @@ class EngineProcess:
             max_model_len=engine.max_model_len,
             eos_token_ids=list(model.eos_token_ids),
             sampling_defaults=engine.sampling_defaults,
-            num_blocks=plan.num_blocks - 1,
+            num_blocks=plan.num_usable,
             block_size=plan.block_size,
             kv_bytes_per_token=plan.kv_bytes_per_token,
-            full_length_requests=(plan.num_blocks - 1) // -(-plan.max_model_len // plan.block_size),
+            full_length_requests=int(plan.full_length_requests),
             parameters=model.num_parameters,
             weight_bytes=model.weight_bytes,
             notes=list(engine.notes),
@@ -182,8 +182,10 @@ class EngineProcess:
                 if not self.engine.idle:
                     self._send(self.engine.step())
                 self._tell_statistics()
-        except Exception:
-            if not self._board.fields[NUM_IN_STEP]:
+        except Exception as error:
+            if isinstance(error, RankLostError) and error.outside:
+                self._board.end()  # no request is to blame
+            elif not self._board.fields[NUM_IN_STEP]:
                 self._begin([add.number for add in self._adds.values()])
             raise
 
@@ -430,6 +432,9 @@ def main() -> int:
         return 1
     try:
         process.run()
+    except RankLostError as error:
+        logger.error("the engine ends: %s", error)
+        return 1
     except Exception:
         logger.exception("the engine failed")
         return 1

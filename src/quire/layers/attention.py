@@ -6,6 +6,7 @@ import torch
 
 from quire.layers.weights import LayerWeights
 from quire.ops import HeadNorm, KVCache, RaggedBatch
+from quire.parallel.group import Split, own_heads
 
 
 class Attention:
@@ -14,7 +15,7 @@ class Attention:
     Args:
         num_heads, num_kv_heads, head_dim: its shape.
         weights: gives the layer's parts by name.
-        layer: which layer of the cache this is.
+        layer: which layer of its cache this is.
         window: a row sees this many positions, itself included; None: all.
         qkv_bias, output_bias: whether the products have biases.
         norm_eps: of a norm of each query and key head, before it is rotated; None: there is none.
@@ -33,9 +34,12 @@ class Attention:
         output_bias: bool = False,
         norm_eps: float | None = None,
     ) -> None:
-        self.qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=qkv_bias)
-        self.output = weights.linear("self_attn.o_proj", bias=output_bias)
-        self.norm = None if norm_eps is None else _head_norm(weights, num_heads, num_kv_heads, norm_eps)
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.qkv = weights.linear(*qkv, bias=qkv_bias, split=Split.OUTPUTS, heads=heads)
+        self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(num_heads,))
+        self.heads, kv_heads = own_heads(num_heads, weights.group), own_heads(num_kv_heads, weights.group)
+        self.norm = None if norm_eps is None else _head_norm(weights, self.heads, kv_heads, norm_eps)
         self.scale, self.window, self.layer = head_dim**-0.5, window, layer
         self._kernels = weights.kernels
 

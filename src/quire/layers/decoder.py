@@ -12,10 +12,11 @@ import torch
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
+from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
-from quire.ops.kernels import WholeLayer
+from quire.ops.kernels import SharedLayer, WholeLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class DecoderLayer:
     Args:
         config: sizes and options.
         weights: gives the layer's parts by name.
-        layer: which one this is.
+        layer: which layer of its cache this is.
         window: a row sees this many positions, itself included; None: all.
     """
 
@@ -104,10 +105,10 @@ class DecoderLayer:
             self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
         else:
             self.mlp = ExpertsLayer(config.experts, weights)
-        parts = self._parts(config.num_heads)
+        parts = self._parts()
         self._whole: WholeLayer | None = weights.kernels.whole_layer(parts) if parts else None
 
-    def _parts(self, heads: int) -> LayerParts | None:
+    def _parts(self) -> LayerParts | None:
         """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
@@ -121,10 +122,11 @@ class DecoderLayer:
             gate_up=mlp.gate_up.product,
             down=mlp.down.product,
             head_norm=attention.norm,
-            heads=heads,
+            heads=attention.heads,
             scale=attention.scale,
             window=attention.window,
             layer=attention.layer,
+            shared=_shared(attention.output, mlp.down),
         )
 
     def __call__(
@@ -157,6 +159,13 @@ class DecoderLayer:
         x = self.attention(x, tables, kv, batch)
         x, residual = self.post_attention_norm.with_residual(x, residual)
         return self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x), residual
+
+
+def _shared(output: Linear, down: Linear) -> SharedLayer | None:
+    """What is gathered in a layer of which these are the products that gather."""
+    if output.inputs is None or down.inputs is None or output.outputs is None:
+        return None
+    return SharedLayer(output.inputs, down.inputs, output.outputs)
 
 
 def _attention(

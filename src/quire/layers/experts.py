@@ -10,6 +10,7 @@ from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import RaggedBatch
 from quire.ops.experts import CountedExperts, Routing
+from quire.parallel.group import Split
 
 ROUTING_BYTES = 32
 """Of a token for each expert: its logit, its score, and in plain torch what both are sorted by."""
@@ -84,10 +85,10 @@ class ExpertsLayer:
         if config.selection_bias:
             self._bias = weights.tensor(f"{block}.gate.e_score_correction_bias", torch.float32).clone()
         prefixes = [f"{block}.experts.{expert}." for expert in range(count)]
-        self._experts = weights.kernels.experts(
-            [weights.linear(prefix + names.gate, prefix + names.up).product for prefix in prefixes],
-            [weights.linear(prefix + names.down).product for prefix in prefixes],
-        )
+        up = [weights.linear(prefix + names.gate, prefix + names.up, split=Split.OUTPUTS) for prefix in prefixes]
+        down = [weights.linear(prefix + names.down, split=Split.INPUTS) for prefix in prefixes]
+        products = [each.product for each in up], [each.product for each in down]
+        self._experts, self._outputs = weights.kernels.experts(*products, down[0].inputs), down[0].outputs
         self._shared = GatedMLP(weights, f"{block}.shared_experts.") if config.shared_intermediate_size else None
         self.load = torch.zeros(count, dtype=torch.int64, device=weights.kernels.device)
 
@@ -97,6 +98,7 @@ class ExpertsLayer:
         ids, weights = self._kernels.route(logits, self.routing, self._bias)
         self._kernels.count_experts(ids, batch, self.load)
         out = self._experts(x, ids, weights)
+        out = out if self._outputs is None else self._outputs(out)
         return out if self._shared is None else out + self._shared(x)
 
     def workspace(self, tokens: int, hidden: int, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ import torch
 from quire.layers.weights import LayerWeights
 from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KEY, VALUE
+from quire.parallel.group import Split, share
 
 OPERATIONS_A_BYTE = 12
 """About how many operations of products take the time of moving a byte, measured in bf16 on CPUs."""
@@ -95,22 +96,23 @@ class LatentAttention:
     """
 
     def __init__(self, config: LatentConfig, heads: int, weights: LayerWeights, layer: int) -> None:
-        self.config, self.heads, self.layer = config, heads, layer
+        mine = share(heads, weights.group, heads)
+        self.config, self.heads, self.layer = config, len(mine), layer
         self._kernels = kernels = weights.kernels
         if config.q_lora_rank is None:
-            self.queries = weights.linear("self_attn.q_proj")
+            self.queries = weights.linear("self_attn.q_proj", split=Split.OUTPUTS, heads=(heads,))
         else:
             self.compressed_queries = weights.linear("self_attn.q_a_proj", bias=config.bias)
             self.query_norm = weights.norm("self_attn.q_a_layernorm", NORM_EPS)
-            self.queries = weights.linear("self_attn.q_b_proj")
+            self.queries = weights.linear("self_attn.q_b_proj", split=Split.OUTPUTS, heads=(heads,))
         self.compressed = weights.linear("self_attn.kv_a_proj_with_mqa", bias=config.bias)
         self.norm = weights.norm("self_attn.kv_a_layernorm", NORM_EPS)
-        both = weights.tensor("self_attn.kv_b_proj.weight").view(heads, -1, config.kv_lora_rank)
+        both = weights.tensor("self_attn.kv_b_proj.weight").view(heads, -1, config.kv_lora_rank)[mine.start : mine.stop]
         to_keys, to_values = both[:, : config.qk_nope_head_dim], both[:, config.qk_nope_head_dim :]
         self.into_latent = kernels.heads([kernels.pack([weight.t().contiguous()]) for weight in to_keys])
         values = [kernels.pack([weight.contiguous()]) for weight in to_values]
         self.out_of_latent = kernels.heads(values)
-        self.output = weights.linear("self_attn.o_proj", bias=config.bias)
+        self.output = weights.linear("self_attn.o_proj", bias=config.bias, split=Split.INPUTS, heads=(heads,))
         # Products of each head, for keys and for values; these also map results out of the latent space.
         self._restoring = (
             [(kernels.pack([weight.contiguous()]), value) for weight, value in zip(to_keys, values, strict=True)]

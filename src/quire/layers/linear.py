@@ -5,20 +5,22 @@ from __future__ import annotations
 import torch
 
 from quire.ops import Product
+from quire.parallel.group import Gather
 
 
 class Linear:
     """`y = x W^T + b`, each row's bits independent of the other rows.
 
     Args:
-        weight: packed [out, in], as `Kernels.pack` or `Kernels.pack_quantized` gives it.
+        weight: packed [out, in], as `Kernels.pack` or `Kernels.pack_quantized` gives it; this rank's outputs.
+        inputs: brings together the ranks' columns of x; None: x has all.
+        outputs: the same for y; None: this rank's outputs stay as they are.
     """
 
-    def __init__(self, weight: Product) -> None:
-        self.product = weight
-        self.in_features = weight.in_features
-        self.out_features = weight.out_features
+    def __init__(self, weight: Product, inputs: Gather | None = None, outputs: Gather | None = None) -> None:
+        self.product, self.inputs, self.outputs = weight, inputs, outputs
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """x: [rows, in]. Returns [rows, out] in `out_dtype`, x's unless said."""
-        return self.product.matmul(x, out_dtype)
+        y = self.product.matmul(x if self.inputs is None else self.inputs(x), out_dtype)
+        return y if self.outputs is None else self.outputs(y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.weights import LayerWeights
+from quire.parallel.group import Split
 
 
 class GatedMLP:
@@ -17,8 +18,8 @@ class GatedMLP:
     """
 
     def __init__(self, weights: LayerWeights, prefix: str, bias: bool = False) -> None:
-        self.gate_up = weights.linear(f"{prefix}gate_proj", f"{prefix}up_proj", bias=bias)
-        self.down = weights.linear(f"{prefix}down_proj", bias=bias)
+        self.gate_up = weights.linear(f"{prefix}gate_proj", f"{prefix}up_proj", bias=bias, split=Split.OUTPUTS)
+        self.down = weights.linear(f"{prefix}down_proj", bias=bias, split=Split.INPUTS)
         self._kernels = weights.kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from quire.layers.decoder import LayerConfig
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
+from quire.models.layer_groups import LayerGroup, layer_groups
 from quire.ops.experts import Routing
 
 UNSUPPORTED = {
@@ -79,6 +80,7 @@ class DecoderConfig:
         dense_layers: those with an MLP, in a model whose other layers have experts.
         num_mtp_layers: layers after the last one that predict further tokens, in the checkpoint.
         mtp: whether the one layer of these is part of the model.
+        one_kv_group: its keys and values lie in one group's blocks, whatever its layers see: of a model that drafts.
     """
 
     layer: LayerConfig
@@ -91,10 +93,16 @@ class DecoderConfig:
     dense_layers: frozenset[int] = frozenset()
     num_mtp_layers: int = 0
     mtp: bool = False
+    one_kv_group: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Layers that keep the same positions."""
+        return layer_groups([None] * self.num_layers if self.one_kv_group else self.windows)
 
     @property
     def routing(self) -> Routing | None:

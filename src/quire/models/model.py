@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
+from quire.parallel.group import Split, own_heads
 
 
 class AuxHiddenStates:
@@ -52,6 +54,7 @@ class ModelSizes:
         vocab_size: ids run from 0 to vocab_size - 1.
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
         windows: per layer, how many tokens back it sees, itself included; None where all.
+        groups: layers that keep the same positions, and so share blocks; most models have one such group.
         kv_sides: see `LayerConfig`.
         kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
             token; None: they are what is stored.
@@ -71,7 +74,7 @@ class ModelSizes:
         self.config = config
         self.dtype, self.quantization = dtype, quantization
         self.vocab_size = config.vocab_size
-        self.num_layers, self.windows = config.num_layers, config.windows
+        self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
         self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides
         self.kv_saving, self.attention_width = None, 2 * self.head_dim
         if layer.latent is not None:
@@ -93,9 +96,14 @@ class ModelSizes:
             self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
 
     def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
-        """What it keeps of each token."""
+        """What it keeps of each token, in all layers."""
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
+
+    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
+        """The same by group."""
+        whole = self.kv_shape(kv_cache_dtype)
+        return [replace(whole, layers=len(group.layers)) for group in self.groups]
 
 
 class Model(ModelSizes):
@@ -107,6 +115,7 @@ class Model(ModelSizes):
 
     Attributes:
         kernels: the implementation that computes it.
+        ranks: those that share it.
         embedding: its table of tokens.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
@@ -122,15 +131,24 @@ class Model(ModelSizes):
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         expands = config.layer.latent is not None and may_expand(weights.kernels)
         super().__init__(config, weights.dtype, weights.quantization, expands)
-        self.kernels = weights.kernels
+        self.kernels, self.ranks = weights.kernels, weights.group
+        self.num_kv_heads = own_heads(self.num_kv_heads, self.ranks)
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         # The largest tensor first: memory's peak is then not the whole model and once more this.
-        self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head = weights.linear(head, split=Split.VOCABULARY)
         self.embedding = weights.embedding("model.embed_tokens")
         self.rotary = RotaryEmbedding(config.rope, weights.kernels.device)
+        self._places = {
+            index: (number, place)
+            for number, group in enumerate(self.groups)
+            for place, index in enumerate(group.layers)
+        }  # by layer: its group, and which layer of that it is
         self.layers = [
-            DecoderLayer(config.layer_at(index), weights.under(f"model.layers.{index}."), index, window)
+            DecoderLayer(
+                config.layer_at(index), weights.under(f"model.layers.{index}."), self._places[index][1], window
+            )
             for index, window in enumerate(config.windows)
         ]
         self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
@@ -150,37 +168,45 @@ class Model(ModelSizes):
         name = str(self.dtype).removeprefix("torch.")
         return name if self.quantization is None else f"{name}, weights {self.quantization}"
 
-    @property
-    def retention(self) -> int | None:
-        """How many of the last positions the KV cache must keep; None: all of them."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if len(windows) == len(self.windows) else None
-
-    def new_cache(
+    def new_caches(
         self,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         draft_kv: KVShape | None = None,
-    ) -> KVCache:
-        """Blocks for its KV, and for that of a model that drafts for it; raises what `KVCache` does."""
-        shape = (num_blocks, self.num_layers, self.num_kv_heads, self.head_dim, block_size)
-        return KVCache(*shape, self.dtype, kv_cache_dtype, self.kernels.device, self.kv_sides, draft_kv)
+    ) -> list[KVCache]:
+        """Blocks for the KV of each group, so many; raises what `KVCache` does.
 
-    def forward(self, batch: RaggedBatch, kv: KVCache, aux: AuxHiddenStates | None = None) -> torch.Tensor:
+        Args:
+            draft_kv: of a model that drafts for it, in the blocks of the first group, which keeps most.
+        """
+        caches: list[KVCache] = []
+        for count, shape in zip(num_blocks, self.kv_shapes(kv_cache_dtype), strict=True):
+            size = count, shape.layers, shape.kv_heads, shape.head_dim, block_size
+            stored = shape.dtype, kv_cache_dtype, self.kernels.device, shape.sides
+            caches.append(KVCache(*size, *stored, None if caches else draft_kv))
+            caches[-1].pulse = caches[0].pulse
+        return caches
+
+    def forward(
+        self, batches: Sequence[RaggedBatch], caches: Sequence[KVCache], aux: AuxHiddenStates | None = None
+    ) -> torch.Tensor:
         """Runs a step: stores its keys and values, returns the hidden states after the last norm.
 
         Shape: [tokens, hidden], in the model's data type.
 
         Args:
+            batches: the step, a group each: they differ in slots and block tables alone.
+            caches: of each group.
             aux: filled with what enters some of the layers; None: they are not needed.
         """
-        tables = self.rotary.tables(batch.positions)
-        x, residual = None, self.embedding(batch.token_ids)  # [tokens, hidden]
+        tables = self.rotary.tables(batches[0].positions)
+        x, residual = None, self.embedding(batches[0].token_ids)  # [tokens, hidden]
         for index, layer in enumerate(self.layers):
             if aux is not None:
                 aux.take(index, x, residual)
-            x, residual = layer(x, residual, tables, kv, batch)
+            group, _ = self._places[index]
+            x, residual = layer(x, residual, tables, caches[group], batches[group])
         return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

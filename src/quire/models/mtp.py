@@ -10,6 +10,7 @@ from quire.layers.decoder import DecoderLayer
 from quire.models.config import DecoderConfig
 from quire.models.weights import Weights
 from quire.ops import KVCache, RaggedBatch
+from quire.parallel.group import OneRank
 
 if TYPE_CHECKING:
     from quire.models.model import Model
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class MultiTokenPrediction:
     """The layer after the last one, which predicts the token after the next.
 
-    Embedding and output head are the model's own; the copies of them that checkpoints hold are not read.
+    Embedding and output head are the model's own; the copies of them that checkpoints hold are not read. Every rank
+    computes all of it, so that all have the same drafts.
 
     Args:
         config: of the model.
@@ -27,7 +29,7 @@ class MultiTokenPrediction:
     """
 
     def __init__(self, config: DecoderConfig, weights: Weights, model: Model) -> None:
-        eps, own = config.layer.rms_norm_eps, weights.under(config.mtp_prefix())
+        eps, own = config.layer.rms_norm_eps, weights.under(config.mtp_prefix(), OneRank())
         self.embedding, self.rotary, self.logits = model.embedding, model.rotary, model.logits
         self.enorm, self.hnorm = own.norm("enorm", eps), own.norm("hnorm", eps)
         self.eh_proj = own.linear("eh_proj")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.errors import UnknownArchitectureError
+from quire.errors import ConfigError, UnknownArchitectureError
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
@@ -19,6 +20,7 @@ from quire.models.weights import Progress, Weights
 from quire.ops import Kernels, Quantization, choose_kernels
 from quire.ops.quantized import Scheme
 from quire.ops.threads import usable_threads
+from quire.parallel.group import Group
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
@@ -42,6 +44,8 @@ def load_model(
     group: int | None = None,
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     mtp: bool = False,
+    ranks: Group | None = None,
+    one_kv_group: bool = False,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -54,6 +58,8 @@ def load_model(
         group: int4: inputs that share a scale; None: the default.
         open_checkpoint: opens the folder.
         mtp: load the layer that predicts one token more, too.
+        ranks: those that share the model; None: it is whole.
+        one_kv_group: see `DecoderConfig`.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -63,7 +69,8 @@ def load_model(
     record = read_record(checkpoint.folder)
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     stored = record is not None
-    model, _ = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), how, stored, mtp)
+    kernels = kernels or choose_kernels()
+    model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, ranks, one_kv_group)
     return model
 
 
@@ -75,16 +82,18 @@ def build_model(
     quantization: Quantization | None,
     stored: bool = False,
     mtp: bool = False,
+    ranks: Group | None = None,
+    one_kv_group: bool = False,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
-    config = read_config(checkpoint.config, checkpoint.generation)
+    config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     if mtp:
         config = config.with_mtp()
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
-    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored, skipped)
+    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored, skipped, ranks)
     with kernels.threads(usable_threads()):
         model = Model(config, weights)
     weights.check_all_taken()
@@ -93,6 +102,27 @@ def build_model(
     model.expert_bytes -= weights.bytes_saved(experts=True)
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
     return model, weights
+
+
+def check_ranks(path: Path | str, size: int) -> int:
+    """Whether so many ranks can share the model in a folder; returns the most columns that they gather in a layer.
+
+    Raises:
+        ConfigError: they cannot, since heads are not cut.
+    """
+    checkpoint = Checkpoint(Path(path))
+    layer = read_config(checkpoint.config, checkpoint.generation).layer
+    heads, kv_heads = layer.num_heads, layer.num_kv_heads
+    allowed = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
+    if size not in allowed:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
+            f"values); allowed: {', '.join(map(str, allowed))}"
+        )
+    values = layer.latent.v_head_dim if layer.latent else layer.head_dim
+    experts = layer.experts
+    inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
+    return max(layer.hidden_size, heads * values, layer.intermediate_size, inner)
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -21,8 +22,9 @@ from quire.layers.norm import RMSNorm
 from quire.models.checkpoint import Checkpoint
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
 from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
-from quire.ops import Kernels, Quantization, QuantizedWeight
+from quire.ops import Kernels, Product, Quantization, QuantizedWeight
 from quire.ops.quantized import layout
+from quire.parallel.group import Gather, Group, OneRank, Split, share
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -56,6 +58,7 @@ class Weights:
         quantization: how the linear layers are quantized; None: they are not.
         stored: the checkpoint holds them quantized; otherwise they are quantized as they are read.
         skipped: how the names of tensors begin for which the model need not have a place.
+        group: the ranks that share the model; this one reads what is its own.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
@@ -76,8 +79,10 @@ class Weights:
         quantization: Quantization | None = None,
         stored: bool = False,
         skipped: tuple[str, ...] = (),
+        group: Group | None = None,
     ) -> None:
         self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
+        self.group = group or OneRank()
         self.products: dict[str, QuantizedWeight] = {}
         self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
         self._progress = progress
@@ -91,6 +96,7 @@ class Weights:
         _check_left_over(checkpoint, {*plain, *packed, *passed_over}, tied)
         self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in (*plain, *packed))
         self._bytes_read = 0
+        self._elsewhere: dict[str, int] = {}
         self._taken: set[str] = set()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -128,27 +134,57 @@ class Weights:
         if self._progress is not None:
             self._progress(self._bytes_read, self._bytes_total)
 
-    def linear(self, *names: str, bias: bool = False) -> Linear:
-        """The product with a weight; with several that read the same input, their outputs side by side."""
-        biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
+    def linear(
+        self,
+        *names: str,
+        bias: bool = False,
+        split: Split = Split.NONE,
+        heads: Sequence[int] | None = None,
+        group: Group | None = None,
+    ) -> Linear:
+        """See `LayerWeights.linear`; `group`: who shares it, if not those who share the model."""
+        group = group or self.group
+        if group.size == 1:
+            split = Split.NONE
+        shapes = [self._shapes[f"{name}.weight"] for name in names]
+        counts = heads if heads and split is Split.OUTPUTS else [None] * len(names)
+        rows = [
+            range(shape[0]) if split is Split.NONE else share(shape[0], group, count)
+            for shape, count in zip(shapes, counts, strict=True)
+        ]
+        lacking = sum(shape[0] - len(own) for shape, own in zip(shapes, rows, strict=True))
+        self._elsewhere[product_name(names)] = lacking * shapes[0][1] * self.dtype.itemsize
+        product = self._product(names, rows, bias)
+        if split in (Split.NONE, Split.OUTPUTS):
+            return Linear(product)
+        (outputs, width), inputs = shapes[0], None
+        if split is Split.INPUTS:
+            inputs = Gather(group, share(width, group, heads[0] if heads else None), width)
+        return Linear(product, inputs, Gather(group, rows[0], outputs))
+
+    def _product(self, names: Sequence[str], rows: Sequence[range], bias: bool) -> Product:
+        """Of these outputs of each weight, side by side."""
+        parts = list(zip(names, rows, strict=True))
+        biases = [_of(self.tensor(f"{name}.bias"), own) for name, own in parts] if bias else None
         joined_bias = None if biases is None else _joined(biases)
         if self.quantization is None:
-            return Linear(self.kernels.pack([self.tensor(f"{name}.weight") for name in names], joined_bias))
+            return self.kernels.pack([_of(self.tensor(f"{name}.weight"), own) for name, own in parts], joined_bias)
         how = _how(f"{names[0]}.weight", self.quantization)
         product = product_name(names)
-        quantized = self._read(names, product, how) if self._stored else self._quantized(names, product, how)
+        quantized = self._read(names, product, how, rows) if self._stored else self._quantized(parts, product, how)
         self.products[product] = quantized
-        return Linear(self.kernels.pack_quantized(quantized, joined_bias))
+        return self.kernels.pack_quantized(quantized, joined_bias)
 
-    def _read(self, names: Sequence[str], product: str, how: Quantization) -> QuantizedWeight:
+    def _read(self, names: Sequence[str], product: str, how: Quantization, rows: Sequence[range]) -> QuantizedWeight:
         shapes = [self._shapes[f"{name}.weight"] for name in names]
-        quantized = read_weight(self._checkpoint, product, how, sum(shape[0] for shape in shapes), shapes[0][1])
+        starts = list(itertools.accumulate((shape[0] for shape in shapes), initial=0))
+        quantized = read_weight(self._checkpoint, product, how, starts[-1], shapes[0][1])
         self._count(product + PACKED, product + SCALES)
-        return quantized
+        return quantized.outputs([start + row for start, own in zip(starts, rows, strict=False) for row in own])
 
-    def _quantized(self, names: Sequence[str], product: str, how: Quantization) -> QuantizedWeight:
+    def _quantized(self, parts: Sequence[tuple[str, range]], product: str, how: Quantization) -> QuantizedWeight:
         """Quantized from the numbers as they are stored, so that the data type of the computation plays no part."""
-        weight = _joined([self.as_stored(f"{name}.weight") for name in names])
+        weight = _joined([_of(self.as_stored(f"{name}.weight"), own) for name, own in parts])
         try:
             return self.kernels.quantize(weight, how)
         except CheckpointError as error:
@@ -162,9 +198,12 @@ class Weights:
             raise _no_place(self._checkpoint, left)
 
     def bytes_saved(self, experts: bool = False) -> int:
-        """How many bytes less the quantized weights (of `experts` alone) have than in the computation's data type."""
+        """How many bytes less this rank holds of the products (of `experts` alone) than all of them have in the
+        computation's data type: what is quantized is smaller, and what other ranks have is not here.
+        """
         products = [w for name, w in self.products.items() if not experts or EXPERT.fullmatch(name)]
-        return sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
+        quantized = sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
+        return quantized + sum(size for name, size in self._elsewhere.items() if not experts or EXPERT.fullmatch(name))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """A norm."""
@@ -176,23 +215,26 @@ class Weights:
             read_ahead(self._checkpoint.entries[f"{name}.weight"])
         return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels)
 
-    def under(self, prefix: str) -> WeightsUnder:
-        """The tensors whose names begin with `prefix`, by the rest of their names."""
-        return WeightsUnder(self, prefix)
+    def under(self, prefix: str, group: Group | None = None) -> WeightsUnder:
+        """The tensors whose names begin with `prefix`, by the rest of their names; `group`: see `linear`."""
+        return WeightsUnder(self, prefix, group or self.group)
 
 
 class WeightsUnder:
     """A layer's weights: see `Weights`, whose methods these are, for names that begin with `prefix`."""
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
+    def __init__(self, weights: Weights, prefix: str, group: Group) -> None:
         self._weights, self._prefix = weights, prefix
-        self.kernels = weights.kernels
+        self.kernels, self.group = weights.kernels, group
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._weights.tensor(self._prefix + name, dtype)
 
-    def linear(self, *names: str, bias: bool = False) -> Linear:
-        return self._weights.linear(*(self._prefix + name for name in names), bias=bias)
+    def linear(
+        self, *names: str, bias: bool = False, split: Split = Split.NONE, heads: Sequence[int] | None = None
+    ) -> Linear:
+        names = tuple(self._prefix + name for name in names)
+        return self._weights.linear(*names, bias=bias, split=split, heads=heads, group=self.group)
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return self._weights.norm(self._prefix + name, eps)
@@ -206,6 +248,11 @@ def is_plain(name: str, shape: tuple[int, ...]) -> bool:
 def _how(name: str, quantization: Quantization) -> Quantization:
     """How one weight of a quantized model is quantized."""
     return quantization.of_head() if name in (EMBEDDING, HEAD) else quantization
+
+
+def _of(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+    """Some rows, as a view."""
+    return tensor[rows.start : rows.stop]
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

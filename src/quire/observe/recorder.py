@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.block_pool import NULL_BLOCK
+from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, RequestUpdate, Status
@@ -148,15 +151,16 @@ class Recorder:
     def stats(self, engine: Engine) -> dict[str, Any]:
         """Counters, what the pool holds, how evenly tokens spread over experts, and how deep drafts may go."""
         kv = engine.scheduler.kv
-        cached = len(kv.cache.nodes)
+        cached = sum(len(group.cached) for group in kv.groups)
         return (
             asdict(engine.stats)
             | self.reasons
             | {
                 "pid": os.getpid(),
-                "free_blocks": kv.pool.num_free,
+                "free_blocks": sum(group.pool.num_free for group in kv.groups),
                 "cached_blocks": cached,
                 "held_blocks": kv.num_usable - kv.num_available,
+                "kv_use": kv.use,
             }
             | _expert_load(engine.model.expert_loads)
             | _draft_depth(engine.config.speculation)
@@ -203,7 +207,7 @@ class Recorder:
             "computed": request.num_computed,
             "output": len(request.tokens) - request.num_prompt,
             "max_tokens": request.max_tokens,
-            "blocks": len(request.table),
+            "blocks": sum(len(table) - table.count(NULL_BLOCK) for table in request.tables),
             "age": now - request.stats.arrived,
             "priority": request.order[0],
             "preemptions": request.stats.preemptions,
@@ -289,35 +293,42 @@ def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
 
 
 def _pool(kv: KVManager) -> dict[str, Any]:
-    """The pool as a grid of cells: f is free, c cached and unused, a digit the number of holders (9: or more)."""
-    counts = np.asarray(kv.pool.ref_counts, dtype=np.int64)
-    states = np.where(counts > 0, np.minimum(counts, 9) + 2, FREE)
-    cached = np.fromiter(kv.cache.nodes, dtype=np.int64, count=len(kv.cache.nodes))
-    states[cached[counts[cached] == 0]] = IDLE
-    states = states[1:]  # block 0 is null
+    """The pools as one grid of cells: f is free, c cached and unused, a digit the number of holders (9: or more)."""
+    states = np.concatenate([_states(group) for group in kv.groups])
     per_cell = -(-len(states) // MAX_CELLS)
     padded = np.pad(states, (0, -len(states) % per_cell), constant_values=FREE)
     busiest = padded.reshape(-1, per_cell).max(axis=1)
     return {
         "num_blocks": kv.num_usable,
         "block_size": kv.block_size,
-        "free": kv.pool.num_free,
-        "cached": kv.cache.num_idle,
+        "free": sum(group.pool.num_free for group in kv.groups),
+        "cached": sum(len(group.idle) for group in kv.groups),
         "held": kv.num_usable - kv.num_available,
         "blocks_per_cell": per_cell,
         "cells": LETTERS[busiest].tobytes().decode(),
     }
 
 
+def _states(group: KVGroup) -> NDArray[np.int64]:
+    """How each usable block of a group stands."""
+    counts = np.asarray(group.pool.ref_counts, dtype=np.int64)
+    states = np.where(counts > 0, np.minimum(counts, 9) + 2, FREE)
+    states[np.fromiter(group.idle, dtype=np.int64, count=len(group.idle))] = IDLE
+    return states[1:]  # block 0 is null
+
+
 def _tree(kv: KVManager) -> list[dict[str, Any]]:
-    """The prefix tree, chains merged into one node each, the largest first, parents before children."""
+    """The prefix tree, chains merged into one node each, the largest first, parents before children.
+
+    Ids are numbers of this picture alone. `references` are those of the group where they are most.
+    """
     nodes: list[dict[str, Any]] = []
     todo: deque[tuple[Node, int | None]] = deque(
         (child, None) for root in kv.cache.roots.values() for child in root.children.values()
     )
     visited = 0
     while todo and visited < MAX_VISITED and len(nodes) < 4 * MAX_TREE_NODES:
-        node, parent = todo.popleft()
+        (node, parent), number = todo.popleft(), len(nodes)
         first, last, blocks, tokens = node, node, 0, 0
         while True:
             blocks += 1
@@ -328,14 +339,16 @@ def _tree(kv: KVManager) -> list[dict[str, Any]]:
             [last] = last.children.values()
         nodes.append(
             {
-                "id": first.block,
+                "id": number,
                 "parent": parent,
                 "tokens": tokens,
                 "blocks": blocks,
-                "references": kv.pool.ref_counts[first.block],
+                "references": max(
+                    group.pool.ref_counts[block] for group, block in zip(kv.groups, first.blocks, strict=True)
+                ),
             }
         )
-        todo.extend((child, first.block) for child in last.children.values())
+        todo.extend((child, number) for child in last.children.values())
     return _largest(nodes)
 
 

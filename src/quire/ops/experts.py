@@ -12,6 +12,7 @@ import torch
 from quire.ops.elementwise import silu_mul
 from quire.ops.linear import Product
 from quire.ops.ragged import RaggedBatch
+from quire.parallel.group import Gather
 
 TINY = 1e-20
 """Added to the sum by which weights are divided, as DeepSeek-V3 does: scores of a sigmoid may all be 0."""
@@ -119,8 +120,9 @@ class Experts(Protocol):
         Args:
             x: [tokens, hidden]. ids, weights: [tokens, top_k], as `route` gives them.
 
-        Returns [tokens, hidden] in x's data type: products of experts in fp32, times the weights, summed in fp32 in
-        ascending order of ids, rounded once. A row's bits do not depend on the other rows.
+        Returns [tokens, hidden] in x's data type (where ranks share the experts, this rank's columns of it): products
+        of experts in fp32, times the weights, summed in fp32 in ascending order of ids, rounded once. A row's bits do
+        not depend on the other rows.
         """
         ...
 
@@ -140,17 +142,20 @@ class LoopedExperts:
     Args:
         gate_up: per expert, the product [2 * intermediate, hidden]: gate and up side by side.
         down: per expert, the product [hidden, intermediate].
+        inner: brings together the ranks' columns between them; None: all are here.
     """
 
-    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product]) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> None:
+        self._gate_up, self._down, self._inner = gate_up, down, inner
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
-        parts = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)  # [tokens, top_k, hidden]
+        hidden = self._down[0].out_features
+        parts = x.new_zeros(*ids.shape, hidden, dtype=torch.float32)  # [tokens, top_k, hidden]
         for expert in sorted(set(ids.flatten().tolist())):
             token, place = (ids == expert).nonzero(as_tuple=True)
             inner = silu_mul(self._gate_up[expert].matmul(x[token]))
+            inner = inner if self._inner is None else self._inner(inner)
             parts[token, place] = self._down[expert].matmul(inner, torch.float32) * weights[token, place, None]
         total = parts[:, 0]
         for place in range(1, ids.shape[1]):

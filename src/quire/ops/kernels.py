@@ -23,6 +23,7 @@ from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight,
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.threads import torch_threads
+from quire.parallel.group import Gather
 
 
 class HeadNorm(NamedTuple):
@@ -30,6 +31,14 @@ class HeadNorm(NamedTuple):
 
     weight: torch.Tensor
     eps: float
+
+
+class SharedLayer(NamedTuple):
+    """What ranks that share a layer gather: the attention's result, the MLP's inner columns, what both yield."""
+
+    attended: Gather
+    active: Gather
+    hidden: Gather
 
 
 class WholeLayer(Protocol):
@@ -54,8 +63,9 @@ class LayerParts:
         eps: of both.
         qkv, output, gate_up, down: the products.
         head_norm: of each query and key head; None: none.
-        heads: query heads.
+        heads: query heads, of this rank.
         scale, window, layer: see `Kernels.attend`.
+        shared: what is gathered of it; None: nobody shares it.
     """
 
     input_norm: torch.Tensor | None
@@ -70,6 +80,7 @@ class LayerParts:
     scale: float
     window: int | None
     layer: int
+    shared: SharedLayer | None = None
 
 
 class Kernels:
@@ -238,9 +249,13 @@ class Kernels:
         """Add to the load of each expert: see `experts.count_experts`."""
         experts.count_experts(ids, batch, load)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
-        """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`)."""
-        return experts.LoopedExperts(gate_up, down)
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
+        """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`).
+
+        Args:
+            inner: brings together what the ranks that share them have of the columns between the products.
+        """
+        return experts.LoopedExperts(gate_up, down, inner)
 
     # -- latent attention ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ summed in, a row gives the same bits. With P = ceil(out / 32):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -154,6 +155,20 @@ class QuantizedWeight:
     def group(self) -> int | None:
         """int4: inputs that share a scale; None in int8."""
         return self.how.group
+
+    def outputs(self, wanted: Sequence[int]) -> QuantizedWeight:
+        """Of these outputs alone: a copy, unless they are all."""
+        if list(wanted) == list(range(self.out_features)):
+            return self
+        panels = -(-len(wanted) // PANEL)
+        index = F.pad(torch.tensor(wanted), (0, panels * PANEL - len(wanted)))
+        packed = self.packed[index // PANEL, :, index % PANEL].view(panels, PANEL, -1, 4)
+        if self.group is None:
+            scales = self.scales[index]
+        else:
+            scales = self.scales[index // PANEL, :, index % PANEL].view(panels, PANEL, -1).transpose(1, 2).contiguous()
+        packed = packed.transpose(1, 2).contiguous()
+        return QuantizedWeight(self.how, packed, scales, self.in_features, len(wanted))
 
     @property
     def nbytes(self) -> int:

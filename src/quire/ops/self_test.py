@@ -19,6 +19,7 @@ from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch, Trees
+from quire.parallel.group import OneRank, share
 
 DTYPES = (torch.bfloat16, torch.float32)
 QUANTIZATIONS = (Quantization("int8"), Quantization("int4", 64))
@@ -27,6 +28,9 @@ LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 """(outputs, inputs). Long sums show differences that short ones hide."""
 SHORT_SHAPES = ((72, 1000),)
 """Of the short self-test: neither number is one of whole tiles."""
+
+SHARED_SHAPE, RANKS = (360, 704), (2, 3, 4)
+"""A product that ranks share, not all in whole panels; and how many they are."""
 
 CONTEXT = 300
 CHUNKINGS = ((1, 299), (16, 284), (128, 128, 44), (129, 171), (255, 1, 44), (100, 100, 100), (299, 1))
@@ -75,6 +79,7 @@ def run(kernels: Kernels) -> list[Check]:
     """All checks, each with one thread and with two: about a second on an idle machine, three with plain torch."""
     checks = [check_linear(kernels, dtype) for dtype in DTYPES]
     checks += [check_quantized_linear(kernels, how) for how in QUANTIZATIONS]
+    checks += [check_shares(kernels, how) for how in (*DTYPES, *QUANTIZATIONS)]
     checks += [check_norm_and_gate(kernels, dtype) for dtype in DTYPES]
     checks += [check_attention(kernels, dtype, cache) for dtype, cache in CACHES]
     checks += [check_routing(kernels, name) for name in ROUTINGS]
@@ -120,6 +125,26 @@ def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
     if not _near(product.matmul(on_device), _product(Kernels(), weight, torch.float32, how).matmul(x.float())):
         failures.append("against plain torch")
     return Check(f"linear {how.scheme}", cases + 1, tuple(failures))
+
+
+def check_shares(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
+    """The outputs that a rank has of a product against the same ones of the whole product."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = how if isinstance(how, torch.dtype) else torch.bfloat16
+    weight = torch.randn(SHARED_SHAPE, generator=generator)
+    x = torch.randn(max(ROW_COUNTS), SHARED_SHAPE[1], generator=generator).to(kernels.device, dtype)
+    whole = _product(kernels, weight, dtype, how)
+    failures, cases = [], 0
+    for ranks in RANKS:
+        for rank in range(ranks):
+            own = share(len(weight), OneRank(rank, ranks))
+            product = _product(kernels, weight[own.start : own.stop], dtype, how)
+            for rows in (1, 8, len(x)):
+                cases += 1
+                if not torch.equal(product.matmul(x[:rows]), whole.matmul(x[:rows])[:, own.start : own.stop]):
+                    failures.append(f"{rows} rows, rank {rank} of {ranks}")
+    name = _name(how) if isinstance(how, torch.dtype) else how.scheme
+    return Check(f"shares of ranks, {name}", cases, tuple(failures))
 
 
 def check_norm_and_gate(kernels: Kernels, dtype: torch.dtype) -> Check:
@@ -187,8 +212,8 @@ def check_experts(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
     x = torch.randn(2 * max(ROW_COUNTS), hidden + count, generator=generator).to(dtype)
 
     def experts(of: Kernels, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        products = [[_product(of, weight, dtype, how) for weight in weights] for weights in (gate_up, down)]
-        call = of.experts(*products)
+        up, out = ([_product(of, weight, dtype, how) for weight in weights] for weights in (gate_up, down))
+        call = of.experts(up, out)
 
         def compute(rows: torch.Tensor) -> torch.Tensor:
             """The numbers behind a token's own are its logits."""

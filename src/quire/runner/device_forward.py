@@ -26,7 +26,7 @@ from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
-from quire.runner.host_forward import NO_BRANCHES, Forwarded, RowsAhead, forward, tree_end, tree_rows
+from quire.runner.host_forward import NO_BRANCHES, Blocks, Forwarded, RowsAhead, forward, tree_end, tree_rows
 from quire.runner.proposer import Branch
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class DeviceForward:
     """Runs spans through the model; keeps the block tables of all requests on the device.
 
     Args:
+        kv: a cache a KV group.
         most_spans: of a step.
         width: blocks of the longest context.
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
@@ -79,7 +80,7 @@ class DeviceForward:
     def __init__(
         self,
         model: Model,
-        kv: KVCache,
+        kv: Sequence[KVCache],
         device: Device,
         most_spans: int,
         width: int,
@@ -89,57 +90,61 @@ class DeviceForward:
         keeps: int = 1,
     ) -> None:
         self._model, self._kv, self._device, self._aux_layers = model, kv, device, aux_layers
+        self._size = kv[0].block_size
         self._most_spans, self.graphs, self._spare = most_spans, graphs, spare
         self._recorded: dict[Size, _Graph] = {}
         self._full = False  # no memory for more graphs
         # Twice the spans: requests that were preempted keep their row. More grow the tables, and record again.
         with device.active():
-            self._tables = torch.zeros(2 * most_spans, width, dtype=torch.int32, device=device.torch)
-            self.recent = torch.zeros(len(self._tables), keeps, dtype=torch.int64, device=device.torch)
-            self.lengths = torch.zeros(len(self._tables), dtype=torch.int32, device=device.torch)
+            shape = len(kv), 2 * most_spans, width  # groups, requests, blocks
+            self._tables = torch.zeros(shape, dtype=torch.int32, device=device.torch)
+            self.recent = torch.zeros(2 * most_spans, keeps, dtype=torch.int64, device=device.torch)
+            self.lengths = torch.zeros(2 * most_spans, dtype=torch.int32, device=device.torch)
 
     @property
     def last_tokens(self) -> Tensor:
         """See `HostForward`; where no more tokens than that are kept."""
         return self.recent[:, 0]
 
-    def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+    def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Blocks]) -> None:
         """Entries of some rows of the tables, each from its start on."""
-        if max(rows) >= len(self._tables):
+        if max(rows) >= len(self.lengths):
             self._grow(max(rows) + 1)
-        width = self._tables.shape[1]
-        lengths = [len(part) for part in blocks]
+        groups, height, width = self._tables.shape
+        lengths = [len(part[0]) for part in blocks]
         firsts = np.array(rows) * width + np.array(starts)
         places = np.repeat(firsts - np.cumsum([0, *lengths[:-1]]), lengths) + np.arange(sum(lengths))
-        values = np.fromiter(chain.from_iterable(blocks), np.int32, len(places))
+        places = (np.arange(groups)[:, None] * (height * width) + places).ravel()
+        by_group = (part[group] for group in range(groups) for part in blocks)
+        values = np.fromiter(chain.from_iterable(by_group), np.int32, len(places))
         where, what = self._device.upload(places, values)
         self._tables.view(-1).index_copy_(0, where, what)
 
     def _grow(self, height: int) -> None:
         """More rows. What was recorded reads the old tables, so it is forgotten."""
-        more = max(height, 2 * len(self._tables)) - len(self._tables)
+        more = max(height, 2 * len(self.lengths)) - len(self.lengths)
         tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
         recent = torch.nn.functional.pad(self.recent, (0, 0, 0, more))
         lengths = torch.nn.functional.pad(self.lengths, (0, more))
         self._recorded, self._full = {}, False
         self._tables, self.recent, self.lengths = tables, recent, lengths  # all or none, whatever may fail
 
-    def slots(self, row: int, positions: Sequence[int]) -> Tensor:
+    def slots(self, row: int, positions: Sequence[int]) -> list[Tensor]:
         """See `HostForward.slots`."""
-        blocks, offsets = self._device.upload(*np.divmod(positions, self._kv.block_size))
-        return self._tables[row].index_select(0, blocks) * self._kv.block_size + offsets
+        blocks, offsets = self._device.upload(*np.divmod(positions, self._size))
+        return [table[row].index_select(0, blocks) * self._size + offsets for table in self._tables]
 
-    def batch(
+    def batches(
         self,
         spans: list[Span],
         rows: NDArray[np.int64],
         row_starts: NDArray[np.int64],
         branches: Mapping[int, Branch] = NO_BRANCHES,
-    ) -> RaggedBatch:
-        """All spans one after the other, without padding; see `__call__`."""
+    ) -> list[RaggedBatch]:
+        """All spans one after the other, a group each, without padding; see `__call__`."""
         size = Size(int(row_starts[-1]), len(spans))
         if not branches:
-            return self._batch(self._write(self._inputs(size), size, spans, rows, row_starts), size)
+            return self._batches(self._write(self._inputs(size), size, spans, rows, row_starts), size)
         by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
         bases, ends = np.zeros((2, len(spans)), np.int32)
         spans = list(spans)
@@ -149,7 +154,7 @@ class DeviceForward:
         depths, paths = (table.astype(np.int32) for table in tree_rows(by_span, row_starts))
         inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
         reach, *trees = self._device.upload(ends, bases, depths, paths)
-        return self._batch(inputs, size, DeviceTrees(*trees), reach)
+        return self._batches(inputs, size, DeviceTrees(*trees), reach)
 
     def __call__(
         self,
@@ -168,7 +173,7 @@ class DeviceForward:
             branches: by request, where a span's rows do not continue one another; no graph is captured then.
         """
         if branches:
-            return self._forward(self.batch(spans, rows, row_starts, branches))
+            return self._forward(self.batches(spans, rows, row_starts, branches))
         size = padded(int(row_starts[-1]), len(spans), self._most_spans)
         graph = self._recorded.get(size)
         if graph is not None:
@@ -242,28 +247,30 @@ class DeviceForward:
 
     def _run(self, inputs: Tensor, size: Size) -> Forwarded:
         """The forward pass, from what `_write` has sent. Its launches depend on `size` alone."""
-        return self._forward(self._batch(inputs, size))
+        return self._forward(self._batches(inputs, size))
 
-    def _batch(
+    def _batches(
         self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None, reach: Tensor | None = None
-    ) -> RaggedBatch:
+    ) -> list[RaggedBatch]:
         """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie after a row."""
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
         if self.recent.shape[1] > 1:  # else the lengths are not kept
             starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
-        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables, trees)
-        batch = self._placed(tokens, span_of_row, spans)
+        contexts = torch.empty_like(starts)
+        batches = [
+            self._placed(tokens, span_of_row, DeviceSpans(row_starts, starts, contexts, table_rows, table, trees))
+            for table in self._tables
+        ]
         if reach is not None:
-            torch.maximum(spans.context_lens, reach, out=spans.context_lens)
-        return batch
+            torch.maximum(contexts, reach, out=contexts)
+        return batches
 
     def _placed(self, tokens: Tensor, span_of_row: Tensor, spans: DeviceSpans) -> RaggedBatch:
-        size = self._kv.block_size
-        ids, positions, slots = self._model.kernels.place(tokens, span_of_row, self.recent, spans, size)
-        return RaggedBatch(ids, positions, slots, [], [], self._tables[:0], size, spans)
+        ids, positions, slots = self._model.kernels.place(tokens, span_of_row, self.recent, spans, self._size)
+        return RaggedBatch(ids, positions, slots, [], [], spans.block_tables[:0], self._size, spans)
 
     def decodes(self, table_rows: Tensor, starts: Tensor, tokens: Tensor) -> RaggedBatch:
-        """A token of each of some requests, of which the host knows nothing but how many they are.
+        """A token of each of some requests, of which the host knows nothing but how many they are, for what drafts.
 
         Args:
             table_rows: [requests] int32, their rows of the tables.
@@ -271,7 +278,7 @@ class DeviceForward:
             tokens: [requests] int64, ids.
         """
         row_starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
-        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables)
+        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables[0])
         return self._placed(tokens.to(torch.int32), row_starts[:-1], spans)
 
     def rows_ahead(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> RowsAhead:
@@ -284,8 +291,8 @@ class DeviceForward:
 
         return batch
 
-    def _forward(self, batch: RaggedBatch) -> Forwarded:
-        return forward(self._model, batch, self._kv, self._aux_layers)
+    def _forward(self, batches: Sequence[RaggedBatch]) -> Forwarded:
+        return forward(self._model, batches, self._kv, self._aux_layers)
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:

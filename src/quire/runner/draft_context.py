@@ -25,6 +25,7 @@ class DraftContext:
     """What a proposer may use of the runner that it works for.
 
     Args:
+        kv: a cache a KV group; what drafts has its own in the first one's blocks.
         row_of: a request's row of the block tables.
 
     Attributes:
@@ -35,7 +36,7 @@ class DraftContext:
     def __init__(
         self,
         model: Model,
-        kv: KVCache,
+        kv: Sequence[KVCache],
         sampler: Sampler,
         forward: HostForward | DeviceForward,
         row_of: Callable[[int], int],
@@ -52,11 +53,12 @@ class DraftContext:
         Raises:
             RuntimeError: the blocks were made without it.
         """
-        if self._kv.draft_kv is None:
+        cache = self._kv[0].draft_kv
+        if cache is None:
             raise RuntimeError(
                 "these blocks have no room for what drafts: make them with draft_kv=Speculation.kv_shape"
             )
-        return self._kv.draft_kv
+        return cache
 
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
         """A span a request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""
@@ -69,7 +71,7 @@ class DraftContext:
 
     def _batch(self, spans: list[Span], branches: Mapping[int, Branch]) -> RaggedBatch:
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
-        return self._tables.batch(spans, self.rows_of([span.request for span in spans]), row_starts, branches)
+        return self._tables.batches(spans, self.rows_of([span.request for span in spans]), row_starts, branches)[0]
 
     def rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
         """Their rows of the block tables."""
@@ -121,7 +123,8 @@ class DraftContext:
     def move(self, request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Put the model's keys and values from positions of a request to others: accepted rows of a tree."""
         slots = self._tables.slots(self.row_of(request), [*sources, *destinations])
-        self.kernels.move_rows(self._kv, *slots.chunk(2))
+        for kv, own in zip(self._kv, slots, strict=True):
+            self.kernels.move_rows(kv, *own.chunk(2))
 
 
 class Line:
@@ -190,7 +193,7 @@ class DeviceContext(DraftContext):
     def __init__(
         self,
         model: Model,
-        kv: KVCache,
+        kv: Sequence[KVCache],
         sampler: Sampler,
         forward: DeviceForward,
         row_of: Callable[[int], int],

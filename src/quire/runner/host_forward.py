@@ -19,6 +19,9 @@ from quire.runner.proposer import Branch
 
 NO_BRANCHES: Mapping[int, Branch] = {}
 
+Blocks = Sequence[Sequence[int]]
+"""Of one request, block ids: as many for each KV group."""
+
 
 class Forwarded(NamedTuple):
     """What a forward pass makes of a step's rows.
@@ -38,10 +41,12 @@ RowsAhead = Callable[[int, Tensor], RaggedBatch]
 """The batch of one row a request with this index, of the first requests: their tokens [rows] int64."""
 
 
-def forward(model: Model, batch: RaggedBatch, kv: KVCache, aux_layers: Sequence[int]) -> Forwarded:
+def forward(
+    model: Model, batches: Sequence[RaggedBatch], kv: Sequence[KVCache], aux_layers: Sequence[int]
+) -> Forwarded:
     """Through the model; `aux_layers` are the layers of which features are made."""
     aux = AuxHiddenStates(aux_layers) if aux_layers else None
-    hidden = model.forward(batch, kv, aux)
+    hidden = model.forward(batches, kv, aux)
     return Forwarded(hidden, model.kernels.finite_rows(hidden), aux.features() if aux else hidden)
 
 
@@ -49,38 +54,41 @@ class HostForward:
     """Runs spans through the model; keeps the block tables of all requests.
 
     Args:
+        kv: a cache a KV group.
         aux_layers: layers of which `Forwarded.features` are made.
 
     Attributes:
         last_tokens: [requests] int64, the last sampled token of each row of the tables.
     """
 
-    def __init__(self, model: Model, kv: KVCache, aux_layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: Model, kv: Sequence[KVCache], aux_layers: Sequence[int] = ()) -> None:
         self._model, self._kv, self._aux_layers = model, kv, aux_layers
-        self._tables = np.zeros((16, 64), np.int64)  # [requests, blocks]; grows, so that a step gathers them at once
-        self.last_tokens = torch.zeros(len(self._tables), dtype=torch.int64)
+        self._size = kv[0].block_size
+        # [groups, requests, blocks]; grows, so that a step gathers them at once
+        self._tables = np.zeros((len(kv), 16, 64), np.int64)
+        self.last_tokens = torch.zeros(self._tables.shape[1], dtype=torch.int64)
 
-    def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+    def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Blocks]) -> None:
         """Entries of some rows of the tables, each from its start on."""
-        self._grow(max(rows) + 1, max(start + len(part) for start, part in zip(starts, blocks, strict=True)))
+        self._grow(max(rows) + 1, max(start + len(part[0]) for start, part in zip(starts, blocks, strict=True)))
         for row, start, part in zip(rows, starts, blocks, strict=True):
-            self._tables[row, start : start + len(part)] = part
+            self._tables[:, row, start : start + len(part[0])] = part
 
     def _grow(self, height: int, width: int) -> None:
         """More room, at least twice as much in a direction that lacks it."""
         rows, columns = (
             0 if need <= have else max(need - have, have)
-            for need, have in zip((height, width), self._tables.shape, strict=True)
+            for need, have in zip((height, width), self._tables.shape[1:], strict=True)
         )
         if rows or columns:
-            tables = np.pad(self._tables, ((0, rows), (0, columns)))
+            tables = np.pad(self._tables, ((0, 0), (0, rows), (0, columns)))
             last_tokens = torch.nn.functional.pad(self.last_tokens, (0, rows))
             self._tables, self.last_tokens = tables, last_tokens  # both or none, whatever may fail
 
-    def slots(self, row: int, positions: Sequence[int]) -> Tensor:
-        """Where tokens of a row's request are stored: see `RaggedBatch.slots`."""
-        blocks, offsets = np.divmod(positions, self._kv.block_size)
-        return torch.from_numpy(self._tables[row, blocks] * self._kv.block_size + offsets)
+    def slots(self, row: int, positions: Sequence[int]) -> list[Tensor]:
+        """Where tokens of a row's request are stored, by group: see `RaggedBatch.slots`."""
+        blocks, offsets = np.divmod(positions, self._size)
+        return [torch.from_numpy(table[row, blocks] * self._size + offsets) for table in self._tables]
 
     def __call__(
         self,
@@ -96,17 +104,17 @@ class HostForward:
             row_starts: first row of each span, and one entry more.
             branches: by request, where a span's rows do not continue one another.
         """
-        return forward(self._model, self.batch(spans, rows, row_starts, branches), self._kv, self._aux_layers)
+        return forward(self._model, self.batches(spans, rows, row_starts, branches), self._kv, self._aux_layers)
 
-    def batch(
+    def batches(
         self,
         spans: list[Span],
         rows: NDArray[np.int64],
         row_starts: NDArray[np.int64],
         branches: Mapping[int, Branch] = NO_BRANCHES,
-    ) -> RaggedBatch:
-        """All spans one after the other; see `__call__`."""
-        size = self._kv.block_size
+    ) -> list[RaggedBatch]:
+        """All spans one after the other, a group each; see `__call__`."""
+        size = self._size
         tokens = list(chain.from_iterable(span.tokens for span in spans))
         ends = [span.start + len(span.tokens) for span in spans]
         rows_of = rows if len(tokens) == len(spans) else rows.repeat(np.diff(row_starts))  # [tokens]
@@ -120,29 +128,35 @@ class HostForward:
             places = positions.copy()
             trees = _trees(by_span, row_starts, positions, places, contexts)
         blocks, offsets = np.divmod(places, size)
-        return RaggedBatch(
-            token_ids=torch.from_numpy(np.array(tokens)),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(self._tables[rows_of, blocks] * size + offsets),
-            row_starts=row_starts.tolist(),
-            context_lens=contexts.tolist(),
-            block_tables=torch.from_numpy(self._heads(rows, -(-contexts // size))),
-            block_size=size,
-            trees=trees,
-        )
+        ids, absolute, lengths = torch.from_numpy(np.array(tokens)), torch.from_numpy(positions), -(-contexts // size)
+        return [
+            RaggedBatch(
+                token_ids=ids,
+                positions=absolute,
+                slots=torch.from_numpy(table[rows_of, blocks] * size + offsets),
+                row_starts=row_starts.tolist(),
+                context_lens=contexts.tolist(),
+                block_tables=torch.from_numpy(_heads(table, rows, lengths)),
+                block_size=size,
+                trees=trees,
+            )
+            for table in self._tables
+        ]
 
     def rows_ahead(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> RowsAhead:
         """What batches of one row a request need: one for each line of `positions` [batches, requests], which rise.
+
+        They are for what drafts, whose KV lies in the blocks of the first group.
 
         Args:
             rows: which row of the tables belongs to each request.
             positions: they may go beyond what a request has blocks for, as long as its rows there are not asked for.
         """
-        size = self._kv.block_size
+        size, table = self._size, self._tables[0]
         blocks, offsets = np.divmod(positions, size)
-        blocks = blocks.clip(max=self._tables.shape[1] - 1)
-        slots = self._tables[rows, blocks] * size + offsets
-        tables = torch.from_numpy(self._heads(rows, blocks[-1] + 1))  # they may go on after the context of one
+        blocks = blocks.clip(max=table.shape[1] - 1)
+        slots = table[rows, blocks] * size + offsets
+        tables = torch.from_numpy(_heads(table, rows, blocks[-1] + 1))  # they may go on after the context of one
 
         def batch(index: int, tokens: Tensor) -> RaggedBatch:
             count = len(tokens)
@@ -159,13 +173,14 @@ class HostForward:
 
         return batch
 
-    def _heads(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first `lengths` entries of some rows, [rows, longest], with zeros after them."""
-        width = lengths.max()
-        heads: NDArray[np.int64] = self._tables[:, :width][rows]
-        if len(rows) > 1:
-            heads *= np.arange(width) < lengths[:, None]
-        return heads
+
+def _heads(table: NDArray[np.int64], rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first `lengths` entries of some rows, [rows, longest], with zeros after them."""
+    width = lengths.max()
+    heads: NDArray[np.int64] = table[:, :width][rows]
+    if len(rows) > 1:
+        heads *= np.arange(width) < lengths[:, None]
+    return heads
 
 
 def tree_end(branch: Branch) -> int:

@@ -10,6 +10,7 @@ from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
 from quire.layers.latent import RESTORED_BYTES, may_expand
 from quire.models.model import Model
 from quire.ops.memory import Scratch
+from quire.runner.kv_pools import GroupPlan, Pools, longest_held
 from quire.runner.proposer import Speculation
 
 LOGIT_SLICE_BYTES = 64 * 2**20
@@ -27,20 +28,19 @@ class MemoryPlan:
         weights: packed weights, of what drafts too.
         quantization: how they are quantized, for people; None: they are not.
         activations: the largest step's intermediate results.
-        kv_bytes_per_token: all layers, and those of what drafts.
-        draft_kv_bytes_per_token: of them, those of what drafts.
+        groups: the pool of each KV group, the one that keeps most first.
+        draft_kv_bytes_per_token: of the first group's, those of what drafts.
         kv_saving: see `Model`.
-        num_blocks: of the pool, the null block included.
         block_size: tokens a block.
         max_model_len: longest context in tokens.
         logit_rows: rows whose logits are made at once for prompt log-probabilities.
         notes: what was decided without being asked for.
+        ranks: processes that share the model; sizes are those of each.
     """
 
     weights: int
     activations: int
-    kv_bytes_per_token: int
-    num_blocks: int
+    groups: tuple[GroupPlan, ...]
     block_size: int
     max_model_len: int
     logit_rows: int
@@ -48,32 +48,68 @@ class MemoryPlan:
     quantization: str | None = None
     kv_saving: float | None = None
     draft_kv_bytes_per_token: int = 0
+    ranks: int = 1
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """All layers, and those of what drafts."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the first group's pool, the null block included."""
+        return self.groups[0].num_blocks
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks of all pools without the null blocks."""
+        return sum(group.num_usable for group in self.groups)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the pool holds."""
-        return (self.num_blocks - 1) * self.block_size
+        """Tokens that the first group's pool holds."""
+        return self.groups[0].num_usable * self.block_size
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_size * self.kv_bytes_per_token
+        return self.block_size * sum(group.num_blocks * group.bytes_per_token for group in self.groups)
+
+    @property
+    def full_length_requests(self) -> float:
+        """So many of the longest context fit at once."""
+        return min(group.num_usable / group.peak_blocks for group in self.groups)
+
+    def lacking(self, requests: int, tokens: int) -> GroupPlan | None:
+        """The group whose pool does not hold so many requests of so many tokens; None: all do."""
+        blocks = -(-tokens // self.block_size)
+        return next((g for g in self.groups if requests * min(blocks, g.peak_blocks) > g.num_usable), None)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows to print: what, and how much."""
-        blocks_each = -(-self.max_model_len // self.block_size)
         a_token = f"{format_size(self.kv_bytes_per_token)} a token"
         if self.draft_kv_bytes_per_token:
             a_token += f", {format_size(self.draft_kv_bytes_per_token)} of it for drafts"
         if self.kv_saving is not None:
             a_token += f"; {self.kv_saving:.{0 if self.kv_saving >= 10 else 1}f} times less than full keys and values"
+        of_each = [("ranks", f"{self.ranks}; sizes are those of each")] if self.ranks > 1 else []
         return [
+            *of_each,
             ("weights", ", ".join(filter(None, (format_size(self.weights), self.quantization)))),
             ("activations, largest step", format_size(self.activations)),
             ("KV cache", f"{format_size(self.kv_bytes)} ({a_token})"),
-            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} tokens: {self.kv_tokens:,} tokens"),
+            *(self._row_of(group) for group in self.groups),
             ("longest context", f"{self.max_model_len:,} tokens"),
-            ("full-length requests", f"{(self.num_blocks - 1) / blocks_each:,.1f} at once"),
+            ("full-length requests", f"{self.full_length_requests:,.1f} at once"),
         ]
+
+    def _row_of(self, group: GroupPlan) -> tuple[str, str]:
+        blocks = f"{group.num_usable:,} of {self.block_size} tokens: {group.num_usable * self.block_size:,} tokens"
+        if len(self.groups) == 1:
+            return "KV blocks", blocks
+        keeps = "all positions" if group.window is None else f"window of {group.window:,}"
+        layers = f"{group.num_layers} of {sum(each.num_layers for each in self.groups)} layers"
+        each = f"{format_size(group.bytes_per_token)} a token, at most {group.peak_blocks:,} blocks a request"
+        return f"KV blocks, {keeps}", f"{blocks}; {layers}, {each}"
 
 
 def plan_memory(
@@ -104,8 +140,7 @@ def plan_memory(
     notes: list[str] = []
     block_size = config.block_size
     own_weights = speculation.weight_bytes if speculation else 0
-    own_kv = speculation.kv_shape.bytes_per_token if speculation and speculation.kv_shape else 0
-    token_bytes = model.kv_shape(config.kv_cache_dtype).bytes_per_token + own_kv
+    pools = Pools(config, model, speculation)
     longest = longest_context(config, model)
     rows = logit_rows(model)
     if activations is None:
@@ -114,30 +149,35 @@ def plan_memory(
         features = len(speculation.aux_layers) * model.config.layer.hidden_size * model.dtype.itemsize
         activations += config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features
         activations += _draft_logits(config, model, rows)
-    most_useful = config.max_num_seqs * -(-longest // block_size) + 1
-    if config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks + 1
-    elif config.kv_cache_bytes is not None:
-        num_blocks = config.kv_cache_bytes // (block_size * token_bytes)
-    else:
-        num_blocks = min(int(max(0, free_bytes - activations) * share) // (block_size * token_bytes), most_useful)
-    _check_free(num_blocks * block_size * token_bytes, activations, block_size * token_bytes, free_bytes)
-    fits = _longest_fit(config, model, num_blocks, retention(model, speculation))
-    if fits < block_size:
+    room = int(max(0, free_bytes - activations) * share)
+
+    def sizes(tokens: int) -> list[int]:
+        if config.num_kv_blocks is not None:
+            return pools.of_first(config.num_kv_blocks + 1, tokens)
+        if config.kv_cache_bytes is not None:
+            return pools.within(config.kv_cache_bytes, tokens)
+        most_useful = pools.of_first(config.max_num_seqs * -(-tokens // block_size) + 1, tokens)
+        return min(pools.within(room, tokens), most_useful)
+
+    fits = longest_held(pools, sizes, longest)
+    num_blocks = sizes(max(fits, 1))
+    _check_free(pools, num_blocks, activations, free_bytes, longest)
+    if fits == 0:
         source = (
             f"kv_cache_memory={config.kv_cache_memory}" if config.kv_cache_memory else f"{format_size(free_bytes)} free"
         )
         raise MemoryPlanError(
-            f"{source} gives {max(num_blocks - 1, 0)} KV blocks of {block_size} tokens "
-            f"({format_size(block_size * token_bytes)} each): not one request fits. Set "
-            f"kv_cache_memory to at least {format_size(8 * block_size * token_bytes)}"
+            f"{source} gives {max(num_blocks[0] - 1, 0)} KV blocks of {block_size} tokens "
+            f"({format_size(pools.bytes([1] * len(num_blocks)))} each): not one request fits. Set "
+            f"kv_cache_memory to at least {format_size(pools.bytes([8] * len(num_blocks)))}"
         )
     if fits < longest:
         if config.max_model_len is not None:
+            needed = pools.of_first(pools.peaks(longest)[0] + 1, longest)
             raise PoolTooSmallError(
-                f"max_model_len={longest} needs {-(-longest // block_size)} KV blocks of {block_size} tokens, but the "
-                f"pool has {num_blocks - 1}; set max_model_len to at most {fits}, or kv_cache_memory to at least "
-                f"{format_size((-(-longest // block_size) + 1) * block_size * token_bytes)}"
+                f"max_model_len={longest} needs {needed[0] - 1} KV blocks of {block_size} tokens, but the "
+                f"pool has {sizes(longest)[0] - 1}; set max_model_len to at most {fits}, or kv_cache_memory to at "
+                f"least {format_size(pools.bytes(needed))}"
             )
         notes.append(
             f"max_model_len is {fits:,}, not the model's {longest:,}: the KV memory holds no more; "
@@ -148,15 +188,15 @@ def plan_memory(
     return MemoryPlan(
         weights=model.weight_bytes + own_weights,
         activations=activations,
-        kv_bytes_per_token=token_bytes,
-        num_blocks=num_blocks,
+        groups=pools.plans(num_blocks, longest),
         block_size=block_size,
         max_model_len=longest,
         logit_rows=rows,
         notes=tuple(notes),
         quantization=None if model.quantization is None else model.quantization.of_model(),
         kv_saving=model.kv_saving,
-        draft_kv_bytes_per_token=own_kv,
+        ranks=model.ranks.size,
+        draft_kv_bytes_per_token=pools.draft_bytes,
     )
 
 
@@ -234,14 +274,15 @@ def format_size(size: float) -> str:
     raise ValueError("unreachable")
 
 
-def _check_free(kv_bytes: int, activations: int, block_bytes: int, free_bytes: int) -> None:
+def _check_free(pools: Pools, num_blocks: list[int], activations: int, free_bytes: int, longest: int) -> None:
     """What was asked for must fit into what is free, or the system would kill the process in the middle of work."""
+    kv_bytes = pools.bytes(num_blocks)
     if kv_bytes + activations > free_bytes:
         room = max(0, free_bytes - activations)
         raise MemoryPlanError(
             f"the KV cache of {format_size(kv_bytes)} and {format_size(activations)} of activations do not fit into "
             f"{format_size(free_bytes)} of free memory; set kv_cache_memory to at most {format_size(room)} "
-            f"(num_kv_blocks to at most {max(room // block_bytes - 1, 0)}), or lower max_num_batched_tokens"
+            f"(num_kv_blocks to at most {max(pools.within(room, longest)[0] - 1, 0)}), or lower max_num_batched_tokens"
         )
 
 
@@ -258,19 +299,6 @@ def longest_context(config: EngineConfig, model: Model) -> int:
             "(max_position_embeddings); lower it"
         )
     return asked or trained
-
-
-def retention(model: Model, speculation: Speculation | None) -> int | None:
-    """How many of the last positions the blocks must keep; None: all, as for a drafting model that may see them."""
-    return None if speculation is not None and speculation.kv_shape else model.retention
-
-
-def _longest_fit(config: EngineConfig, model: Model, num_blocks: int, window: int | None) -> int:
-    """The longest context that one request alone can have; a sliding window needs no more than itself."""
-    tokens = max(0, num_blocks - 1) * config.block_size
-    if window is not None and tokens >= window + config.max_num_batched_tokens + 2 * config.block_size:
-        return max(tokens, model.max_position_embeddings)
-    return tokens
 
 
 def _check_whole_prompts(config: EngineConfig, longest: int) -> None:

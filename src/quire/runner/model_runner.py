@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -44,11 +45,11 @@ OUT_OF_MEMORY = (
 
 
 class ModelRunner:
-    """Runs plans, in their order, on one model and one KV cache.
+    """Runs plans, in their order, on one model and its KV caches.
 
     Args:
         model: the loaded model.
-        kv: its blocks.
+        kv: its blocks, a cache a KV group.
         logit_rows: most rows whose logits are made at once for prompt log-probabilities.
         threads: how many a step may use. torch keeps that number for the whole process, so it is set for each
             step and put back after it: engines side by side, and the program around them, keep their own.
@@ -64,7 +65,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        kv: KVCache,
+        kv: Sequence[KVCache],
         logit_rows: int,
         threads: int,
         device: Device | None = None,
@@ -121,12 +122,20 @@ class ModelRunner:
         Raises:
             RuntimeError: this is such a plan, and not all state was sent again.
         """
+        try:
+            return self._launch(plan)
+        except BaseException:
+            self.model.ranks.give_up()
+            raise
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         next_number, self._next_number = self._next_number, None
         with torch.inference_mode(), self.device.active(), self.model.kernels.threads(self._threads):
             begin = self.device.mark()
-            self.kv.pulse[0] += 1  # a replay passes no layer
+            self.kv[0].pulse[0] += 1  # a replay passes no layer
             if plan.number != next_number:
                 _check_complete(plan, next_number)
+                self.model.ranks.begin_anew(plan.number)
                 self._forget()
             self._settle()
             self._take_in(plan)
@@ -180,9 +189,10 @@ class ModelRunner:
         if grown:
             rows = [self._requests[span.request].row for span in grown]
             self._forward.set_blocks(rows, [span.table_start for span in grown], [span.blocks for span in grown])
-        copies = [copy for span in grown for copy in span.copies]  # into new blocks
-        if copies:
-            self.model.kernels.copy_blocks(self.kv, copies)
+        for number, kv in enumerate(self.kv):
+            copies = [(source, into, n) for span in grown for group, source, into, n in span.copies if group == number]
+            if copies:  # into new blocks
+                self.model.kernels.copy_blocks(kv, copies)
 
     def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[_Part]:
         """All spans at once; where that fails, usually for want of memory, one half after the other."""
@@ -236,6 +246,8 @@ class ModelRunner:
             part.sampled, part.ahead = drafter.sample(spans, part.row_starts, made, drafts, self.model.logits)
         elif part.chosen:
             part.sampled = self._sample(part, hidden, rows)
+        if self.model.ranks.size > 1:
+            self.model.ranks.check(part.digest())
         return part
 
     def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:
@@ -328,6 +340,11 @@ class _Part:
         self.ahead = torch.empty(0, 0)
         self.features = torch.empty(0)
         self._paths: dict[int, list[int]] = {}  # see `Outcome`
+
+    def digest(self) -> int:
+        """Of what was computed, to be compared among ranks."""
+        sampled = b"" if self.sampled is None else self.sampled.tokens.numpy().tobytes()
+        return zlib.crc32(self.finite.numpy().tobytes(), zlib.crc32(sampled))
 
     def results(self) -> list[SpanResult]:
         """One a span."""

@@ -29,10 +29,10 @@ ALONE = (64, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A runner, what it runs on, and what was decided for it."""
+    """A runner, its caches, one a KV group, and what was decided for it."""
 
     runner: ModelRunner
-    kv: KVCache
+    kv: list[KVCache]
     plan: MemoryPlan
     notes: tuple[str, ...]
 
@@ -44,23 +44,27 @@ def start_runner(
     threads: int,
     report: OnLoad,
     speculation: Speculation | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Started:
-    """Plan the memory and make the runner; `speculation` drafts for it.
+    """Plan the memory and make the runner.
+
+    Args:
+        speculation: drafts for it.
+        plan: another rank's, to be followed.
 
     Raises:
         ConfigError: what was asked for does not fit; see `plan_memory`.
     """
     report("planning memory", 1.0)
     draft_kv = speculation.kv_shape if speculation else None
-    if not device.asynchronous:
-        plan = plan_memory(config, model, free_memory(), speculation=speculation)
-    else:
-        activations = _measured_activations(config, model, device, draft_kv)
-        granted = _granted(config, device)
-        plan = plan_memory(config, model, granted, activations, share=1.0, speculation=speculation)
-    kv = model.new_cache(plan.num_blocks, config.block_size, config.kv_cache_dtype, draft_kv)
+    plan = plan or _planned(config, model, device, speculation)
+    kv = model.new_caches(
+        [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
+    )
     if not model.kernels.reads_spans:
-        return Started(ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation), kv, plan, ())
+        halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
+        runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves)
+        return Started(runner, kv, plan, ())
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
@@ -76,10 +80,19 @@ def start_runner(
     return Started(runner, kv, plan, tuple(notes))
 
 
+def _planned(config: EngineConfig, model: Model, device: Device, speculation: Speculation | None) -> MemoryPlan:
+    """What the memory is used for. Ranks of one machine share what is free."""
+    if not device.asynchronous:
+        return plan_memory(config, model, free_memory() // model.ranks.size, speculation=speculation)
+    draft_kv = speculation.kv_shape if speculation else None
+    activations = _measured_activations(config, model, device, draft_kv)
+    return plan_memory(config, model, _granted(config, device), activations, share=1.0, speculation=speculation)
+
+
 def _device_forward(
     config: EngineConfig,
     model: Model,
-    kv: KVCache,
+    kv: list[KVCache],
     device: Device,
     longest: int,
     graphs: str = "off",
@@ -111,14 +124,14 @@ def _granted(config: EngineConfig, device: Device) -> int:
 
 
 def _measured_activations(config: EngineConfig, model: Model, device: Device, draft_kv: KVShape | None) -> int:
-    """Most bytes that the largest admissible step holds: such a step is run, on a pool of two blocks.
+    """Most bytes that the largest admissible step holds: such a step is run, on pools of two blocks.
 
     They have the `draft_kv` too: kernels are compiled for how far apart blocks are.
 
     Raises:
         MemoryPlanError: there is not enough for it.
     """
-    kv = model.new_cache(2, config.block_size, config.kv_cache_dtype, draft_kv)
+    kv = model.new_caches([2] * len(model.groups), config.block_size, config.kv_cache_dtype, draft_kv)
     forward = _device_forward(config, model, kv, device, longest_context(config, model))
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, halves=False)
     with torch.inference_mode(), device.active():

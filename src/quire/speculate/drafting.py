@@ -61,6 +61,7 @@ class DraftModel:
     """A whole model that drafts: it needs the tokens alone.
 
     Args:
+        model: loaded with `one_kv_group`: its KV lies in the blocks of one of the target's groups.
         vocab_size: the target's. Rows that one of both vocabularies has more than the other are padding.
     """
 
@@ -77,7 +78,7 @@ class DraftModel:
         """See `DraftingModel`."""
         if self._more > 0:  # a target may sample its padding
             batch = dataclasses.replace(batch, token_ids=batch.token_ids.clamp(max=self._model.vocab_size - 1))
-        return self._model.forward(batch, kv)
+        return self._model.forward([batch], [kv])
 
     def logits(self, out: Tensor) -> Tensor:
         """See `DraftingModel`."""

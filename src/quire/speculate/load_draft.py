@@ -71,7 +71,7 @@ def load_draft_model(folder: Path | str, target: Model, target_folder: Path | No
                 f"{TOKENIZER_FILE} in both folders they may not mean the same; choose a draft model of the "
                 "same family"
             )
-        return load_model(folder, kernels=target.kernels)
+        return load_model(folder, kernels=target.kernels, one_kv_group=True)
 
 
 @contextlib.contextmanager

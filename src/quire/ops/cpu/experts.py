@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct, gather
 from quire.ops.experts import Routing
 from quire.ops.linear import Product
 from quire.ops.memory import Scratch
+from quire.parallel.group import Gather
 
 PROTOTYPES: dict[str, Prototype] = {
     "experts": (I32, (POINTER, POINTER, POINTER)),
@@ -38,7 +40,8 @@ class _Experts(ctypes.Structure):
 
     _fields_ = (
         ("dtype", I32),
-        *((name, I64) for name in ("count", "hidden", "inner")),
+        *((name, I64) for name in ("count", "hidden", "out")),
+        *(("group", POINTER), ("inner", Share)),
         *((name, POINTER) for name in ("gate_up", "down")),
     )
 
@@ -127,16 +130,25 @@ class CpuExperts:
         gate_up: per expert, the product [2 * intermediate, hidden].
         down: per expert, the product [hidden, intermediate].
         scratch: room for intermediate results, shared by all layers.
+        inner: brings together the ranks' columns between the products; None: all are here.
 
     Raises:
         TypeError: a product is not this implementation's.
         ValueError: products that are not alike, or do not fit together.
     """
 
-    def __init__(self, lib: Library, gate_up: Sequence[Product], down: Sequence[Product], scratch: Scratch) -> None:
-        self._lib, self._scratch = lib, scratch
+    def __init__(
+        self,
+        lib: Library,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        scratch: Scratch,
+        inner: Gather | None = None,
+    ) -> None:
+        self._lib, self._scratch, self._inner = lib, scratch, inner
         self._gate_up, self._down = up, out = _Products(gate_up), _Products(down)
-        if (len(up), up.in_features, up.out_features) != (len(out), out.out_features, 2 * out.in_features):
+        wanted = (len(out), 2 * out.in_features if inner is None else 2 * len(inner.own))
+        if (len(up), up.out_features) != wanted or (inner is None and up.in_features != out.out_features):
             raise ValueError(
                 f"{len(up)} products of {up.in_features} inputs and {up.out_features} outputs, and {len(out)} of "
                 f"{out.in_features} and {out.out_features}, are not experts' gate_up and down"
@@ -150,18 +162,22 @@ class CpuExperts:
         Raises:
             ValueError: tensors of other shapes or data types.
             IndexError: a token's ids are not experts in ascending order.
+            QuireError: what the collectives of `Group` raise, where ranks share the experts.
         """
         self._check(x, ids, weights)
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         tokens, top_k = ids.shape
-        out = torch.empty_like(x)
+        out = x.new_empty(tokens, self._down.out_features)
         if tokens == 0:
             return out
         experts = self._described(x.dtype)
         step = _Step(tokens, top_k, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
         pointer = ctypes.addressof(experts)
         workspace = self._scratch.at_least(self._lib.experts_workspace(pointer, tokens, top_k))
-        if self._lib.experts(pointer, ctypes.addressof(step), workspace):
+        outcome = self._lib.experts(pointer, ctypes.addressof(step), workspace)
+        if outcome > 0 and self._inner is not None:
+            self._inner.group.ended(outcome)
+        if outcome:
             raise IndexError(f"a token's ids must be ascending and below {len(self._down)}, found {ids.tolist()}")
         return out
 
@@ -173,18 +189,21 @@ class CpuExperts:
 
     def _described(self, dtype: torch.dtype) -> _Experts:
         """The experts as C++ sees them, for rows in `dtype`."""
+        width = self._down.in_features
         return _Experts(
             dtype=DTYPES[dtype],
             count=len(self._down),
-            hidden=self._down.out_features,
-            inner=self._down.in_features,
+            hidden=self._gate_up.in_features,
+            out=self._down.out_features,
+            group=None if self._inner is None else self._inner.group.address,
+            inner=Share(0, width, width) if self._inner is None else share_of(self._inner),
             gate_up=self._gate_up.address,
             down=self._down.address,
         )
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        if x.dim() != 2 or x.shape[1] != self._down.out_features or x.dtype not in self._dtypes:
-            wanted = f"[tokens, {self._down.out_features}] of {self._dtypes}"
+        if x.dim() != 2 or x.shape[1] != self._gate_up.in_features or x.dtype not in self._dtypes:
+            wanted = f"[tokens, {self._gate_up.in_features}] of {self._dtypes}"
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; the experts take {wanted}")
         fits = ids.dim() == 2 and len(ids) == len(x) and ids.shape[1] > 0 and ids.shape == weights.shape
         if not fits or (ids.dtype, weights.dtype) != (torch.int64, torch.float32):

@@ -20,6 +20,7 @@ from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.threads import torch_threads
+from quire.parallel.group import Gather
 
 
 class CpuKernels(Kernels):
@@ -104,8 +105,8 @@ class CpuKernels(Kernels):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return experts.route(self._lib, logits, routing, bias)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
-        return experts.CpuExperts(self._lib, gate_up, down, self._workspace)
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
+        return experts.CpuExperts(self._lib, gate_up, down, self._workspace, inner)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
         return experts.CpuHeads(self._lib, products, self._scratch)

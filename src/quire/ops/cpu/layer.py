@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
 from quire.ops.cpu import attention
+from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct
 from quire.ops.kernels import LayerParts
@@ -20,12 +22,18 @@ PROTOTYPES: dict[str, Prototype] = {
 }
 
 
+OUTSIDE = -1
+"""A slot lies outside the cache: `OUTSIDE` in layer.cpp."""
+
+
 class _Layer(ctypes.Structure):
     """`Layer` in layer.cpp."""
 
     _fields_ = (
         *(("dtype", I32), ("eps", F32), ("head_eps", F32)),
-        *((name, I64) for name in ("layer", "hidden", "inner", "heads")),
+        *((name, I64) for name in ("layer", "heads")),
+        ("group", POINTER),
+        *((name, Share) for name in ("hidden", "attended", "active")),
         *((name, POINTER) for name in ("input_norm", "head_norm", "post_attention_norm")),
         *((name, POINTER) for name in ("qkv", "output", "gate_up", "down")),
     )
@@ -66,6 +74,16 @@ class _Step:
         self.held = (cos, sin, slots, cache, attend)
 
 
+def _shares(parts: LayerParts) -> dict[str, Any]:
+    """What a rank has of the layer; all of it where nobody shares it."""
+    if parts.shared is not None:
+        shares = {name: share_of(gather) for name, gather in parts.shared._asdict().items()}
+        return {"group": parts.shared.hidden.group.address, **shares}
+    widths = {"hidden": len(parts.post_attention_norm), "active": parts.down.in_features}
+    widths["attended"] = parts.output.in_features
+    return {name: Share(0, width, width) for name, width in widths.items()}
+
+
 class CpuLayer:
     """A decoder layer as one call; its bits are those of the kernels called one by one.
 
@@ -84,9 +102,8 @@ class CpuLayer:
             eps=parts.eps,
             head_eps=parts.head_norm.eps if parts.head_norm else 0.0,
             layer=parts.layer,
-            hidden=len(parts.post_attention_norm),
-            inner=parts.down.in_features,
             heads=parts.heads,
+            **_shares(parts),
             input_norm=None if parts.input_norm is None else parts.input_norm.data_ptr(),
             head_norm=parts.head_norm.weight.data_ptr() if parts.head_norm else None,
             post_attention_norm=parts.post_attention_norm.data_ptr(),
@@ -94,7 +111,14 @@ class CpuLayer:
         )
         self._pointer = ctypes.addressof(self._struct)
         self._dtype = parts.post_attention_norm.dtype
-        self._key = ("layer", parts.heads, parts.scale, parts.window, self._struct.hidden, self._struct.inner)
+        self._key = (
+            "layer",
+            parts.heads,
+            parts.scale,
+            parts.window,
+            len(parts.post_attention_norm),
+            parts.down.in_features,
+        )
 
     def __call__(
         self,
@@ -108,6 +132,7 @@ class CpuLayer:
 
         Raises:
             IndexError: a slot outside the cache.
+            QuireError: what the collectives of `Group` raise, where ranks share the layer.
             ValueError: a cache of another shape or data type, or an `x` in a layer that must be the first.
         """
         if x is not None and self._parts.input_norm is None:
@@ -117,8 +142,12 @@ class CpuLayer:
         step, workspace = batch.once(self._key, lambda: self._prepare(tables, kv, batch))
         out = torch.empty_like(residual) if x is None else x
         address = self._scratch.at_least(workspace)
-        if self._lib.layer(self._pointer, step.pointer, x is None, out.data_ptr(), residual.data_ptr(), address):
+        pointers = (out.data_ptr(), residual.data_ptr(), address)
+        outcome = self._lib.layer(self._pointer, step.pointer, x is None, *pointers)
+        if outcome == OUTSIDE:
             raise IndexError(f"a slot of the step lies outside the cache's {kv.num_blocks} blocks")
+        if outcome and self._parts.shared is not None:
+            self._parts.shared.hidden.group.ended(outcome)
         return out, residual
 
     def _prepare(self, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch) -> tuple[_Step, int]:

@@ -18,6 +18,7 @@ from quire.ops.sampling import Filters, TokenScores
 from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling
 from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.routing import count_experts, route
+from quire.parallel.group import Gather
 
 VERSION = 1
 """Grows with every change of a kernel's bits."""
@@ -119,7 +120,7 @@ class TritonKernels(Kernels):
     def count_experts(self, ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
         count_experts(ids, batch, load)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product]) -> Experts:
+    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
         if isinstance(gate_up[0], QuantizedProduct):
             return experts_quantized.QuantizedExperts(gate_up, down)
         return experts.GroupedExperts(gate_up, down)

@@ -110,9 +110,9 @@ struct Room {
     Room(const Experts& e, int64_t turns) {
         const int64_t number = bytes_of(e.dtype);
         rows = 0;
-        gate_up = rows + round_up(turns * e.hidden * 4, 64);
-        active = gate_up + round_up(turns * 2 * e.inner * number, 64);
-        scratch = active + round_up(turns * e.inner * number, 64);
+        gate_up = rows + round_up(turns * std::max(e.hidden * number, e.out * 4), 64);
+        active = gate_up + round_up(turns * 2 * e.inner.own * number, 64);
+        scratch = active + round_up(turns * e.inner.own * number, 64);
         // A group has at least one row: what is rounded up for its sake counts at every row.
         int64_t most = 0;
         for (int64_t i = 0; i < e.count; i++)
@@ -122,12 +122,12 @@ struct Room {
 };
 
 // A product for each group, from rows of `in` numbers to rows of `out`.
-std::vector<Task> tasks_of(const Plan& plan, const Experts& e, const Weight* const* weights, char* from, char* to,
+std::vector<Task> tasks_of(const Plan& plan, const Experts& e, const Weight* const* weights, const char* from, char* to,
                            int32_t to_dtype, char* scratch) {
     std::vector<Task> tasks;
     for (const Group& g : plan.groups) {
         const Weight& w = *weights[g.expert];
-        void* x = from + g.first * w.in * bytes_of(e.dtype);
+        const void* x = from + g.first * w.in * bytes_of(e.dtype);
         void* y = to + g.first * w.out * bytes_of(to_dtype);
         tasks.push_back({&w, x, y, g.rows, w.out, e.dtype, to_dtype, scratch});
         scratch += scratch_bytes(w, g.rows);
@@ -149,15 +149,14 @@ void sum_turns(const float* parts, const int64_t* turns, const float* weights, i
 }
 
 template <class T>
-void experts(const Experts& e, const ExpertsStep& s, char* workspace) {
+Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     const Room room(e, s.tokens * s.top_k);
     const Plan plan(s.ids, s.tokens, s.top_k, e.count);
     char *rows = workspace + room.rows, *scratch = workspace + room.scratch;
     char *gate_up = workspace + room.gate_up, *active = workspace + room.active;
     const auto up = tasks_of(plan, e, e.gate_up, rows, gate_up, e.dtype, scratch);
-    const auto down = tasks_of(plan, e, e.down, active, rows, F32, scratch);
     const int64_t groups = plan.groups.size(), row = e.hidden * sizeof(T);
-    const int64_t columns = (e.hidden + SUM_COLUMNS - 1) / SUM_COLUMNS;
+    const int64_t columns = (e.out + SUM_COLUMNS - 1) / SUM_COLUMNS;
     parallel(groups, ONE_BY_ONE, threads(), [&](int64_t g, int64_t, int) {
         const int64_t first = plan.groups[g].first;
         for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++)
@@ -165,20 +164,31 @@ void experts(const Experts& e, const ExpertsStep& s, char* workspace) {
         prepare(up[g]);
     });
     multiply_all(up);
-    parallel(groups, ONE_BY_ONE, threads(), [&](int64_t g, int64_t, int) {
-        const int64_t first = plan.groups[g].first;
+    auto activate = [&](int64_t g) {
+        const int64_t first = plan.groups[g].first, inner = e.inner.own;
         for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++) {
-            const T* gate = (const T*)gate_up + turn * 2 * e.inner;
-            silu_mul_part(gate, gate + e.inner, (T*)active + turn * e.inner, e.inner);
+            const T* gate = (const T*)gate_up + turn * 2 * inner;
+            silu_mul_part(gate, gate + inner, (T*)active + turn * inner, inner);
         }
+    };
+    const char* inner = active;
+    if (e.group) {
+        parallel_each(groups, ONE_BY_ONE, activate);
+        const Outcome outcome = gather(*e.group, active, s.tokens * s.top_k, e.inner, sizeof(T), &inner);
+        if (outcome != DONE) return outcome;
+    }
+    const auto down = tasks_of(plan, e, e.down, inner, rows, F32, scratch);
+    parallel_each(groups, ONE_BY_ONE, [&](int64_t g) {
+        if (!e.group) activate(g);
         prepare(down[g]);
     });
     multiply_all(down);
     parallel_each(s.tokens * columns, {SUMMED / s.top_k}, [&](int64_t i) {
         const int64_t token = i / columns, first = i % columns * SUM_COLUMNS;
-        sum_turns((const float*)rows, &plan.turn_of[token * s.top_k], s.weights + token * s.top_k, s.top_k, e.hidden,
-                  first, std::min(first + SUM_COLUMNS, e.hidden), (T*)s.out + token * e.hidden);
+        sum_turns((const float*)rows, &plan.turn_of[token * s.top_k], s.weights + token * s.top_k, s.top_k, e.out, first,
+                  std::min(first + SUM_COLUMNS, e.out), (T*)s.out + token * e.out);
     });
+    return DONE;
 }
 
 int64_t tokens_at_once(int64_t tokens, int64_t top_k) {
@@ -228,18 +238,18 @@ QUIRE_API int64_t quire_experts_workspace(const Experts* e, int64_t tokens, int6
     return Room(*e, tokens_at_once(tokens, top_k) * top_k).bytes;
 }
 
-// See `Experts` in ops/experts.py. Returns 1, and does nothing, where a token's ids are not experts in ascending order.
+// See `Experts` in ops/experts.py. Returns an `Outcome`, or -1, and does nothing, where a token's ids are not experts in
+// ascending order.
 QUIRE_API int32_t quire_experts(const Experts* e, const ExpertsStep* step, char* workspace) {
     const ExpertsStep& s = *step;
-    if (!in_order(s, e->count)) return 1;
-    const int64_t at_once = tokens_at_once(s.tokens, s.top_k), row = e->hidden * bytes_of(e->dtype);
+    if (!in_order(s, e->count)) return -1;
+    const int64_t at_once = tokens_at_once(s.tokens, s.top_k), item = bytes_of(e->dtype);
     for (int64_t first = 0; first < s.tokens; first += at_once) {
         const ExpertsStep part{std::min(at_once, s.tokens - first),  s.top_k,
-                               (const char*)s.x + first * row,       s.ids + first * s.top_k,
-                               s.weights + first * s.top_k,          (char*)s.out + first * row};
-        if (e->dtype == F32) experts<float>(*e, part, workspace);
-        if (e->dtype == BF16) experts<bf16>(*e, part, workspace);
-        if (e->dtype == F16) experts<f16>(*e, part, workspace);
+                               (const char*)s.x + first * e->hidden * item, s.ids + first * s.top_k,
+                               s.weights + first * s.top_k, (char*)s.out + first * e->out * item};
+        const auto run = e->dtype == F32 ? experts<float> : e->dtype == BF16 ? experts<bf16> : experts<f16>;
+        if (const Outcome outcome = run(*e, part, workspace); outcome != DONE) return outcome;
     }
     return 0;
 }

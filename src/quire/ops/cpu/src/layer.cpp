@@ -1,7 +1,12 @@
 // A decoder layer in one call: the kernels of the other files one after the other, as `DecoderLayer` in Python calls
 // them, and so with the same bits. At one row a call from Python costs about as much as a small kernel itself.
+//
+// Where ranks share the layer, each has some heads, some of the MLP's inner columns, and some of the hidden ones: what two
+// of the products read is gathered before them, and what they yield after them.
 #include <algorithm>
+#include <cstring>
 
+#include "group.h"
 #include "kv_store.h"
 #include "simd.h"
 
@@ -10,12 +15,14 @@ namespace quire {
 struct Weight;
 struct AttentionStep;
 
-// What a layer is made of. Norm weights are in the layer's data type; `head_norm` may be null, and `input_norm` in a
-// layer that is always first.
+// What a layer is made of. Norm weights are in the layer's data type; `head_norm` may be null, `input_norm` in a layer
+// that is always first, and `group` where nobody shares it. `heads` are this rank's.
 struct Layer {
     int32_t dtype;
     float eps, head_eps;
-    int64_t layer, hidden, inner, heads;
+    int64_t layer, heads;
+    Group* group;
+    Share hidden, attended, active;
     const void *input_norm, *head_norm, *post_attention_norm;
     const Weight *qkv, *output, *gate_up, *down;
 };
@@ -49,7 +56,7 @@ namespace {
 
 // Intermediate results, one after the other in a workspace. What is used first is not needed when the MLP begins.
 struct Room {
-    int64_t query_width, qkv, queries, attended, gate_up, active, scratch, bytes;
+    int64_t query_width, qkv, queries, attended, gate_up, active, part, scratch, bytes;
 
     Room(const Layer& l, const KvCache& kv, int64_t tokens) {
         const int64_t number = l.dtype == F32 ? 4 : 2, width = l.heads * kv.head_dim;
@@ -59,8 +66,9 @@ struct Room {
         queries = qkv + size(width + 2 * kv.kv_heads * kv.head_dim);
         attended = queries + size(width);
         gate_up = 0;
-        active = gate_up + size(2 * l.inner);
-        scratch = std::max(attended + size(width), active + size(l.inner));
+        active = gate_up + size(2 * l.active.own);
+        part = std::max(attended + size(width), active + size(l.active.own));
+        scratch = part + (l.group ? size(l.hidden.own) : 0);
         int64_t most = 0;
         for (const Weight* weight : {l.qkv, l.output, l.gate_up, l.down})
             most = std::max(most, quire_linear_scratch(weight, tokens));
@@ -76,30 +84,48 @@ QUIRE_API int64_t quire_layer_workspace(const Layer* layer, const KvCache* kv, i
 }
 
 // x [tokens, hidden] is what the layer before yielded (nothing yet where `first`) and becomes what this one yields;
-// `residual`, to which x is still to be added, is brought up to date. Returns 1 where a slot is outside the cache.
+// `residual`, to which x is still to be added, is brought up to date. Returns an `Outcome`, or OUTSIDE.
+constexpr int32_t OUTSIDE = -1;  // a slot lies outside the cache
+
 QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t first, void* x, void* residual,
                               char* workspace) {
     const Layer& l = *layer;
     const LayerStep& s = *step;
     const Room room(l, *s.kv, s.tokens);
+    const int64_t number = l.dtype == F32 ? 4 : 2, hidden = l.hidden.width;
     char *qkv = workspace + room.qkv, *queries = workspace + room.queries, *attended = workspace + room.attended;
     char *gate_up = workspace + room.gate_up, *active = workspace + room.active, *scratch = workspace + room.scratch;
     auto linear = [&](const Weight* weight, const void* from, void* to) {
         quire_linear(weight, from, l.dtype, s.tokens, to, l.dtype, scratch);
     };
+    auto gathered = [&](const void* own, const Share& share, const char** all) {
+        return gather(*l.group, own, s.tokens, share, number, all);
+    };
+    // A product whose inputs the ranks share, and whose outputs all of them need.
+    auto shared_linear = [&](const Weight* weight, const void* from, const Share& inputs, void* to) {
+        if (!l.group) {
+            linear(weight, from, to);
+            return DONE;
+        }
+        const char* all;
+        if (const Outcome outcome = gathered(from, inputs, &all); outcome != DONE) return outcome;
+        linear(weight, all, workspace + room.part);
+        if (const Outcome outcome = gathered(workspace + room.part, l.hidden, &all); outcome != DONE) return outcome;
+        std::memcpy(to, all, s.tokens * hidden * number);
+        return DONE;
+    };
     if (first && l.input_norm)
-        quire_rms_norm(l.dtype, residual, l.input_norm, x, s.tokens, l.hidden, l.eps);
+        quire_rms_norm(l.dtype, residual, l.input_norm, x, s.tokens, hidden, l.eps);
     else if (!first)
-        quire_add_rms_norm(l.dtype, x, residual, l.input_norm, s.tokens, l.hidden, l.eps);
+        quire_add_rms_norm(l.dtype, x, residual, l.input_norm, s.tokens, hidden, l.eps);
     linear(l.qkv, l.input_norm ? x : residual, qkv);
     if (quire_rotate_and_store(l.dtype, qkv, queries, l.head_norm, l.head_eps, s.cos, s.sin, s.slots, s.tokens, l.heads,
                                l.layer, s.blocks, s.kv))
-        return 1;
+        return OUTSIDE;
     quire_attend(s.attention, l.layer, queries, room.query_width, attended);
-    linear(l.output, attended, x);
-    quire_add_rms_norm(l.dtype, x, residual, l.post_attention_norm, s.tokens, l.hidden, l.eps);
+    if (const Outcome outcome = shared_linear(l.output, attended, l.attended, x); outcome != DONE) return outcome;
+    quire_add_rms_norm(l.dtype, x, residual, l.post_attention_norm, s.tokens, hidden, l.eps);
     linear(l.gate_up, x, gate_up);
-    quire_silu_mul(l.dtype, gate_up, active, s.tokens, l.inner);
-    linear(l.down, active, x);
-    return 0;
+    quire_silu_mul(l.dtype, gate_up, active, s.tokens, l.active.own);
+    return shared_linear(l.down, active, l.active, x);
 }

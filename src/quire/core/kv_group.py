@@ -1,0 +1,81 @@
+"""A KV group: layers that keep the same positions of a request, and the blocks in which they keep them.
+
+Most models have one. Where some layers see a sliding window and others all positions, each kind is a group with a pool
+and a table a request of its own: what a window has passed comes back for its group alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from quire.core.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from quire.core.prefix_cache import Node
+
+
+class KVGroup:
+    """The blocks of one group: who holds them, and which of them the prefix cache has.
+
+    Args:
+        num_blocks: size of the pool, the null block included.
+        window: how many of the latest tokens each token sees, itself included; None: all of them.
+
+    Attributes:
+        cached: by block, the node of the prefix tree that has it.
+        idle: those of them without a holder, the least recently used first: all of them can be evicted. Holders let go
+            of a request's last block first, so tails go before the heads that they need.
+    """
+
+    def __init__(self, num_blocks: int, window: int | None = None) -> None:
+        self.window = window
+        self.pool = BlockPool(num_blocks)
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free, and none cached."""
+        self.pool.reset()
+        self.cached: dict[int, Node] = {}
+        self.idle: OrderedDict[int, Node] = OrderedDict()
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks of the pool without the null block."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones, and cached ones without a holder."""
+        return self.pool.num_free + len(self.idle)
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the token at `position` sees, and so all after it."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def retain(self, block: int) -> None:
+        """Add a holder to a block."""
+        if self.pool.retain(block):
+            self.idle.pop(block, None)
+
+    def release(self, block: int) -> None:
+        """Take a holder from a block: without holders it stays if it is cached, and is recycled if not."""
+        if not self.pool.release(block):
+            return
+        node = self.cached.get(block)
+        if node is None:
+            self.pool.recycle(block)
+        else:
+            self.idle[block] = node
+
+    def uncache(self, block: int) -> None:
+        """The prefix cache has it no longer: it is recycled, unless somebody holds it."""
+        del self.cached[block]
+        if self.idle.pop(block, None) is not None:
+            self.pool.recycle(block)
+
+
+def peak_blocks(window: int | None, num_tokens: int, max_chunk: int, block_size: int) -> int:
+    """Most blocks of a group that a request of `num_tokens` holds at once, in chunks of at most `max_chunk` tokens."""
+    blocks = -(-num_tokens // block_size)
+    return blocks if window is None else min(blocks, -(-(window + max_chunk) // block_size) + 1)

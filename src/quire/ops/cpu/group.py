@@ -1,0 +1,119 @@
+"""A group of processes on one machine's processors: see group.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import torch
+
+from quire.errors import ConfigError, RankLostError, RanksDisagreeError, StepGivenUpError
+from quire.ops.cpu.library import I32, I64, POINTER, Library, Prototype, usable
+from quire.parallel.group import Gather
+
+PROTOTYPES: dict[str, Prototype] = {
+    "group_bytes": (I64, (I64,)),
+    "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double)),
+    "group_leave": (None, (POINTER,)),
+    "group_gather": (I32, (POINTER, POINTER, I64, POINTER, I64, POINTER)),
+    "group_check": (I32, (POINTER, ctypes.c_uint64)),
+    "group_give_up": (None, (POINTER,)),
+    "group_begin_anew": (I32, (POINTER, I64)),
+    "group_lose": (None, (POINTER, I32)),
+    "group_lost": (I32, (POINTER,)),
+    "group_counts": (None, (POINTER, POINTER)),
+}
+DONE, GIVEN_UP, LOST, DIFFER, TOO_LARGE = range(5)
+"""`Outcome` in group.h."""
+
+
+class Share(ctypes.Structure):
+    """`Share` in group.h: this rank's columns of a matrix."""
+
+    _fields_ = tuple((name, I64) for name in ("begin", "own", "width"))
+
+
+def share_of(gather: Gather) -> Share:
+    """What a gather brings together, as C++ sees it."""
+    return Share(gather.own.start, len(gather.own), gather.width)
+
+
+class SharedGroup:
+    """A rank's place in memory that all ranks have mapped.
+
+    Args:
+        memory: descriptor of a file in memory; the first rank makes it with `new_memory`, others inherit it.
+        matrix_bytes: of the largest matrix that is gathered at a time; larger ones are gathered in parts.
+        timeout: seconds after which a rank that does not answer is lost.
+
+    Raises:
+        ConfigError: no kernels were compiled: they have what this is made of.
+    """
+
+    def __init__(self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self._lib = rank, size, library()
+        self._timeout = timeout
+        self._memory = mmap.mmap(memory, self._lib.group_bytes(matrix_bytes))
+        self._anchor = ctypes.c_char.from_buffer(self._memory)
+        place = ctypes.addressof(self._anchor)
+        self.address: int | None = self._lib.group_join(place, matrix_bytes, rank, size, timeout)
+        if self.address is None:
+            raise MemoryError("no memory for a group of ranks")
+
+    def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        x, share = x.contiguous(), Share(begin, x.shape[1], width)
+        out = torch.empty(len(x), width, dtype=x.dtype)
+        pointers = x.data_ptr(), len(x), ctypes.addressof(share), x.element_size(), out.data_ptr()
+        self.ended(self._lib.group_gather(self.address, *pointers))
+        return out
+
+    def check(self, digest: int) -> None:
+        self.ended(self._lib.group_check(self.address, digest))
+
+    def give_up(self) -> None:
+        self._lib.group_give_up(self.address)
+
+    def begin_anew(self, number: int) -> None:
+        self.ended(self._lib.group_begin_anew(self.address, number))
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone: nobody waits for it. May be called by any thread."""
+        self._lib.group_lose(self.address, rank)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Gathers so far, and bytes that this rank received in them."""
+        counts = (ctypes.c_int64 * 2)()
+        self._lib.group_counts(self.address, counts)
+        return counts[0], counts[1]
+
+    def ended(self, outcome: int) -> None:
+        if outcome == GIVEN_UP:
+            raise StepGivenUpError("another rank could not go on with the step; its own log says why")
+        if outcome == LOST:
+            lost = self._lib.group_lost(self.address)
+            raise RankLostError(f"rank {lost} died, or has not answered for {self._timeout:g} seconds", lost)
+        if outcome == TOO_LARGE:
+            raise ValueError("a step has more rows than the ranks have room for")
+        if outcome == DIFFER:
+            raise RanksDisagreeError(f"rank {self.rank} and another one have sampled different tokens: a bug")
+
+
+def new_memory(matrix_bytes: int) -> int:
+    """A file in memory for a group; it has no name, and is gone with the last process that has it open."""
+    memory = os.memfd_create("quire-ranks", 0)
+    os.ftruncate(memory, library().group_bytes(matrix_bytes))
+    return memory
+
+
+def library() -> Library:
+    """The compiled functions; they are the same in every instruction set.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = usable()
+    if not names:
+        raise ConfigError("several ranks on one machine need the compiled kernels; 'quire doctor' says how to get them")
+    return Library(names[0], PROTOTYPES)

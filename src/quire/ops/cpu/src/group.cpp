@@ -1,0 +1,245 @@
+// See group.h.
+//
+// A collective is one wait: each rank writes what is its own, raises its counter, and waits until all counters are there.
+// There are two buffers, which take turns: who writes into one has come past the wait of the other, so all have read it.
+//
+// Who waits looks again for a while, then lets others run, then sleeps until the counter that it waits for is raised. It
+// stops waiting where a rank gave up the step, or is lost. After a step was given up, the counters differ; so all ranks
+// begin anew at the number of a plan, which is the upper half of the counters from there on: they only ever grow.
+#include "group.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <new>
+
+#include "simd.h"
+#include "team.h"
+
+namespace quire {
+namespace {
+
+constexpr int MOST_RANKS = 256;
+constexpr int64_t SPINS_NS = 50'000, YIELDS_NS = 1'000'000, SLEEPS_NS = 100'000'000;
+constexpr int LOOKS = 32;  // between two looks at the clock
+constexpr int64_t PAGE = 4096;
+
+using Counter = std::atomic<uint64_t>;
+static_assert(sizeof(Counter) == 8 && Counter::is_always_lock_free, "shared between processes");
+
+// The counter's value when a rank begins anew with the plan of this number.
+constexpr uint64_t first_of(int64_t number) { return (uint64_t)number << 32; }
+
+// One rank's, written by it alone but for `awaited`.
+struct alignas(64) Place {
+    Counter arrived;                // see above; a collective raises it by 1
+    std::atomic<uint32_t> awaited;  // somebody sleeps until it arrives
+    uint64_t digest[2];
+};
+
+// The beginning of the shared memory; zeros are its first state.
+struct Shared {
+    std::atomic<int64_t> given_up;  // all plans since those that began anew with a number below this one
+    std::atomic<int32_t> lost;      // a rank + 1
+    Place places[MOST_RANKS];
+};
+
+int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+}
+
+// A futex is 32 bits: the lower half, which comes first on the machines that there are kernels for.
+void sleep_while(Counter& counter, uint64_t value) {
+    const timespec most{0, SLEEPS_NS};
+    syscall(SYS_futex, &counter, FUTEX_WAIT, (uint32_t)value, &most);
+}
+
+void wake_all(Counter& counter) { syscall(SYS_futex, &counter, FUTEX_WAKE, INT_MAX); }
+
+}  // namespace
+
+struct Group {
+    Shared* shared;
+    char* buffers[2];
+    int64_t bytes;  // of a buffer
+    int rank, size;
+    int64_t timeout_ns;
+    int64_t epoch = 0;  // number of the plan with which it began anew
+    uint64_t arrived = 0;
+    int64_t gathers = 0, received = 0;
+
+    Place& own() { return shared->places[rank]; }
+    int turn() const { return arrived & 1; }
+
+    // Why nobody may wait any more, or DONE.
+    Outcome ended() const {
+        if (shared->lost.load(std::memory_order_relaxed)) return LOST;
+        return shared->given_up.load(std::memory_order_relaxed) > epoch ? GIVEN_UP : DONE;
+    }
+
+    void lose(int other) {
+        int32_t none = 0;
+        shared->lost.compare_exchange_strong(none, other + 1);
+        wake();
+    }
+
+    void give_up() {
+        int64_t before = shared->given_up.load();
+        while (before <= epoch && !shared->given_up.compare_exchange_weak(before, epoch + 1)) {}
+        wake();
+    }
+
+    // Until all have given up what came before the plan of this number.
+    Outcome begin_anew(int64_t number) {
+        epoch = number;
+        arrived = first_of(number);
+        const Outcome outcome = meet();
+        if (outcome != DONE) return outcome;
+        for (int other = 0; other < size; other++)  // this plan may have been given up, too
+            if (shared->places[other].arrived.load() >= first_of(number + 1)) return GIVEN_UP;
+        return DONE;
+    }
+
+    // This rank has written what is its own; returns when all have.
+    Outcome meet() {
+        arrived++;
+        own().arrived.store(arrived);
+        if (own().awaited.load() && own().awaited.exchange(0)) wake_all(own().arrived);
+        for (int other = 0; other < size; other++) {
+            Place& place = shared->places[other];
+            auto is_there = [&] { return place.arrived.load(std::memory_order_acquire) >= arrived; };
+            const Outcome outcome = is_there() ? DONE : wait(other, place, is_there);
+            if (outcome != DONE) return outcome;
+        }
+        return ended();  // who gave up has raised its counter, too, if it has begun anew
+    }
+
+  private:
+    void wake() {
+        for (int other = 0; other < size; other++) wake_all(shared->places[other].arrived);
+    }
+
+    // Until the other one is there.
+    template <class Done>
+    Outcome wait(int other, Place& place, const Done& is_there) {
+        const int64_t begin = now();
+        for (;;) {
+            for (int look = 0; look < LOOKS; look++) {
+                if (is_there()) return DONE;
+                pause();
+            }
+            if (const Outcome outcome = ended(); outcome != DONE) return outcome;
+            const int64_t waited = now() - begin;
+            if (waited < SPINS_NS) continue;
+            if (waited > timeout_ns) {
+                lose(other);
+                return LOST;
+            }
+            if (waited < YIELDS_NS) {
+                sched_yield();
+                continue;
+            }
+            const uint64_t seen = place.arrived.load();
+            place.awaited.store(1);
+            if (!is_there() && ended() == DONE) sleep_while(place.arrived, seen);
+        }
+    }
+};
+
+Outcome gather(Group& group, const void* own, int64_t rows, Share share, int64_t item, const char** all) {
+    const int64_t begin = share.begin * item, bytes = share.own * item, width = share.width * item;
+    if (rows * width > group.bytes) return TOO_LARGE;
+    if (const Outcome outcome = group.ended(); outcome != DONE) return outcome;
+    char* const buffer = group.buffers[group.turn()];
+    parallel_each(rows, Runs{1 + (1 << 18) / (bytes + 1), INT32_MAX}, [&](int64_t row) {
+        std::memcpy(buffer + row * width + begin, (const char*)own + row * bytes, bytes);
+    });
+    group.gathers++;
+    group.received += rows * (width - bytes);
+    *all = buffer;
+    return group.meet();
+}
+
+}  // namespace quire
+
+using namespace quire;
+
+// Bytes of shared memory for matrices of so many bytes.
+QUIRE_API int64_t quire_group_bytes(int64_t matrix) {
+    return (sizeof(Shared) + PAGE - 1) / PAGE * PAGE + 2 * ((matrix + PAGE - 1) / PAGE * PAGE);
+}
+
+// A member of the group that meets in `memory`, which is zeros at first; null where there is no memory for it.
+QUIRE_API Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout) {
+    if (size > MOST_RANKS) return nullptr;
+    Group* const group = new (std::nothrow) Group;
+    if (!group) return nullptr;
+    group->shared = (Shared*)memory;
+    group->bytes = (matrix + PAGE - 1) / PAGE * PAGE;
+    group->buffers[0] = memory + (sizeof(Shared) + PAGE - 1) / PAGE * PAGE;
+    group->buffers[1] = group->buffers[0] + group->bytes;
+    group->rank = rank;
+    group->size = size;
+    group->timeout_ns = (int64_t)(timeout * 1e9);
+    return group;
+}
+QUIRE_API void quire_group_leave(Group* group) { delete group; }
+
+// `all` [rows, width] from every rank's `own` [rows, own], of numbers of `item` bytes. As many rows at a time as find room.
+QUIRE_API int32_t quire_group_gather(Group* group, const char* own, int64_t rows, const Share* share, int64_t item,
+                                     char* all) {
+    const int64_t width = share->width * item, most = std::max<int64_t>(1, group->bytes / width);
+    for (int64_t first = 0; first < rows; first += most) {
+        const int64_t count = std::min(most, rows - first);
+        const char* gathered;
+        const Outcome outcome = gather(*group, own + first * share->own * item, count, *share, item, &gathered);
+        if (outcome != DONE) return outcome;
+        std::memcpy(all + first * width, gathered, count * width);
+    }
+    return DONE;
+}
+
+// Whether all ranks have the same digest of what they have computed.
+QUIRE_API int32_t quire_group_check(Group* group, uint64_t digest) {
+    if (const Outcome outcome = group->ended(); outcome != DONE) return outcome;
+    const int turn = group->turn();
+    group->own().digest[turn] = digest;
+    if (const Outcome outcome = group->meet(); outcome != DONE) return outcome;
+    for (int other = 0; other < group->size; other++)
+        if (group->shared->places[other].digest[turn] != digest) return DIFFER;
+    return DONE;
+}
+
+// This rank computes the step no further, so no other can.
+QUIRE_API void quire_group_give_up(Group* group) { group->give_up(); }
+
+// Steps that were given up lie before the plan of this number: all ranks go on from there.
+QUIRE_API int32_t quire_group_begin_anew(Group* group, int64_t number) { return group->begin_anew(number); }
+
+// A rank is gone: nobody waits for it, now or later.
+QUIRE_API void quire_group_lose(Group* group, int32_t rank) { group->lose(rank); }
+
+// The rank that was lost, or -1.
+QUIRE_API int32_t quire_group_lost(const Group* group) { return group->shared->lost.load() - 1; }
+
+// Gathers so far, and the bytes that this rank received in them.
+QUIRE_API void quire_group_counts(const Group* group, int64_t* counts) {
+    counts[0] = group->gathers;
+    counts[1] = group->received;
+}

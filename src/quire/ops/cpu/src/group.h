@@ -1,0 +1,29 @@
+// Ranks that compute one model: processes of this machine, which gather the columns of matrices through memory that
+// they share.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+struct Group;
+
+// How a collective ended.
+enum Outcome : int32_t {
+    DONE = 0,
+    GIVEN_UP = 1,  // a rank gave up the step: all do
+    LOST = 2,      // a rank died, or did not answer
+    DIFFER = 3,    // the ranks have computed different things
+    TOO_LARGE = 4, // there is no room for the matrix
+};
+
+// This rank's columns of a matrix: the first one, how many there are, and how many of all ranks.
+struct Share {
+    int64_t begin, own, width;
+};
+
+// All columns of `rows` rows of numbers of `item` bytes, of which every rank has its own in `own`. `all`: where they lie
+// until the next but one gather.
+Outcome gather(Group&, const void* own, int64_t rows, Share, int64_t item, const char** all);
+
+}  // namespace quire

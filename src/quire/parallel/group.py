@@ -1,0 +1,134 @@
+"""The ranks of a group, and what they do together.
+
+Every product is split by its outputs, and where the next one needs whole rows, they are gathered: no number is ever
+added across ranks, so the bits are those of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+PANEL = 32
+"""Columns that kernels compute together: a share is made of such, where there are enough of them."""
+
+
+class Group(Protocol):
+    """What the ranks of a model do together. All of them do the same, in the same order.
+
+    Attributes:
+        rank, size: which one this is, of how many.
+        address: of the group for kernels that gather by themselves; None: there is none.
+
+    Each of the methods below that waits for others raises:
+        StepGivenUpError: a rank could not go on with the step.
+        RankLostError: a rank died, or did not answer in time; nothing can be computed any more.
+    """
+
+    rank: int
+    size: int
+    address: int | None
+
+    def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        """The columns of all ranks, [rows, width], from this rank's own: x [rows, own], which begin at `begin`."""
+        ...
+
+    def check(self, digest: int) -> None:
+        """Tell that this rank has computed its step, with this digest of the tokens.
+
+        Raises:
+            RanksDisagreeError: another rank has another digest.
+        """
+        ...
+
+    def give_up(self) -> None:
+        """This rank cannot go on with the step, so no other can. All must begin anew afterwards."""
+        ...
+
+    def ended(self, outcome: int) -> None:
+        """Raises what the outcome of a kernel's collective says, if it was not done."""
+        ...
+
+    def begin_anew(self, number: int) -> None:
+        """Go on with the plan of this number, whatever was given up before; returns when all ranks do."""
+        ...
+
+
+class OneRank:
+    """A model that one process computes alone; or a rank's place, of which nothing is asked but its share."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.address: int | None = None
+
+    def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        return x
+
+    def check(self, digest: int) -> None:
+        return
+
+    def give_up(self) -> None:
+        return
+
+    def ended(self, outcome: int) -> None:
+        return
+
+    def begin_anew(self, number: int) -> None:
+        return
+
+
+class Split(Enum):
+    """How a product is split among ranks.
+
+    NONE: it is not, every rank computes it. OUTPUTS: each has its own outputs, and they stay where they are. INPUTS:
+    its inputs lie split, as such outputs do; they are gathered, and so are its outputs. VOCABULARY: its outputs are
+    gathered.
+    """
+
+    NONE = "none"
+    OUTPUTS = "outputs"
+    INPUTS = "inputs"
+    VOCABULARY = "vocabulary"
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Brings together the columns that the ranks have.
+
+    Attributes:
+        own: this rank's columns. width: all of them.
+    """
+
+    group: Group
+    own: range
+    width: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, own]. Returns [rows, width]."""
+        return self.group.all_gather(x, self.own.start, self.width)
+
+
+def own_heads(heads: int, group: Group) -> int:
+    """How many of so many heads this rank has."""
+    return len(share(heads, group, heads))
+
+
+def share(size: int, group: Group, heads: int | None = None) -> range:
+    """This rank's part of `size` columns (or outputs).
+
+    Args:
+        heads: of how many the columns are those; no head is cut, and ranks share one where there are fewer heads.
+    """
+    if heads is None:
+        unit = math.gcd(size, PANEL)
+        while unit > 1 and size // unit < group.size:
+            unit //= 2
+        pieces = size // unit
+    else:
+        unit, pieces = size // heads, heads
+    first, last = group.rank * pieces // group.size, (group.rank + 1) * pieces // group.size
+    return range(first * unit, max(last, first + 1) * unit)

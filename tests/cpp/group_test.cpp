@@ -1,0 +1,145 @@
+// What is promised of a group of ranks (src/quire/ops/cpu/src/group.h), under random use, with threads for processes:
+// tests/test_parallel_group.py compiles and runs it, with ThreadSanitizer too. The first argument names a test.
+#include "group.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+using quire::Group;
+using quire::Outcome;
+using quire::Share;
+
+extern "C" int64_t quire_group_bytes(int64_t matrix);
+extern "C" Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout);
+extern "C" void quire_group_leave(Group*);
+extern "C" int32_t quire_group_check(Group*, uint64_t digest);
+extern "C" void quire_group_give_up(Group*);
+extern "C" int32_t quire_group_begin_anew(Group*, int64_t number);
+extern "C" void quire_group_lose(Group*, int32_t rank);
+extern "C" int32_t quire_group_lost(const Group*);
+
+#define CHECK(what)                                                       \
+    do {                                                                  \
+        if (!(what)) {                                                    \
+            std::fprintf(stderr, "line %d: not so: %s\n", __LINE__, #what); \
+            std::abort();                                                 \
+        }                                                                 \
+    } while (0)
+
+namespace {
+
+constexpr int64_t MATRIX = 1 << 16;
+
+// `run(group, rank)` on as many threads as there are ranks.
+template <class Run>
+void on_all(int size, const Run& run, double timeout = 60) {
+    std::vector<uint64_t> memory(quire_group_bytes(MATRIX) / 8 + 8192 / 8, 0);
+    char* const begin = (char*)(((uintptr_t)memory.data() + 4095) / 4096 * 4096);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; rank++)
+        threads.emplace_back([&, rank] {
+            Group* const group = quire_group_join(begin, MATRIX, rank, size, timeout);
+            run(group, rank);
+            quire_group_leave(group);
+        });
+    for (auto& thread : threads) thread.join();
+}
+
+int number_at(int round, int64_t row, int64_t column) { return round * 7919 + (int)(row * 131 + column); }
+
+// Ranks that come at random times find what all have written, and nothing of the gathers before.
+void gathers() {
+    for (const int size : {2, 3, 5})
+        on_all(size, [&](Group* group, int rank) {
+            std::mt19937 shapes(size), own(rank);
+            for (int round = 0; round < 1500; round++) {
+                const int64_t rows = 1 + shapes() % 20, width = size + shapes() % 200;
+                const Share share{rank * width / size, (rank + 1) * width / size - rank * width / size, width};
+                std::vector<int> part(rows * share.own);
+                for (int64_t i = 0; i < (int64_t)part.size(); i++)
+                    part[i] = number_at(round, i / share.own, share.begin + i % share.own);
+                if (own() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
+                const char* all;
+                CHECK(quire::gather(*group, part.data(), rows, share, sizeof(int), &all) == quire::DONE);
+                for (int64_t i = 0; i < rows * width; i++)
+                    CHECK(((const int*)all)[i] == number_at(round, i / width, i % width));
+                if (shapes() % 64 == 0) CHECK(quire_group_check(group, round) == quire::DONE);
+            }
+        });
+}
+
+// Whoever gives up, and wherever: all stop, and what is gathered afterwards is right again.
+void steps_are_given_up() {
+    on_all(3, [](Group* group, int rank) {
+        std::mt19937 luck(rank + 1);
+        for (int step = 1; step < 400; step++) {
+            const int32_t begun = quire_group_begin_anew(group, step * 3);
+            CHECK(begun == quire::DONE || begun == quire::GIVEN_UP);
+            if (begun == quire::GIVEN_UP) continue;
+            for (int round = 0; round < 8; round++) {
+                if (luck() % 12 == 0) {
+                    quire_group_give_up(group);
+                    break;
+                }
+                const int own = step * 100 + round * 10 + rank;
+                const char* all;
+                const Outcome outcome = quire::gather(*group, &own, 1, Share{rank, 1, 3}, sizeof(int), &all);
+                if (outcome == quire::GIVEN_UP) break;
+                CHECK(outcome == quire::DONE);
+                for (int other = 0; other < 3; other++) CHECK(((const int*)all)[other] == own - rank + other);
+            }
+        }
+    });
+}
+
+void a_matrix_that_has_no_room() {
+    on_all(2, [](Group* group, int rank) {
+        const int own = 0;
+        const char* all;
+        CHECK(quire::gather(*group, &own, MATRIX, Share{rank, 1, 2}, sizeof(int), &all) == quire::TOO_LARGE);
+    });
+}
+
+void who_is_lost() {
+    on_all(
+        3,
+        [](Group* group, int rank) {
+            if (rank == 2) return;  // it never comes
+            CHECK(quire_group_check(group, 0) == quire::LOST);
+            CHECK(quire_group_lost(group) == 2);
+        },
+        0.2);
+}
+
+void differing_digests() {
+    on_all(4, [](Group* group, int rank) {
+        CHECK(quire_group_check(group, 5) == quire::DONE);
+        CHECK(quire_group_check(group, rank == 3) == quire::DIFFER);
+    });
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    const struct {
+        const char* name;
+        void (*run)();
+    } tests[] = {{"gathers", gathers},
+                 {"steps_are_given_up", steps_are_given_up},
+                 {"a_matrix_that_has_no_room", a_matrix_that_has_no_room},
+                 {"who_is_lost", who_is_lost},
+                 {"differing_digests", differing_digests}};
+    for (const auto& test : tests)
+        if (count == 2 && !std::strcmp(arguments[1], test.name)) {
+            test.run();
+            return 0;
+        }
+    for (const auto& test : tests) std::puts(test.name);  // which there are
+    return count == 1 ? 0 : 2;
+}

@@ -1,0 +1,178 @@
+"""What ranks do together, over shared memory: threads stand for the processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire import LLM, SamplingParams
+from quire.errors import RankLostError, RanksDisagreeError, StepGivenUpError
+from quire.ops.cpu.group import SharedGroup, new_memory
+from quire.parallel.group import OneRank, own_heads, share
+from tests.test_cpu_team import ENVIRONMENT, HERE, KERNELS, program
+
+SOURCES = (HERE / "cpp" / "group_test.cpp", KERNELS / "group.cpp", KERNELS / "team.cpp")
+TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("sanitizer", ["plain", "thread"])
+@pytest.mark.parametrize("name", TESTS)
+def test_the_group_keeps_its_promises(name: str, sanitizer: str) -> None:
+    command = [*program(sanitizer, SOURCES), name]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@contextmanager
+def ranks(size: int, matrix_bytes: int = 4096, timeout: float = 20.0) -> Iterator[list[SharedGroup]]:
+    memory = new_memory(matrix_bytes)
+    try:
+        yield [SharedGroup(memory, matrix_bytes, rank, size, timeout) for rank in range(size)]
+    finally:
+        os.close(memory)
+
+
+def all_of(groups: list[SharedGroup], call: Callable[[SharedGroup], Any]) -> list[Any]:
+    """What `call` returns, or raises, on each rank, all at the same time."""
+
+    def run(group: SharedGroup) -> Any:
+        try:
+            return call(group)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(run, groups))
+
+
+@given(size=st.integers(1, 5000), ranks=st.integers(1, 16))
+def test_shares_are_all_of_it_once_and_of_nearly_equal_size(size: int, ranks: int) -> None:
+    if size < ranks:
+        return
+    shares = [share(size, OneRank(rank, ranks)) for rank in range(ranks)]
+    assert [column for each in shares for column in each] == list(range(size))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 32
+
+
+@given(heads=st.sampled_from([1, 2, 4, 8, 12]), width=st.integers(1, 80), ranks=st.sampled_from([1, 2, 4, 8]))
+def test_heads_are_not_cut_and_are_shared_where_there_are_too_few(heads: int, width: int, ranks: int) -> None:
+    if heads % ranks and ranks % heads:
+        return
+    for rank in range(ranks):
+        member = OneRank(rank, ranks)
+        own = share(heads * width, member, heads)
+        assert own.start % width == 0 and len(own) == own_heads(heads, member) * width
+        assert len(own) == max(1, heads // ranks) * width
+        first_query = rank * (heads * ranks) // ranks  # of as many queries a head as there are ranks
+        assert own.start // width == first_query // ranks or heads > ranks
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_gather_gives_every_rank_all_columns(size: int) -> None:
+    rnd = random.Random(size)
+    with ranks(size) as groups:
+        for _ in range(60):
+            rows, width = rnd.randrange(1, 40), rnd.randrange(size, 300)  # often more than there is room for at a time
+            dtype = rnd.choice([torch.float32, torch.bfloat16])
+            whole = torch.randn(rows, width).to(dtype)
+
+            def gather(group: SharedGroup, whole: torch.Tensor = whole, width: int = width) -> torch.Tensor:
+                own = share(width, group)
+                time.sleep(rnd.choice([0, 0, 0, 1e-4, 2e-3]))  # others spin, or sleep
+                return group.all_gather(whole[:, own.start : own.stop], own.start, width)
+
+            assert all(torch.equal(found, whole) for found in all_of(groups, gather))
+        assert len({group.counts[0] for group in groups}) == 1
+
+
+def test_one_rank_gathers_nothing() -> None:
+    x = torch.randn(3, 5)
+    assert OneRank().all_gather(x, 0, 5) is x
+
+
+def test_ranks_that_sampled_other_tokens_are_found_out() -> None:
+    with ranks(3) as groups:
+        assert all_of(groups, lambda group: group.check(7)) == [None] * 3
+        assert all(isinstance(e, RanksDisagreeError) for e in all_of(groups, lambda group: group.check(group.rank)))
+
+
+def test_where_one_gives_up_all_do_until_they_begin_anew() -> None:
+    with ranks(3) as groups:
+
+        def step(group: SharedGroup) -> None:
+            group.check(1)
+            if group.rank == 1:
+                group.give_up()
+                raise StepGivenUpError
+            group.check(2)
+
+        for number in range(5, 50, 5):
+            assert all(isinstance(e, StepGivenUpError) for e in all_of(groups, step))
+            assert all(isinstance(e, StepGivenUpError) for e in all_of(groups, lambda group: group.check(3)))
+            assert all_of(groups, lambda group, n=number: group.begin_anew(n)) == [None] * 3  # type: ignore[misc]
+            assert all_of(groups, lambda group: group.check(4)) == [None] * 3
+
+
+def test_who_begins_anew_with_a_plan_that_was_given_up_too_is_told_and_waited_for() -> None:
+    def begin(group: SharedGroup) -> None:
+        if group.rank == 0:
+            with pytest.raises(StepGivenUpError):
+                group.begin_anew(3)
+        group.begin_anew(4)
+        group.check(1)
+
+    with ranks(2) as groups:
+        assert all_of(groups, begin) == [None, None]
+
+
+def test_a_rank_that_does_not_answer_is_lost_to_all() -> None:
+    with ranks(3, timeout=0.3) as groups:
+        begin = time.monotonic()
+        answers = all_of(groups[:2], lambda group: group.check(1))
+        assert 0.2 < time.monotonic() - begin < 5
+        assert [error.rank for error in answers] == [2, 2]
+        assert all(isinstance(error, RankLostError) for error in answers)
+        with pytest.raises(RankLostError):
+            groups[2].check(1)
+
+
+def test_a_rank_that_is_known_to_be_gone_is_not_waited_for() -> None:
+    with ranks(2) as groups:
+        waiting = threading.Timer(0.3, lambda: groups[0].lose(1))
+        waiting.start()
+        begin = time.monotonic()
+        with pytest.raises(RankLostError, match="rank 1"):
+            groups[0].check(1)
+        assert time.monotonic() - begin < 5
+        waiting.join()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_gathers_four_times_a_layer_and_once_for_the_logits(ranks: int) -> None:
+    """So many bytes as the formula says; and nothing is added across ranks: there is no such collective."""
+    with LLM("demo", tensor_parallel_size=ranks, threads=1, max_num_batched_tokens=128) as llm:
+        found, model = llm._engine._ranks, llm.model
+        assert found is not None
+        before = found.group.counts
+        llm.generate([[5, 6, 7, 8, 9]], SamplingParams(max_tokens=1, temperature=0.0))
+        gathers, received = (after - first for after, first in zip(found.group.counts, before, strict=True))
+        layer = model.config.layer
+        widths = (layer.num_heads * layer.head_dim, layer.hidden_size, layer.intermediate_size, layer.hidden_size)
+        lacking = [width - len(share(width, OneRank(0, ranks))) for width in (*widths, model.vocab_size)]
+        assert gathers == 4 * model.num_layers + 1
+        assert received == 5 * model.num_layers * model.dtype.itemsize * sum(lacking[:4]) + 4 * lacking[4]
