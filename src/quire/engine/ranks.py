@@ -88,8 +88,8 @@ class Ranks:
         self._links.append(Link(own))
         self._processes.append(process)
 
-    def begin(self, plan: MemoryPlan) -> None:
-        """Once all have loaded: they make their blocks as this one has planned them, and take steps from now on.
+    def wait_loaded(self) -> None:
+        """Until all have loaded.
 
         Raises:
             ConfigError: a rank cannot start; the message is the rank's.
@@ -97,6 +97,9 @@ class Ranks:
         """
         for rank in range(1, self.group.size):
             self._hear(rank)
+
+    def begin(self, plan: MemoryPlan) -> None:
+        """They make their blocks as this one has planned them, and take steps from now on. Raises as `wait_loaded`."""
         for link in self._links:
             link.send(msgspec.msgpack.encode(Begin(plan)))
         for rank in range(1, self.group.size):
