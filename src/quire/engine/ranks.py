@@ -56,7 +56,6 @@ class Ranks:
         memory = new_memory(matrix_bytes)
         self._links: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._causes: dict[int, tuple[str, bool]] = {}  # by rank: how it ended, and whether from outside
         self._closing = False
         self._watcher: threading.Thread | None = None
         start = RankStart(
