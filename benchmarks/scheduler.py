@@ -24,6 +24,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import SpanResult, StepPlan, StepResult
 from quire.ops import Kernels, RaggedBatch
 from quire.ops.sampling import Filters
+from quire.parallel.group import OneRank
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
 from quire.runner.model_runner import ModelRunner
@@ -119,6 +120,7 @@ class NullModel:
 
     vocab_size = 151_936
     kernels = NullKernels()
+    ranks = OneRank()
 
     def forward(self, batches: list[RaggedBatch], kv: object, aux: object = None) -> Tensor:
         return torch.zeros(len(batches[0].token_ids), 1)

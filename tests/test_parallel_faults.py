@@ -170,6 +170,15 @@ def test_an_engine_that_cannot_start_leaves_no_rank_behind() -> None:
     assert not [pid for pid in children if "quire.engine.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
+def test_ranks_outlive_the_thread_that_started_them() -> None:
+    made: list[LLM] = []
+    thread = threading.Thread(target=lambda: made.append(LLM("demo", tensor_parallel_size=2, threads=1)))
+    thread.start()
+    thread.join()
+    with made[0] as llm:
+        assert llm.generate([PROMPT], SamplingParams(max_tokens=3))[0].finished
+
+
 def test_what_is_wrong_on_another_rank_is_told() -> None:
     with pytest.raises(ConfigError, match="kernels for"):
         LLM("demo", tensor_parallel_size=2, cpu_kernels="neon")

@@ -123,14 +123,18 @@ def cpu_seconds(pid: int) -> float:
 # -- the child's side ----------------------------------------------------------------------------------------
 
 
-def begin(message: type[T]) -> T:
+def begin(message: type[T], *, dies_with_parent: bool = True) -> T:
     """Read the start message from standard input, after arranging that this process outlives no parent.
+
+    Args:
+        dies_with_parent: the system ends it, when the *thread* ends that has started it. False: it sees to that itself.
 
     Signals that end a server are the supervisor's to handle: it tells its children over the wire.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
+    if dies_with_parent:
+        die_with_parent()
     parent, _, start = sys.stdin.buffer.read().rpartition(b"\n")
     if parent and int(parent) != os.getppid():  # it died while this process came up
         os._exit(1)

@@ -218,6 +218,9 @@ class Engine:
         config = self.config
         group = self._ranks.group if self._ranks else OneRank()
         self.model, self.speculation = load(config, self.path, self.device, group, report, open_checkpoint, proposer)
+        if self._ranks:
+            report("waiting for the other ranks", 0.0)
+            self._ranks.wait_loaded()  # they share what memory is free then
         started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
@@ -236,7 +239,6 @@ class Engine:
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
         if self._ranks:
-            report("waiting for the other ranks", 0.0)
             self._ranks.begin(self.memory_plan)
             self.executor = RankExecutor(self.executor, self._ranks)
         return started

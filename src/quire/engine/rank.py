@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,10 @@ class RankStart(msgspec.Struct, kw_only=True):
 
 def main() -> int:
     """Load, compute plans until there are no more, and leave; 1 if it could not start, or must not go on."""
-    start = child.begin(RankStart)
+    start = child.begin(RankStart, dies_with_parent=False)
     log.configure("text", debug=False)
     link = Link(socket.socket(fileno=start.link))
+    threading.Thread(target=_leave_with_first, args=(start.link,), name="quire-first-rank", daemon=True).start()
     try:
         runner = _load(start, link)
     except Exception as error:
@@ -72,6 +75,15 @@ def main() -> int:
         except Exception as error:
             logger.warning("rank %d: a step failed: %s: %s", start.rank, type(error).__name__, error, exc_info=True)
     return 0
+
+
+def _leave_with_first(link: int) -> None:
+    """When the first rank has closed its end, or is gone, whatever is computed here is of no use."""
+    closed = select.poll()
+    closed.register(link, select.POLLRDHUP)
+    closed.poll()
+    log.flush()
+    os._exit(0)
 
 
 def _silent(phase: str, share: float) -> None:

@@ -56,7 +56,6 @@ class Ranks:
         memory = new_memory(matrix_bytes)
         self._links: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._causes: dict[int, tuple[str, bool]] = {}  # by rank: how it ended, and whether from outside
         self._closing = False
         self._watcher: threading.Thread | None = None
         start = RankStart(
@@ -88,8 +87,8 @@ class Ranks:
         self._links.append(Link(own))
         self._processes.append(process)
 
-    def begin(self, plan: MemoryPlan) -> None:
-        """Once all have loaded: they make their blocks as this one has planned them, and take steps from now on.
+    def wait_loaded(self) -> None:
+        """Until all have loaded.
 
         Raises:
             ConfigError: a rank cannot start; the message is the rank's.
@@ -97,6 +96,9 @@ class Ranks:
         """
         for rank in range(1, self.group.size):
             self._hear(rank)
+
+    def begin(self, plan: MemoryPlan) -> None:
+        """They make their blocks as this one has planned them, and take steps from now on. Raises as `wait_loaded`."""
         for link in self._links:
             link.send(msgspec.msgpack.encode(Begin(plan)))
         for rank in range(1, self.group.size):
