@@ -257,7 +257,8 @@ class Engine:
                 f"tensor_parallel_size={size}: other ranks read the checkpoint and make their drafts themselves; "
                 "leave out open_checkpoint and proposer, or use one rank"
             )
-        matrix = check_ranks(self.path, size) * config.max_num_batched_tokens * torch.float32.itemsize
+        widest, vocabulary = check_ranks(self.path, size)
+        matrix = max(widest * config.max_num_batched_tokens, vocabulary) * torch.float32.itemsize
         return Ranks(config, self.path, self.threads, matrix)
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:

@@ -191,8 +191,10 @@ class RankExecutor:
             raise self._ranks.explained(error) from None
 
     def close(self) -> None:
-        self._ranks.close()
-        self._own.close()
+        try:
+            self._own.close()  # steps in flight need the others
+        finally:
+            self._ranks.close()
 
 
 class _Pending:

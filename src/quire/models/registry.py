@@ -104,14 +104,16 @@ def build_model(
     return model, weights
 
 
-def check_ranks(path: Path | str, size: int) -> int:
-    """Whether so many ranks can share the model in a folder; returns the most columns that they gather in a layer.
+def check_ranks(path: Path | str, size: int) -> tuple[int, int]:
+    """Whether so many ranks can share the model in a folder; returns the most columns that they gather in a
+    layer, and the size of the vocabulary.
 
     Raises:
         ConfigError: they cannot, since heads are not cut.
     """
     checkpoint = Checkpoint(Path(path))
-    layer = read_config(checkpoint.config, checkpoint.generation).layer
+    config = read_config(checkpoint.config, checkpoint.generation)
+    layer = config.layer
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     allowed = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
     if size not in allowed:
@@ -122,7 +124,7 @@ def check_ranks(path: Path | str, size: int) -> int:
     values = layer.latent.v_head_dim if layer.latent else layer.head_dim
     experts = layer.experts
     inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
-    return max(layer.hidden_size, heads * values, layer.intermediate_size, inner)
+    return max(layer.hidden_size, heads * values, layer.intermediate_size, inner), config.vocab_size
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:

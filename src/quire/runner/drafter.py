@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult
+from quire.errors import DeviceLostError, StepGivenUpError
 from quire.runner.draft_context import DraftContext
 from quire.runner.host_forward import Forwarded
 from quire.runner.proposer import Branch, Computed, Drafts, Proposer, Row, Wanted
@@ -74,7 +75,7 @@ class Guard:
         """What `call` returns; None where it fails."""
         try:
             return call()
-        except torch.AcceleratorError:
+        except (torch.AcceleratorError, DeviceLostError, StepGivenUpError):
             raise
         except Exception:
             level = logging.DEBUG if what in self._failures else logging.ERROR  # it may fail in every step
