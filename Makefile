@@ -33,14 +33,17 @@ SANITIZED := build/sanitize
 # What makes mutants: not in .venv, since nothing else needs it.
 OPERATORS := build/mutants
 # Tests that look at no clock and share nothing but the processor: they may run beside one another. Those that take
-# longest come first, so that none of them is left for the end.
+# longest come first, so that none of them is left for the end. One more of them runs than there are processors, since
+# some wait for what they have started.
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
-    speculation_* engine_process server_page server_faults server_e2e speculation triton_* determinism \
-    engine_failures cli_serve cli_generate server_supervisor server_http_process cli_doctor cpu_* \
-    engine_properties gpu_check models_* ops* quantization* sampling_* experts latent* layers device* trees demo_* \
+    speculation_* server_faults server_page server_e2e speculation determinism kv_groups engine_failures \
+    parallel_determinism parallel_pipeline parallel_experts engine_properties server_supervisor cli_serve \
+    cli_generate triton_* cpu_* engine_process server_generate server_http_process cli_doctor gpu_check models_* ops* quantization* sampling_* experts latent* \
+    layers device* trees demo_* \
     memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
-    llm kv_groups parallel_group parallel_determinism engine_resume engine_waiting detokenizer tokenizer_trial reading \
-    cli_options server_app server_generate \
+    llm parallel_group engine_resume engine_waiting detokenizer tokenizer_trial reading \
+    cli_options server_app bench_scripts \
     server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
     bench_peers_gguf bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
@@ -79,7 +82,7 @@ test: $(DEV) kernels  ## formatting, lint, types, import contract, and all tests
 	@$(STEP) "Without asserts (python -O)" $(BIN)/python -O -m quire.cli.main generate demo \
 	    "def add(a, b):" --max-tokens 8 --temperature 0 --quiet
 ifeq ($(TESTS),)
-	@$(STEP) "Tests that look at no clock, side by side (pytest)" $(BIN)/python -m pytest -n auto --dist loadscope \
+	@$(STEP) "Tests that look at no clock, side by side (pytest)" $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope \
 	    --no-loadscope-reorder $(CLOCKLESS)
 	@$(STEP) "All other tests, one after the other (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(CLOCKLESS))
 else

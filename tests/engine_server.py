@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import multiprocessing
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,21 @@ import zmq.asyncio
 from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.client import EngineClient
-from quire.ipc.engine_process import EngineStart
+from quire.ipc.engine_process import EngineStart, main
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["quire.engine.engine"])
+"""Whose processes have torch already: to import it takes an engine ten times as long as to load a small model."""
+
+
+def run_engine(start: bytes) -> None:
+    """What `python -m quire.ipc.engine_process` does with this on its standard input."""
+    reading, writing = os.pipe()
+    os.write(writing, start)
+    os.close(writing)
+    os.dup2(reading, 0)
+    sys.stdin = open(0)  # noqa: SIM115  # until the process ends
+    sys.exit(main())
 
 
 class EngineServer:
@@ -43,23 +56,23 @@ class EngineServer:
     async def __aexit__(self, *exception: object) -> None:
         for client in self.clients:
             await client.close()
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
+        self.process.kill()
+        await self.exit_code()
         self._listener.cancel()
         self._context.destroy(linger=0)
 
-    async def boot_engine(self) -> None:
+    def boot_engine(self) -> None:
         """Start the next engine, without waiting for it."""
         self.boot += 1
         self.board = Board.create(wire.board_path(self.directory, self.boot))
         start = EngineStart(directory=str(self.directory), boot=self.boot, config=self.config, fault=self.fault)
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "quire.ipc.engine_process", stdin=asyncio.subprocess.PIPE
-        )
-        assert self.process.stdin
-        self.process.stdin.write(msgspec.json.encode(start))
-        self.process.stdin.close()
+        self.process = FORKS.Process(target=run_engine, args=(msgspec.json.encode(start),))
+        self.process.start()
+
+    async def exit_code(self) -> int | None:
+        """The engine's, once it has ended."""
+        await asyncio.to_thread(self.process.join)
+        return self.process.exitcode
 
     async def client(self) -> EngineClient:
         """A client that says hello."""
@@ -70,19 +83,19 @@ class EngineServer:
 
     async def ready_client(self) -> EngineClient:
         if not self.boot:
-            await self.boot_engine()
+            self.boot_engine()
         client = await self.client()
         await until(lambda: client.state == "ready")
         return client
 
     def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     async def replace_engine(self) -> None:
         """After the engine's death: tell the clients, and start another one."""
-        await self.process.wait()
+        await self.exit_code()
         suspects, culprit = self.board.suspects()
-        await self.boot_engine()
+        self.boot_engine()
         await self._tell(
             wire.EngineState(boot=self.boot, state="restarting", cause="killed", suspects=suspects, culprit=culprit)
         )

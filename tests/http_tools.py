@@ -196,7 +196,7 @@ class ServeProcess:
             return 0
 
     def pids(self, role: str) -> list[int]:
-        """Its processes of one role, oldest first: "supervisor", "engine", "http", "tokenizer" or "all"."""
+        """Its processes of one role, oldest first: "supervisor", "engine", "rank", "http", "tokenizer", "all"."""
         supervisor = self.process.pid
         everything = [supervisor, *descendants_of(supervisor)]
         self._seen.update(everything)
@@ -206,6 +206,8 @@ class ServeProcess:
             return [supervisor]
         if role == "tokenizer":
             return [child for pid in self.pids("http") for child in children_of(pid)]
+        if role == "rank":
+            return [child for pid in self.pids("engine") for child in children_of(pid)]
         return [pid for pid in children_of(supervisor) if MODULES[role] in command_of(pid)]
 
     # -- ending it ---------------------------------------------------------------------------------------------

@@ -134,6 +134,14 @@ def reference_greedy(model: Any, prompt: Sequence[int], steps: int) -> list[int]
     return output[0, len(prompt) :].tolist()
 
 
+def reference_choices(model: Any, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+    """What transformers finds likeliest at each place of an output: the output itself, where it is transformers' own.
+
+    All in one pass, which takes a tenth of the time of `reference_greedy`.
+    """
+    return reference_logits(model, [*prompt, *output[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+
+
 def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     """Token ids."""
     return random.Random(seed).choices(range(vocab), k=length)

@@ -40,6 +40,7 @@ class Script:
         hung_up: an answer's client went away before its end.
         num_blocks, boot, first_step: of the engine that /view shows; its steps are numbered from `first_step` on.
         speculates: it drafts tokens: each decoding step of a request verifies four.
+        imbalance: its ranks have experts of their own, and the busiest has so many times the mean to do; 0: none.
     """
 
     health: dict[str, Any] = field(default_factory=lambda: {"status": "ok"})
@@ -59,6 +60,7 @@ class Script:
     boot: int = 1
     first_step: int = 0
     speculates: bool = False
+    imbalance: float = 0.0
 
 
 class _Server(ThreadingHTTPServer):
@@ -191,7 +193,8 @@ def view_document(now: float, since: int, script: Script) -> dict[str, Any]:
         "model": "stand-in",
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
-        "stats": _stats(current, len(open_requests), len(over), script.speculates),
+        "stats": _stats(current, len(open_requests), len(over), script.speculates)
+        | ({"rank_imbalance": script.imbalance, "expert_moves": 3} if script.imbalance else {}),
         "kv": _pool(current, script.num_blocks),
         "tree": _tree(),
         "requests": [

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import uvicorn.server
 import uvloop
 from starlette.types import ASGIApp
 
@@ -39,6 +40,20 @@ from quire.server.transport import make_server
 from quire.text.tokenizer import RenderedChat
 
 VOCAB_SIZE = 300
+
+
+class HurriedAsyncio:
+    """asyncio as uvicorn's server sees it in these tests: every tenth of a second it looks whether it shall leave, and
+    so whoever ends one would wait for two or three of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
+uvicorn.server.asyncio = cast(Any, HurriedAsyncio())
 
 
 def expected_ids(prompt: Sequence[int], count: int, *, seed: int = 0, choice: int = 0) -> list[int]:

@@ -55,8 +55,11 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "cpu_kernels": ("torch", "torch"),
     "threads": ("2", 2),
     "tensor_parallel_size": ("2", 2),
+    "pipeline_parallel_size": ("1", 1),
     "collective_timeout_s": ("5.5", 5.5),
     "max_model_len": ("512", 512),
+    "num_redundant_experts": ("4", 4),
+    "eplb_interval": ("100", 100),
     "block_size": ("32", 32),
     "num_kv_blocks": ("100", 100),
     "kv_cache_memory": ("1GiB", "1GiB"),
@@ -102,10 +105,14 @@ ENGINE_SWITCHES = (
     "async_scheduling",
     "enforce_eager",
     "deterministic",
+    "enable_expert_parallel",
     "check_invariants",
 )
 SAMPLING_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate")
-NEEDED = {"speculative_acceptance": {"speculative_config": {"method": "ngram"}}}
+NEEDED = {
+    "speculative_acceptance": {"speculative_config": {"method": "ngram"}},
+    "num_redundant_experts": {"enable_expert_parallel": True},
+}
 """What an option is valid with."""
 
 
@@ -185,24 +192,24 @@ def test_trust_remote_code_is_refused_by_name() -> None:
 
 def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_order(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("enable-prefix-caching: off\npipeline_parallel_size: 1\nkv_cache_dtype: fp8_e4m3\nswap_space: 0\n")
+    file.write_text("enable-prefix-caching: off\ndata_parallel_size: 1\nkv_cache_dtype: fp8_e4m3\nswap_space: 0\n")
     assert given("--config", str(file), model=None).engine == {"prefix_cache": "off", "kv_cache_dtype": "fp8"}
     both = given("--config", str(file), "--enable-prefix-caching", "--kv_cache_dtype=int8")
     assert both.engine == {"model": "demo", "prefix_cache": "radix", "kv_cache_dtype": "int8"}
     assert both.origins["prefix_cache"] == "flag"
     assert given("--config", str(file), "--prefix-cache", "hash").engine["prefix_cache"] == "hash"
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported: of ranks"):
-        given("--pipeline-parallel-size", "2")
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported: of ranks"):
+        given("--data-parallel-size", "2")
     with pytest.raises(ConfigError, match="prefix_cache and enable_prefix_caching are one option"):
         given("--prefix-cache", "hash", "--no-enable-prefix-caching")
 
 
 def test_vllms_short_flags_are_taken() -> None:
-    assert given("-tp", "2", "-pp=1", "-dp", "1").engine == {"model": "demo", "tensor_parallel_size": 2}
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported: of ranks"):
-        given("-pp", "2")
-    with pytest.raises(ConfigError, match="enable_expert_parallel=True is not supported: experts are"):
-        given("-ep")
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    assert given("-tp", "2", "-pp=1", "-dp", "1").engine == {"model": "demo"} | ranks
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported: of ranks"):
+        given("-dp", "2")
+    assert given("-tp", "2", "-ep").engine["enable_expert_parallel"] is True
 
 
 @pytest.mark.parametrize("name", [name for name in VLLM_OPTIONS if name not in SAMPLING_VALUES])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,10 +22,10 @@ from quire.ops.linear import Product
 from quire.ops.memory import Scratch
 from quire.ops.quantized import Quantization, QuantizedWeight, quantize
 from quire.parallel.group import Gather
+from tests.compiled import KERNELS, ROOT, compiled
 from tests.test_cpu_experts import EXPERTS, HIDDEN, draw_layer, draw_routes
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
 
-ROOT = Path(__file__).resolve().parent.parent
 ROWS = (1, 4, 5, 16, 17, 33, 50)
 """Few rows, one tile, two of nearly one height, three, and four whose last one shares rows with the one before."""
 
@@ -56,7 +55,7 @@ class InTiles(Kernels):
 
 
 @pytest.fixture(scope="module")
-def tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+def tiles() -> Iterator[Kernels]:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler (g++) to build the emulation with")
@@ -65,7 +64,7 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
     ]  # with fused multiply-adds
     if not simplest:
         pytest.skip("this machine has no fused multiply-adds to compare with")
-    path = compiled(compiler, simplest[0], tmp_path_factory.mktemp("amx"))
+    path = emulation(compiler, simplest[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "built", lambda: {"amx": path})
         patch.setattr(library, "cpu_flags", lambda: frozenset(library.NEEDS["amx"]))
@@ -88,15 +87,12 @@ def test_where_linux_refuses_tile_registers_the_next_best_is_taken(
             Library("amx", {})
 
 
-def compiled(compiler: str, isa: str, folder: Path) -> Path:
+def emulation(compiler: str, isa: str) -> Path:
     """A library of the products and what is made of them, for any machine: tile registers are emulated."""
     script = runpy.run_path(str(ROOT / "scripts" / "compile_kernels.py"), run_name="options")
     names = ("experts.cpp", "group.cpp", "library.cpp", "linear.cpp", "pack.cpp", "route.cpp", "rows.cpp", "team.cpp")
-    sources = [str(script["SOURCES"] / name) for name in names]
-    flags = [*script["OPTIONS"], *INSTRUCTION_SETS[isa].options, "-O1", "-DQUIRE_EMULATE_AMX"]
-    path = folder / "lib_amx.so"
-    subprocess.run([compiler, *flags, "-Werror", "-shared", *sources, "-o", str(path)], check=True)
-    return path
+    flags = [*script["OPTIONS"], *INSTRUCTION_SETS[isa].options, "-O1", "-DQUIRE_EMULATE_AMX", "-Werror", "-shared"]
+    return compiled("lib_amx", [KERNELS / name for name in names], flags, compiler)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,27 +22,24 @@ from quire.ops import self_test, threads
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.threads import cpu_quota
+from tests.compiled import CPP, ENVIRONMENT, KERNELS, compiled
 
-HERE = Path(__file__).parent
-KERNELS = HERE.parent / "src" / "quire" / "ops" / "cpu" / "src"
-SOURCES = (HERE / "cpp" / "team_test.cpp", KERNELS / "team.cpp")
+SOURCES = (CPP / "team_test.cpp", KERNELS / "team.cpp")
 TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # `make sanitize` sets it
 
 
 @functools.cache
 def program(sanitizer: str, sources: tuple[Path, ...] = SOURCES) -> tuple[str, ...]:
     """The command that runs it. Skips where this machine cannot run what the sanitizer makes."""
-    binary = f"{tempfile.mkdtemp(prefix='quire-cpp-')}/{sources[0].stem}-{sanitizer}"
-    options = ["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", f"-I{KERNELS}"]
+    options = ["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"]
     if sanitizer != "plain":
         options.append(f"-fsanitize={sanitizer}")
-    made = subprocess.run(
-        ["g++", *options, *map(str, sources), "-o", binary], capture_output=True, text=True, env=ENVIRONMENT
-    )
-    if made.returncode and "cannot find" in made.stderr:
-        pytest.skip(f"g++ comes without the library for -fsanitize={sanitizer}")
-    assert made.returncode == 0, made.stderr
+    try:
+        binary = str(compiled(f"{sources[0].stem}-{sanitizer}", sources, options))
+    except subprocess.CalledProcessError as error:
+        if "cannot find" in error.stderr:
+            pytest.skip(f"g++ comes without the library for -fsanitize={sanitizer}")
+        raise AssertionError(error.stderr) from None
     # The sanitizer's memory map does not suit the widest randomization of addresses that newer kernels have.
     for command in ([binary], ["setarch", "-R", binary]):
         if shutil.which(command[0]) and subprocess.run(command, capture_output=True, env=ENVIRONMENT).returncode == 0:

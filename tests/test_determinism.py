@@ -10,7 +10,6 @@ of a prompt.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -152,6 +151,22 @@ def alone(setting) -> dict[int, Outcome]:
     return outcomes
 
 
+def engine_of(setting: dict[str, Any], switches: Switches, **more: Any) -> Engine:
+    return Engine(
+        EngineConfig(
+            **{**setting, "threads": switches.threads, "async_scheduling": switches.overlap, **more},
+            block_size=switches.block_size,
+            prefix_cache=switches.prefix_cache,
+            num_kv_blocks=320 // switches.block_size + 2 if switches.small_pool else 400,
+            max_model_len=320,
+            max_num_batched_tokens=switches.chunk,
+            max_num_seqs=8,
+            scheduling_policy="priority",
+            check_invariants=True,
+        )
+    )
+
+
 def assert_switches_change_nothing(
     setting: dict[str, Any], alone: dict[int, Outcome], product: Iterable[Switches]
 ) -> None:
@@ -159,19 +174,7 @@ def assert_switches_change_nothing(
     order = list(range(len(prompts())))
     preemptions = 0
     for switches in product:
-        engine = Engine(
-            EngineConfig(
-                **{**setting, "threads": switches.threads, "async_scheduling": switches.overlap},
-                block_size=switches.block_size,
-                prefix_cache=switches.prefix_cache,
-                num_kv_blocks=320 // switches.block_size + 2 if switches.small_pool else 400,
-                max_model_len=320,
-                max_num_batched_tokens=switches.chunk,
-                max_num_seqs=8,
-                scheduling_policy="priority",
-                check_invariants=True,
-            )
-        )
+        engine = engine_of(setting, switches)
         cold = run(engine, order)
         warm = run(engine, order[::-1], first_id=100, stagger=2)
         assert cold == alone, f"cold, {switches}"
@@ -181,20 +184,23 @@ def assert_switches_change_nothing(
     assert preemptions > 0
 
 
-CACHES, BLOCK_SIZES = ("radix", "hash", "off"), (16, 32, 64)
+CACHES, BLOCK_SIZES, CHUNKS = ("radix", "hash", "off"), (16, 32, 64), (40, 173, 2048)
 EVERY_PAIR = [
-    pytest.param(setting, size, cache, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow)
+    pytest.param(setting, size, cache, half, marks=() if not (i + j + k) % 3 and half == i % 2 else pytest.mark.slow)
     for i, setting in enumerate(IN_FULL)
     for j, size in enumerate(BLOCK_SIZES)
     for k, cache in enumerate(CACHES)
+    for half in (0, 1)
 ]
-"""Each setting meets each block size and each kind of cache, and these each other; `make test-slow` adds the rest."""
+"""Each setting meets each block size and each kind of cache, and these each other; and each length of chunks in a small
+pool and in a large one. `make test-slow` adds the rest."""
 
 
-@pytest.mark.parametrize(("setting", "block_size", "cache"), EVERY_PAIR, indirect=["setting"])
-def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size, cache):
-    rest = itertools.product([40, 173, 2048], [False, True])
-    product = [Switches(block_size, cache, chunk, small, overlap=chunk != 173) for chunk, small in rest]
+@pytest.mark.parametrize(("setting", "block_size", "cache", "half"), EVERY_PAIR, indirect=["setting"])
+def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size, cache, half):
+    small = [bool((half + BLOCK_SIZES.index(block_size) + place) % 2) for place in range(len(CHUNKS))]
+    pairs = zip(CHUNKS, small, strict=True)
+    product = [Switches(block_size, cache, chunk, crowded, overlap=chunk != 173) for chunk, crowded in pairs]
     assert_switches_change_nothing(setting, alone, product)
 
 

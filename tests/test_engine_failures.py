@@ -117,7 +117,7 @@ def fail_in(place: str, monkeypatch: pytest.MonkeyPatch, culprits: set[int], pos
         "compute": (ModelRunner, "_compute_at_once", lambda runner, spans, drafts: concerns(spans)),
         "sampler": (Sampler, "start", lambda sampler, info: info.request in culprits),
         "launch": (ModelRunner, "launch", lambda runner, plan: concerns(plan.spans)),
-        "wait": (model_runner._Part, "results", lambda part: concerns(part.spans)),
+        "wait": (model_runner.Part, "results", lambda part: concerns(part.spans)),
     }[place]
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), of))
 
@@ -196,9 +196,15 @@ def test_memory_that_a_cpu_lacks_halves_a_step(folder, outcomes, error, caplog):
 # -- interruptions -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", ["launch", "wait"])
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("way", "place", "error"),
+    [
+        pytest.param(way, place, error, marks=pytest.mark.slow if (i + j + k) % 2 else ())
+        for i, way in enumerate(WAYS)
+        for j, place in enumerate(("launch", "wait"))
+        for k, error in enumerate((SystemExit, KeyboardInterrupt))
+    ],
+)
 def test_whatever_comes_out_of_a_step_the_next_one_goes_on_without_it(folder, outcomes, way, place, error, monkeypatch):
     engine = start(folder, outcomes, way, drafts=3)
     owner, name = (ModelRunner, "_settle") if place == "launch" else (model_runner.LaunchedStep, "wait")

@@ -62,9 +62,14 @@ def told(output):
     return [(choice.text, choice.token_ids, choice.logprobs, choice.finish_reason) for choice in output.outputs]
 
 
+EXPECTED = {}
+
+
 def expected(llm, text, params):
-    [output] = llm.generate(text, params)
-    return told(output)
+    if (key := (text, repr(params))) not in EXPECTED:
+        [output] = llm.generate(text, params)
+        EXPECTED[key] = told(output)
+    return EXPECTED[key]
 
 
 async def amid(server, *jobs):
@@ -251,8 +256,8 @@ async def test_max_tokens_0_scores_the_prompt_and_returns_no_token(server, llm):
 
 async def test_an_engine_that_cannot_start_says_why_and_leaves(tmp_path):
     async with EngineServer(tmp_path, model=str(tmp_path / "nothing")) as server:
-        await server.boot_engine()
-        assert await asyncio.wait_for(server.process.wait(), 60) == 1
+        server.boot_engine()
+        assert await asyncio.wait_for(server.exit_code(), 60) == 1
         await until(lambda: server.failure is not None)
         assert "nothing" in server.failure
 
@@ -260,7 +265,7 @@ async def test_an_engine_that_cannot_start_says_why_and_leaves(tmp_path):
 async def test_the_engine_dies_with_its_supervisor(server):
     await server.ready_client()
     await server.tell_engine(wire.Stop())
-    assert await asyncio.wait_for(server.process.wait(), 60) == 0
+    assert await asyncio.wait_for(server.exit_code(), 60) == 0
 
 
 async def test_the_live_document_tells_of_requests_steps_blocks_and_prefixes(slow_server):

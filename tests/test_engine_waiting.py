@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from quire.core.kv_manager import Handle
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.ipc.engine_process import IDLE_POLL_MS, EngineProcess
 from tests.test_determinism import prompts
 
 GRAMMAR = Event("grammar", 1)
@@ -53,6 +55,23 @@ def test_requests_that_wait_for_events_are_kept_and_the_engine_says_that_a_step_
     assert not engine.blocked
     assert ends(run(engine)) == {0: "length", 1: "length"}
     assert engine.idle and not engine.blocked
+
+
+def test_an_engines_process_sleeps_while_all_requests_wait(engine: Engine) -> None:
+    made, asked = EngineProcess.__new__(EngineProcess), []
+    made.engine, made._outside = engine, {}
+    made._board = SimpleNamespace(fields=[0] * 8)  # type: ignore[assignment]
+    made._poller = SimpleNamespace(poll=lambda ms: asked.append(ms) or {})  # type: ignore[assignment]
+    made._control = made._socket = None  # type: ignore[assignment]
+    engine.add(request(0, GRAMMAR))
+    made._receive()
+    run(engine)
+    made._receive()
+    engine.arrived(GRAMMAR)
+    made._receive()
+    run(engine)
+    made._receive()
+    assert asked == [0, IDLE_POLL_MS, 0, IDLE_POLL_MS]
 
 
 def test_an_end_while_all_others_wait_is_told(engine: Engine) -> None:

@@ -153,6 +153,7 @@ class MadeUp:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.kernels: Kernels = Kernels()
         self.group: Group = OneRank()
+        self.expert_slots = 0
         self.dtype = dtype
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -165,6 +166,9 @@ class MadeUp:
     ) -> Linear:
         assert not bias
         return Linear(self.kernels.pack([self.tensor(f"{name}.weight") for name in names]))
+
+    def elsewhere(self, prefix: str) -> None:
+        raise NotImplementedError
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         raise NotImplementedError

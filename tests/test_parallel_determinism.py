@@ -3,65 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.config import EngineConfig
-from quire.engine.engine import Engine
 from quire.models.quantize import quantize_folder
 from quire.ops import Quantization
 from tests.oracle import save_checkpoint
-from tests.test_determinism import SETTINGS, Switches, alone, prompts, run, setting
+from tests.test_determinism import SETTINGS, Switches, alone, engine_of, prompts, run, setting
 
 __all__ = ["alone", "setting"]  # fixtures
 
 
-@contextlib.contextmanager
-def engine(setting: dict[str, Any], ranks: int, switches: Switches, **more: Any) -> Iterator[Engine]:
-    made = Engine(
-        EngineConfig(
-            **{**setting, "threads": 1, "async_scheduling": switches.overlap, **more},
-            tensor_parallel_size=ranks,
-            block_size=switches.block_size,
-            prefix_cache=switches.prefix_cache,
-            num_kv_blocks=320 // switches.block_size + 2 if switches.small_pool else 400,
-            max_model_len=320,
-            max_num_batched_tokens=switches.chunk,
-            max_num_seqs=8,
-            scheduling_policy="priority",
-            check_invariants=True,
-        )
-    )
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 SMALL, LARGE = Switches(16, "radix", 40, True, overlap=True), Switches(32, "hash", 2048, False)
-FAST = {("bfloat16", 2), ("int4 weights", 4), ("int8 cache", 2), ("experts", 2), ("latent attention", 4)}
+FAST = {
+    ("bfloat16", 2, SMALL),
+    ("bfloat16", 2, LARGE),
+    ("int4 weights", 4, SMALL),
+    ("int8 cache", 2, LARGE),
+    ("experts", 2, SMALL),
+    ("latent attention", 4, LARGE),
+}
+"""Each rank is a process: as many ranks meet both pools; `make test-slow` adds the rest."""
 
 
 @pytest.mark.parametrize(
-    ("setting", "ranks"),
+    ("setting", "ranks", "switches"),
     [
-        pytest.param(name, ranks, marks=() if (name, ranks) in FAST else pytest.mark.slow)
-        for name in SETTINGS
-        for ranks in (2, 4)
+        pytest.param(
+            name,
+            ranks,
+            pool,
+            marks=() if (name, ranks, pool) in FAST else pytest.mark.slow,
+            id=f"{name}-{ranks}-{kind}",
+        )
+        for name, ranks, (kind, pool) in itertools.product(SETTINGS, (2, 4), (("small", SMALL), ("large", LARGE)))
     ],
     indirect=["setting"],
 )
-def test_ranks_change_nothing(setting: dict[str, Any], alone: Any, ranks: int) -> None:
-    for switches in (SMALL, LARGE):
-        with engine(setting, ranks, switches) as made:
-            order = list(range(len(prompts())))
-            assert run(made, order) == alone, f"cold, {switches}"
-            assert run(made, order[::-1], first_id=100, stagger=2) == alone, f"warm, {switches}"
-            assert made.stats.cached_tokens > 0
-            assert (made.stats.preemptions > 0) == switches.small_pool
+def test_ranks_change_nothing(setting: dict[str, Any], alone: Any, ranks: int, switches: Switches) -> None:
+    with contextlib.closing(engine_of(setting, switches, tensor_parallel_size=ranks)) as engine:
+        order = list(range(len(prompts())))
+        assert run(engine, order) == alone, "cold"
+        assert run(engine, order[::-1], first_id=100, stagger=2) == alone, "warm"
+        assert engine.stats.cached_tokens > 0
+        assert (engine.stats.preemptions > 0) == switches.small_pool
 
 
 SPECULATION = [

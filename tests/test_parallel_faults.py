@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,9 +17,12 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.core.step import StepPlan
+from quire.engine import ranks as ranks_module
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, RankLostError
 from quire.runner.model_runner import STEP_FAILED, ModelRunner
+from quire.speculate.ngram import NgramProposer
 from tests.oracle import save_checkpoint
 
 LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -63,6 +68,24 @@ def test_a_rank_that_hangs_is_given_up_after_the_deadline() -> None:
             steps(llm, 50)
         assert 0.5 < time.monotonic() - begin < 8
     assert all(other.poll() is not None for other in others)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("stages", "width", "rank"), [(3, 1, 2), (2, 2, 1), (2, 2, 2), (2, 2, 3)])
+def test_a_rank_of_a_pipeline_that_dies_or_hangs_is_named(
+    number: signal.Signals, stages: int, width: int, rank: int
+) -> None:
+    """Also where one that shares its layers waits for it, and the others for that one."""
+    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": width}
+    with LLM("demo", **sizes, threads=1, collective_timeout_s=1.5) as llm:
+        llm.add_request(PROMPT, LONG)
+        steps(llm, 5)
+        os.kill(ranks_of(llm)[rank - 1].pid, number)
+        begin = time.monotonic()
+        how = r"(died \(killed by SIGKILL\)|has not answered for 1.5 s)"
+        with pytest.raises(RankLostError, match=f"^rank {rank} {how}"):
+            steps(llm, 50)
+        assert time.monotonic() - begin < 8
 
 
 def test_a_closed_engine_leaves_no_rank_behind() -> None:
@@ -139,6 +162,105 @@ def test_an_interrupted_step_is_given_up_by_all(monkeypatch: pytest.MonkeyPatch)
         while not llm.idle:
             outputs += llm.step()
         assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_between_sending_a_plan_and_computing_it(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have begun the step, which the first rank never does: they give it up, and nothing is mixed up."""
+    with LLM("demo", threads=1) as llm:
+        [expected] = llm.generate([PROMPT], LONG)
+    with LLM("demo", tensor_parallel_size=2, threads=1, async_scheduling=overlap) as llm:
+        own = llm._engine.executor._own  # type: ignore[attr-defined]
+        submit, luck = own.submit, random.Random(1)
+
+        def interrupted(plan: StepPlan) -> Any:
+            if luck.random() < 0.1:
+                raise KeyboardInterrupt
+            return submit(plan)
+
+        monkeypatch.setattr(own, "submit", interrupted)
+        llm.add_request(PROMPT, LONG)
+        outputs, interrupts = [], 0
+        while not llm.idle:
+            try:
+                outputs += llm.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts > 3
+        assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("what", ["propose", "follow"])
+def test_a_proposer_that_fails_on_one_rank_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with other drafts would compute other rows: the step is given up, and computed again."""
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8]]
+    with LLM("demo", threads=1) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, LONG)]
+    call, luck = getattr(NgramProposer, what), random.Random(1)
+
+    def fails(self: NgramProposer, *given: Any) -> Any:
+        if luck.random() < 0.1:
+            raise ValueError("a bug in the proposer")
+        return call(self, *given)
+
+    options = {"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "adaptive": False}}
+    with LLM("demo", threads=1, **options) as llm:
+        monkeypatch.setattr(NgramProposer, what, fails)
+        outputs = llm.generate(prompts, LONG)
+        for output, tokens in zip(outputs, expected, strict=True):
+            [choice] = output.outputs
+            assert choice.token_ids == tokens if choice.error is None else choice.error == STEP_FAILED
+        monkeypatch.setattr(NgramProposer, what, call)
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, LONG)] == expected
+
+
+def test_a_rank_that_dies_while_nothing_is_computed_is_missed() -> None:
+    with LLM("demo", tensor_parallel_size=2, threads=1) as llm:
+        llm.generate([PROMPT], SamplingParams(max_tokens=3))
+        llm._engine.check_ranks()
+        ranks_of(llm)[0].kill()
+        end = time.monotonic() + 5
+        with pytest.raises(RankLostError, match=r"^rank 1 died \(killed by SIGKILL\)$"):
+            while time.monotonic() < end:
+                llm._engine.check_ranks()
+                time.sleep(0.01)
+
+
+def test_who_is_to_blame_for_a_rank_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody, where it was killed from outside; but the system kills, too, whoever takes all of its memory."""
+    monkeypatch.setattr(ranks_module, "_out_of_memory_kills", lambda: 3)
+    with LLM("demo", tensor_parallel_size=3 - 1, threads=1) as llm:
+        found = llm._engine._ranks
+        assert found is not None
+        first = found.explained(0)
+        assert str(first) == "rank 0 did not answer the others for 30 seconds" and first.outside
+        ranks_of(llm)[0].kill()
+        assert found.explained(1).outside
+        monkeypatch.setattr(ranks_module, "_out_of_memory_kills", lambda: 4)
+        killed = found.explained(1)
+        assert str(killed) == "rank 1 died (killed by SIGKILL: the system is out of memory)" and not killed.outside
+
+
+def test_ranks_end_with_an_engine_that_was_not_closed() -> None:
+    llm = LLM("demo", tensor_parallel_size=2, threads=1)
+    [other] = ranks_of(llm)
+    del llm
+    gc.collect()
+    assert other.wait(5) == 0
+
+
+def test_what_ranks_share_is_part_of_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runner.start.free_memory", lambda: 1000 * 2**20)
+    rows, kv = [], []
+    for tokens in (64, 4096):
+        options = {"tensor_parallel_size": 2, "max_num_batched_tokens": tokens, "max_num_seqs": 16}
+        with LLM("demo", threads=1, **options) as llm:
+            plan = llm._engine.memory_plan
+            rows += [value for name, value in plan.table() if name == "ranks"]
+            kv.append(plan.shared)
+            assert plan.kv_bytes + plan.activations <= (1000 * 2**20 - plan.shared) / 2
+    assert rows[0].startswith("2; sizes are those of each, beside ") and rows[0] != rows[1]
+    assert kv[0] < kv[1]
 
 
 def test_a_plan_that_a_rank_does_not_read_in_time_is_no_reason_to_wait_for_ever() -> None:

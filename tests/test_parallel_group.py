@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -20,12 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
+from quire.engine.link import Link
 from quire.errors import RankLostError, RanksDisagreeError, StepGivenUpError
 from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.parallel.group import OneRank, own_heads, share
-from tests.test_cpu_team import ENVIRONMENT, HERE, KERNELS, program
+from tests.compiled import CPP, ENVIRONMENT, KERNELS
+from tests.test_cpu_team import program
 
-SOURCES = (HERE / "cpp" / "group_test.cpp", KERNELS / "group.cpp", KERNELS / "team.cpp")
+SOURCES = (CPP / "group_test.cpp", KERNELS / "group.cpp", KERNELS / "team.cpp")
 TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
 
 
@@ -114,15 +117,16 @@ def test_ranks_that_sampled_other_tokens_are_found_out() -> None:
 def test_where_one_gives_up_all_do_until_they_begin_anew() -> None:
     with ranks(3) as groups:
 
-        def step(group: SharedGroup) -> None:
+        def step(group: SharedGroup, number: int) -> None:
             group.check(1)
             if group.rank == 1:
-                group.give_up()
+                group.give_up(number)
                 raise StepGivenUpError
             group.check(2)
 
         for number in range(5, 50, 5):
-            assert all(isinstance(e, StepGivenUpError) for e in all_of(groups, step))
+            given_up = all_of(groups, lambda group, n=number: step(group, n - 3))  # type: ignore[misc]
+            assert all(isinstance(e, StepGivenUpError) for e in given_up)
             assert all(isinstance(e, StepGivenUpError) for e in all_of(groups, lambda group: group.check(3)))
             assert all_of(groups, lambda group, n=number: group.begin_anew(n)) == [None] * 3  # type: ignore[misc]
             assert all_of(groups, lambda group: group.check(4)) == [None] * 3
@@ -138,6 +142,60 @@ def test_who_begins_anew_with_a_plan_that_was_given_up_too_is_told_and_waited_fo
 
     with ranks(2) as groups:
         assert all_of(groups, begin) == [None, None]
+
+
+def test_what_a_rank_left_out_is_not_taken_for_what_comes_later() -> None:
+    """One rank is interrupted before its step, which the others have begun."""
+    with ranks(3) as groups:
+
+        def go_on(group: SharedGroup) -> list[int]:
+            if group.rank == 0:
+                time.sleep(0.01)  # the others wait for it
+            else:
+                with pytest.raises(StepGivenUpError):
+                    group.all_gather(torch.full((1, 1), -1), group.rank, 3)
+                group.give_up(7)
+            group.begin_anew(8)
+            return group.all_gather(torch.full((1, 1), group.rank), group.rank, 3).tolist()[0]
+
+        assert all_of(groups, go_on) == [[0, 1, 2]] * 3
+
+
+def test_ranks_that_gather_other_shapes_are_found_out() -> None:
+    with ranks(2) as groups:
+        answers = all_of(groups, lambda group: group.all_gather(torch.zeros(1 + group.rank, 1), group.rank, 2))
+        assert all(isinstance(answer, RanksDisagreeError) for answer in answers)
+
+
+class Interrupting:
+    """A socket whose calls are interrupted as by Ctrl-C, now and then, before or after they have sent something."""
+
+    def __init__(self, luck: random.Random) -> None:
+        self.sent, self._luck = bytearray(), luck
+
+    def send(self, data: memoryview) -> int:
+        if self._luck.random() < 0.3:
+            raise KeyboardInterrupt
+        part = bytes(data[: self._luck.randrange(1, len(data) + 1)])
+        self.sent += part
+        return len(part)
+
+
+def test_a_message_that_was_interrupted_is_sent_to_its_end_before_the_next() -> None:
+    luck = random.Random(0)
+    stream = Interrupting(luck)
+    link = Link(stream)  # type: ignore[arg-type]
+    begun = b""
+    for number in range(2000):
+        message = number.to_bytes(2, "little") * luck.randrange(1, 30)
+        with contextlib.suppress(KeyboardInterrupt):
+            link.send(message)
+        if link._message[4:] == message:  # else the one before is not sent yet, and this one has not begun
+            begun += link._message
+    while stream.sent != begun:
+        with contextlib.suppress(KeyboardInterrupt):
+            link._finish()
+        assert begun.startswith(stream.sent)
 
 
 def test_a_rank_that_does_not_answer_is_lost_to_all() -> None:

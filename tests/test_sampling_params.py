@@ -53,6 +53,7 @@ BAD: list[tuple[str, Any]] = [
     ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("repetition_penalty", math.nan),
     ("seed", 2**63), ("seed", 1.0), ("seed", True),
     ("stop", 5), ("stop", [""]), ("stop", ["a"] * 65), ("stop", "x" * 1025), ("stop", [b"x"]),
+    ("cache_salt", "\ud800"), ("cache_salt", "\udfff"),
     ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("stop_token_ids", 3), ("stop_token_ids", ["a"]),
     ("include_stop_str_in_output", 1),
     ("min_tokens", -1), ("min_tokens", True), ("max_tokens", -1), ("max_tokens", math.nan),
@@ -77,6 +78,10 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(name: str, value: Any) 
 def test_the_message_says_value_range_and_hint() -> None:
     with pytest.raises(SamplingParamsError, match=r"top_k is -2; it must be an integer from -1 .*\(0 and -1 are off\)"):
         SamplingParams(top_k=-2)
+    with pytest.raises(SamplingParamsError, match=r"top_p is 0; it must be a number above 0 and at most 1 "):
+        SamplingParams(top_p=0)
+    with pytest.raises(SamplingParamsError, match=r"min_p is -1; it must be a number of at least 0 and at most 1 "):
+        SamplingParams(min_p=-1)
     with pytest.raises(SamplingParamsError, match="the whole vocabulary, vLLM's -1, are not offered"):
         SamplingParams(logprobs=-1)
 

@@ -73,6 +73,36 @@ def test_a_request_that_brings_the_engine_down_twice_ends_with_an_error_and_harm
         assert status == 500 and "error" in json.loads(body)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_with_the_same_tokens_when_a_rank_dies_or_hangs(number):
+    long = jobs(3, max_tokens=600)
+    flags = ["--tensor-parallel-size", "2", "--threads", "1", "--collective-timeout-s", "4"]
+    with ServeProcess(*flags) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda job: server.json("/v1/completions", job), long)
+        expected = [answer["choices"][0]["text"] for answer in answers]
+        streams = [server.stream("/v1/completions", job) for job in long]
+        chunks = [stream.chunks() for stream in streams]
+        texts = [next(chunk)["choices"][0]["text"] for chunk in chunks]
+        wait_until(lambda: all_run(server, 3))
+        killed = server.kill("rank", number=number)
+        for index, chunk in enumerate(chunks):
+            texts[index] += "".join(choice["text"] for event in chunk for choice in event["choices"])
+        assert texts == expected
+        cause = {signal.SIGKILL: "rank 1 died (killed by SIGKILL)", signal.SIGSTOP: "rank 1 has not answered for 4 s"}
+        assert cause[number] in server.stderr
+        wait_until(lambda: server.health() == 200 and server.pids("rank") not in ([], [killed]))
+        assert server.terminate() == 0
+        assert server.survivors() == []
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_replaced_before_the_next_request():
+    with ServeProcess("--tensor-parallel-size", "2", "--threads", "1") as server:
+        killed = server.kill("rank")
+        wait_until(lambda: server.pids("rank") not in ([], [killed]) and server.health() == 200)
+        assert "rank 1 died (killed by SIGKILL)" in server.stderr
+        assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+
+
 def test_killed_tokenizer_and_http_processes_are_replaced():
     with ServeProcess() as server:
         server.kill("tokenizer")

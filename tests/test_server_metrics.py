@@ -151,6 +151,23 @@ def test_drafts_are_counted_under_vllms_names_where_the_engine_speculates() -> N
     assert "spec_decode" in text_of(Metrics(), engine=ENGINE | idle | {"draft_depth": 4})  # none was verified yet
 
 
+def test_what_passes_between_ranks_is_counted() -> None:
+    assert "quire:gathers" not in text_of(Metrics(), engine=ENGINE)
+    told = {"ranks": 2, "gathers": 7, "gathered_bytes": 4096, "rank_imbalance": 1.5, "expert_moves": 3}
+    text = text_of(Metrics(), engine=ENGINE | told | {"imbalance_before": 1.75, "imbalance_after": 1.25})
+    assert types_in(text)["quire:gathered_bytes_total"] == "counter"
+    assert types_in(text)["quire:rank_imbalance"] == "gauge"
+    assert value(text, "quire:gathers_total") == 7 and value(text, "quire:ranks") == 2
+    assert value(text, "quire:expert_moves_total") == 3
+    assert value(text, "quire:rank_imbalance_after_move") == 1.25
+
+
+def test_how_busy_the_stages_of_a_pipeline_are() -> None:
+    text = text_of(Metrics(), engine=ENGINE | {"stage_busy": [0.75, 0.5]})
+    assert value(text, "quire:stage_busy", stage="0") == 0.75
+    assert value(text, "quire:stage_busy", stage="1") == 0.5
+
+
 def test_the_tokens_of_each_expert_are_counted() -> None:
     text = text_of(Metrics(), engine=ENGINE | {"expert_tokens": {"1": [3, 0], "2": [1, 2]}})
     assert types_in(text)["quire:expert_tokens_total"] == "counter"

@@ -446,6 +446,19 @@ def test_a_finished_request_shows_where_its_time_went(browser: Chromium, server:
     settle(server, page)
 
 
+def test_ranks_with_experts_of_their_own_show_how_even_their_work_is(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server, width=1400, height=1000)
+    page.wait("document.querySelector('#tile-kv strong').textContent.includes('%')")
+    assert page.evaluate("document.querySelector('#tile-experts').hidden")
+    server.script.imbalance = 1.254
+    page.wait("!document.querySelector('#tile-experts').hidden")
+    assert page.text("#tile-experts strong") == "1.25 x"
+    assert page.text("#tile-experts small") == "3 moves"
+    server.script.imbalance = 0.0
+    page.wait("document.querySelector('#tile-experts').hidden")
+    settle(server, page)
+
+
 def test_an_engine_that_speculates_shows_what_its_drafts_bring(browser: Chromium, server: StandIn) -> None:
     page = live(browser, server, width=1400, height=1000)
     page.wait("document.querySelector('#tile-kv strong').textContent.includes('%')")

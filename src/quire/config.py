@@ -98,6 +98,25 @@ class EngineConfig:
         high=256,
         short="-tp",
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "ranks (processes of this machine), each of which has some of the layers: so many steps are computed at once",
+        low=1,
+        high=256,
+        short="-pp",
+    )
+    enable_expert_parallel: bool = option(
+        False, "each rank computes some of a layer's experts alone, in place of a part of every one", short="-ep"
+    )
+    num_redundant_experts: int = option(
+        0,
+        "with expert parallelism: so many experts of a layer, the busiest, are on more than one rank",
+        low=0,
+        high=65536,
+    )
+    eplb_interval: int = option(
+        3000, "with expert parallelism: steps after which experts move where ranks have uneven work; 0: never", low=0
+    )
     collective_timeout_s: float = option(
         30.0,
         "seconds after which a rank that does not answer is given up, and the engine with it",
@@ -114,7 +133,9 @@ class EngineConfig:
     num_kv_blocks: int | None = option(
         None, "KV blocks, in place of what the memory plan finds; of several KV groups, the first's", low=2, high=2**40
     )
-    kv_cache_memory: str | None = option(None, "memory for KV, e.g. 4GiB; default: a fair share of what is free")
+    kv_cache_memory: str | None = option(
+        None, "memory for KV, e.g. 4GiB (of each rank); default: a fair share of what is free"
+    )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(
         "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
@@ -173,8 +194,24 @@ class EngineConfig:
             raise ConfigError(
                 "enforce_eager=True records no CUDA graphs, but cuda_graphs=eager records all at start; leave one out"
             )
+        if self.num_redundant_experts and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"num_redundant_experts={self.num_redundant_experts} is for expert parallelism; set "
+                "enable_expert_parallel, or leave it out"
+            )
+        self._check_pipeline()
         self._check_speculation()
         self._check_budgets()
+
+    def _check_pipeline(self) -> None:
+        stages = self.pipeline_parallel_size
+        beside = {
+            "enable_expert_parallel": self.enable_expert_parallel,
+            "speculative_config": self.speculative_config is not None,
+            "async_scheduling=True": self.async_scheduling,
+        }
+        if stages > 1 and (found := [name for name, there in beside.items() if there]):
+            raise ConfigError(f"pipeline_parallel_size={stages} with {found[0]}: not yet; leave one of them out")
 
     def _check_speculation(self) -> None:
         spec = self.speculation
@@ -220,6 +257,16 @@ class EngineConfig:
         """`speculative_config`, read; None: nothing is drafted."""
         given = self.speculative_config
         return None if given is None else SpeculativeConfig.read(given, self.model)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def redundant_experts(self) -> int | None:
+        """See `load_model`."""
+        return self.num_redundant_experts if self.enable_expert_parallel and self.tensor_parallel_size > 1 else None
 
     @property
     def kv_cache_bytes(self) -> int | None:

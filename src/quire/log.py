@@ -58,6 +58,13 @@ def configure(format: Literal["text", "json"] = "text", debug: bool = False, str
     logging.captureWarnings(True)
 
 
+def in_use() -> tuple[Literal["text", "json"], bool]:
+    """`format` and `debug` as this process has them: what `configure` is given in those that it starts."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
+    as_json = any(isinstance(formatter, JsonFormatter) for formatter in formatters)
+    return "json" if as_json else "text", logging.getLogger("quire").isEnabledFor(logging.DEBUG)
+
+
 def flush() -> None:
     """Wait until what was logged so far is written, at most `FLUSH_SECONDS`."""
     for handler in logging.getLogger().handlers:

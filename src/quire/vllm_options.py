@@ -34,7 +34,9 @@ class VllmOption:
 
 
 def _one(*short: str) -> VllmOption:
-    return VllmOption(kind=int, same=(1,), why="of ranks, tensor_parallel_size alone is there", short=short)
+    return VllmOption(
+        kind=int, same=(1,), why="of ranks, tensor_parallel_size and pipeline_parallel_size are there", short=short
+    )
 
 
 def _off(why: str, *short: str) -> VllmOption:
@@ -69,9 +71,7 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "data_parallel_size_local": _one("-dpl"),
     "decode_context_parallel_size": _one("-dcp"),
     "distributed_executor_backend": _only(str, "mp", "uni", why="ranks are processes of one machine"),
-    "enable_expert_parallel": _off("experts are shared as every product is: tensor_parallel_size", "-ep"),
     "nnodes": _one(),
-    "pipeline_parallel_size": _one("-pp"),
     "prefill_context_parallel_size": _one("-pcp"),
     "worker_use_ray": _off("ranks are processes of one machine"),
     # what changes nothing here

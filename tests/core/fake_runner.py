@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -214,6 +214,21 @@ def run_all(scheduler: Scheduler, runner: FakeRunner, depth: int = 0, limit: int
         if flying and (not plan or len(flying) > depth):
             updates += scheduler.commit(*flying.pop(0), float(step))
     raise RuntimeError(f"not done after {limit} steps")
+
+
+def run_prompts(prompts: Iterable[Sequence[int]], **options) -> tuple[Scheduler, FakeRunner]:
+    """A scheduler in which the prompts have run, one after the other; `max_tokens=1`, so exactly they are cached."""
+    scheduler, runner = make_scheduler(**options)
+    for id, prompt in enumerate(prompts):
+        scheduler.add(make_request(id, list(prompt), max_tokens=1))
+        run_all(scheduler, runner)
+    return scheduler, runner
+
+
+def matched(scheduler: Scheduler, prompt: Sequence[int], **fields) -> int:
+    """So many tokens of a prompt are found in the cache."""
+    match = scheduler.kv.match(make_request(1000, list(prompt), **fields))
+    return match.num_blocks * scheduler.kv.block_size + match.partial_tokens
 
 
 def outputs(updates: list[RequestUpdate]) -> dict[int, list[int]]:

@@ -10,7 +10,7 @@ from quire.core.invariants import check
 from quire.core.kv_group import peak_blocks
 from quire.core.kv_manager import Handle
 from quire.errors import RequestTooLargeError
-from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
+from tests.core.fake_runner import expected_output, make_request, make_scheduler, matched, outputs, run_all, run_prompts
 from tests.core.policies import Policies
 
 WINDOWS = (None, 9)
@@ -20,18 +20,7 @@ PROMPT = [n * 7 % 23 for n in range(48)]
 
 
 def cached(windows=WINDOWS, prompts=(PROMPT,), **options):
-    """A scheduler in which the prompts have run, and nothing else is cached."""
-    options = {"num_blocks": 200, "block_size": 4, "max_num_batched_tokens": 16} | options
-    scheduler, runner = make_scheduler(windows=windows, **options)
-    for id, prompt in enumerate(prompts):
-        scheduler.add(make_request(id, list(prompt), max_tokens=1))
-        run_all(scheduler, runner)
-    return scheduler, runner
-
-
-def matched(scheduler, prompt, **fields):
-    match = scheduler.kv.match(make_request(1000, list(prompt), **fields))
-    return match.num_blocks * scheduler.kv.block_size + match.partial_tokens
+    return run_prompts(prompts, **{"windows": windows, "num_blocks": 200, "max_num_batched_tokens": 16} | options)
 
 
 def path(scheduler, prompt=PROMPT):

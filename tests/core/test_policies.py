@@ -6,15 +6,16 @@ of the property tests, too.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
 from quire.core.block_hash import BlockHasher
 from quire.core.draft_length import DraftLengths, DraftState
-from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
+from quire.core.waiting_queue import WaitingQueue
+from tests.core.fake_runner import StepFailed, expected_output, make_request, make_scheduler, matched, outputs, run_all
 from tests.core.policies import Policies, decodes, drafts, sizes
-from tests.core.test_prefix_cache import matched
 
 
 def run_step(scheduler, runner, now=0.0):
@@ -350,6 +351,130 @@ def test_drafts_share_what_the_budget_leaves():
     assert plan.num_tokens == 12 and sum(drafts(plan).values()) == 9
 
 
+@pytest.mark.parametrize("fatal", [0, 1])
+def test_of_two_requests_whose_step_failed_only_the_one_that_makes_steps_fail_is_blamed(fatal):
+    scheduler, runner = make_scheduler()
+    runner.fatal.add(fatal)
+    for id in range(2):
+        scheduler.add(make_request(id, [id] * 6, max_tokens=3))
+    blamed, updates = [], []
+    while plan := scheduler.schedule(0.0):
+        try:
+            updates += scheduler.commit(plan, runner.run(plan), 0.0)
+        except StepFailed:
+            culprit = scheduler.restart(failed=True)
+            if culprit is not None:
+                blamed.append(culprit.id)
+                scheduler.fail(culprit.id, "its step failed", 0.0)
+    assert blamed == [fatal] and outputs(updates)[1 - fatal] == expected_output([1 - fatal] * 6, 3)
+
+
+def test_each_block_of_a_table_is_sent_to_the_runner_once():
+    scheduler, runner = make_scheduler(num_blocks=40, block_size=4, max_num_batched_tokens=16)
+    scheduler.add(make_request(0, list(range(30)), max_tokens=40))
+    sent = []
+    while plan := scheduler.schedule(0.0):
+        sent += [block for span in plan.spans for blocks in span.blocks for block in blocks]
+        scheduler.commit(plan, runner.run(plan), 0.0)
+    assert len(sent) == len(set(sent)) == -(-69 // 4)
+
+
+def test_groups_that_are_still_to_be_tried_wait_for_their_turn():
+    scheduler, runner = make_scheduler()
+    runner.fatal.add(0)
+    for id in range(4):
+        scheduler.add(make_request(id, [id] * 6, max_tokens=3))
+    tried, updates = [], []
+    while plan := scheduler.schedule(0.0):
+        tried.append({span.request for span in plan.spans})
+        try:
+            updates += scheduler.commit(plan, runner.run(plan), 0.0)
+        except StepFailed:
+            culprit = scheduler.restart(failed=True)
+            if culprit is not None:
+                scheduler.fail(culprit.id, "its step failed", 0.0)
+    assert tried[:4] == [{0, 1, 2, 3}, {0, 1}, {0}, {1}] and tried[4] == {2, 3}
+    assert {id: tokens for id, tokens in outputs(updates).items() if id} == {
+        id: expected_output([id] * 6, 3) for id in (1, 2, 3)
+    }
+
+
+def test_a_prompt_that_fits_whole_is_no_partial_prefill():
+    scheduler, runner = make_scheduler(
+        num_blocks=200, max_num_batched_tokens=40, long_prefill_token_threshold=20, prefix_cache="off"
+    )
+    scheduler.add(make_request(0, [1] * 60, max_tokens=1))
+    scheduler.add(make_request(1, [2] * 30, max_tokens=1))
+    scheduler.add(make_request(2, [3] * 9, max_tokens=1))
+    plan, _ = run_step(scheduler, runner)
+    assert [span.request for span in plan.spans] == [0], "one partial prefill at a time, and nobody is bypassed"
+    scheduler.abort(1)
+    plan, _ = run_step(scheduler, runner)
+    assert {span.request: len(span.tokens) for span in plan.spans} == {0: 20, 2: 9}
+
+
+def test_the_end_of_a_prompt_is_computed_in_one_piece_and_nothing_is_dropped():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add(make_request(0, list(range(18)), max_tokens=2))
+    plans = [run_step(scheduler, runner)[0] for _ in range(3)]
+    assert [[len(span.tokens) for span in plan.spans] for plan in plans] == [[16], [2], [1]]
+    assert [plan.drop_drafting for plan in plans] == [[], [], []]
+
+
+def test_a_queue_forgets_the_dead_whoever_finds_them():
+    queue = WaitingQueue()
+    requests = iter([make_request(id, [1]) for id in range(2000)])
+
+    def push(count):
+        pushed = list(itertools.islice(requests, count))
+        for request in pushed:
+            request.order = (0, request.id, request.id)
+            queue.push(request)
+        return pushed
+
+    for _ in range(500):
+        for request in push(1):
+            queue.remove(request)
+        assert queue.head() is None
+    for request in push(600):
+        queue.remove(request)
+    assert sizes(queue) < 100
+
+
+def test_a_partial_prefill_behind_the_head_of_the_queue_gets_a_least_chunk_and_leaves_it_the_rest():
+    scheduler, runner = make_scheduler(
+        num_blocks=200, max_num_batched_tokens=40, min_chunk=4, scheduling_policy="priority", prefix_cache="off"
+    )
+    scheduler.add(make_request(0, [1] * 200, max_tokens=1, priority=5))
+    run_step(scheduler, runner)
+    scheduler.add(make_request(1, [2] * 100, max_tokens=1, priority=0))
+    plan, _ = run_step(scheduler, runner)
+    assert {span.request: len(span.tokens) for span in plan.spans} == {0: 4, 1: 36}
+
+
+def test_the_use_of_the_cache_is_that_of_its_fullest_group_between_0_and_1():
+    scheduler, runner = make_scheduler([21, 11], 4, (None, 9))
+    assert scheduler.kv.use == 0
+    scheduler.add(make_request(0, [1] * 18, max_tokens=10))
+    run_step(scheduler, runner)
+    held = [group.num_usable - group.num_available for group in scheduler.kv.groups]
+    assert held[0] == 5 and 0 < held[1] <= 5
+    assert scheduler.kv.use == pytest.approx(max(held[0] / 20, held[1] / 10))
+
+
+def test_self_tuning_drafts_nothing_beside_a_prompt():
+    scheduler, runner = make_scheduler(num_blocks=400, drafts=4, adaptive=True, drafter=expected_output)
+    scheduler.add(make_request(0, [1, 2, 3], max_tokens=200))
+    plan, _ = run_step(scheduler, runner)
+    while not drafts(plan)[0]:
+        plan, _ = run_step(scheduler, runner)
+    scheduler.add(make_request(1, [4] * 9, max_tokens=50))
+    plan, _ = run_step(scheduler, runner)
+    assert drafts(plan) == {0: 0, 1: 0} and [len(span.tokens) for span in plan.spans] == [1, 9]
+    while not drafts(plan)[0]:
+        plan, _ = run_step(scheduler, runner)
+
+
 def test_self_tuning_drafts_where_drafts_are_right_and_hardly_where_they_are_wrong():
     """Each step of the fake runner takes the same time, so that right drafts are pure gain."""
 
@@ -420,6 +545,9 @@ def test_a_block_is_another_one_behind_another_head():
     chain = hasher.chain(hasher.root(""), [block, block, other, block])
     assert len({hasher.root(""), *chain}) == 5
     assert hasher.chain(chain[1], [other, block]) == chain[2:]
+    assert BlockHasher(b"k" * 32, "f").chain(chain[1], [other])[0] != chain[2], (
+        "who lacks the key cannot go on from a hash"
+    )
 
 
 def test_names_that_are_no_text_have_roots_too():

@@ -12,7 +12,7 @@ from quire.core.cache_events import KEPT_EVENTS, CacheEvents
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.prefix_cache import common_tokens
-from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
+from tests.core.fake_runner import expected_output, make_request, make_scheduler, matched, outputs, run_all, run_prompts
 
 
 def key(tokens):
@@ -20,17 +20,7 @@ def key(tokens):
 
 
 def cached(kind="radix", block_size=1, num_blocks=64, prompts=()):
-    """A scheduler in which the prompts have run; `max_tokens=1`, so exactly the prompts are cached."""
-    scheduler, runner = make_scheduler(num_blocks=num_blocks, block_size=block_size, prefix_cache=kind)
-    for id, prompt in enumerate(prompts):
-        scheduler.add(make_request(id, list(prompt), max_tokens=1))
-        run_all(scheduler, runner)
-    return scheduler, runner
-
-
-def matched(scheduler, prompt, **fields):
-    match = scheduler.kv.match(make_request(1000, list(prompt), **fields))
-    return match.num_blocks * scheduler.kv.block_size + match.partial_tokens
+    return run_prompts(prompts, num_blocks=num_blocks, block_size=block_size, prefix_cache=kind)
 
 
 def test_a_tree_of_four_prompts_matches_four_tokens():
@@ -223,3 +213,14 @@ def test_scopes_that_keep_nothing_leave_nothing(kind):
         run_all(scheduler, runner)
     scheduler.kv.cache.clear()
     assert not scheduler.kv.cache.roots
+
+
+def test_a_block_that_was_to_be_copied_is_let_go_with_its_request():
+    scheduler, _ = cached(block_size=4, prompts=[[1, 2, 3, 4, 5, 6]])
+    kv, request = scheduler.kv, make_request(1, [1, 2, 3, 4, 5, 9])
+    match = kv.match(request)
+    kv.lock(match)
+    kv.admit(request, match)
+    assert request.copies and kv.num_available < kv.num_usable
+    kv.free(request)
+    assert kv.num_available == kv.num_usable

@@ -95,6 +95,33 @@ def test_its_stats_say_when_everything_happened_and_how_long_it_took():
     assert abs(stats.prefill_seconds - 0.003) < 1e-9 and abs(stats.decode_seconds - 0.002) < 1e-9
 
 
+def test_its_stats_come_with_an_end_that_no_step_brings():
+    scheduler, runner = make_scheduler(block_size=4)
+    for id in range(2):
+        scheduler.add(make_request(id, [5] * 8, max_tokens=3, arrived=1.0))
+        plan = scheduler.schedule(2.0)
+        scheduler.commit(plan, runner.run(plan), 3.0)
+        if id == 0:
+            scheduler.abort(id, now=4.0)
+        else:
+            scheduler.fail(id, "wrong", 4.0)
+        [update] = scheduler.take_updates()
+        assert (update.stats.arrived, update.stats.first_token, update.stats.finished) == (1.0, 3.0, 4.0)
+        assert update.cached_tokens == (7 if id else 0)
+
+
+def test_its_stats_count_every_time_that_it_began_anew_and_say_when_it_failed():
+    scheduler, runner = make_scheduler()
+    scheduler.add(make_request(0, [5] * 8, max_tokens=3))
+    for _ in range(3):
+        scheduler.schedule(1.0)
+        scheduler.restart()
+    runner.broken.add(0)
+    plan = scheduler.schedule(2.0)
+    [update] = scheduler.commit(plan, runner.run(plan), 6.0)
+    assert update.error and (update.stats.preemptions, update.stats.finished) == (3, 6.0)
+
+
 def test_its_stats_count_drafts_and_those_accepted():
     prompt = [1, 2, 3]
     whole = [*prompt, *expected_output(prompt, 20)]

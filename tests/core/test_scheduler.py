@@ -74,6 +74,61 @@ def test_the_next_step_is_planned_before_the_token_is_known():
     assert outputs(updates)[0] == expected_output([5, 6, 7], 3)
 
 
+def pipeline(stages, **options):
+    return make_scheduler(pipeline_parallel_size=stages, async_scheduling=False, **options)
+
+
+def decoding(stages, count):
+    """A scheduler of a pipeline with so many requests, whose prompts are computed."""
+    scheduler, runner = pipeline(stages, max_num_seqs=16, num_blocks=400)
+    for id in range(count):
+        scheduler.add(make_request(id, [id, 7], max_tokens=40))
+    run_step(scheduler, runner)
+    return scheduler, runner
+
+
+def test_a_pipeline_deals_decodes_out_over_its_stages():
+    for stages, count in ((2, 6), (2, 7), (3, 7), (4, 3)):
+        scheduler, runner = decoding(stages, count)
+        in_flight, tokens, sizes = [], Counter(), []
+        for _ in range(60):
+            plan = scheduler.schedule(0.0)
+            if plan is not None:
+                ids = [span.request for span in plan.spans]
+                assert not {*ids} & {span.request for other in in_flight for span in other.spans}, (
+                    "its token is not known"
+                )
+                assert all(FROM_PREVIOUS not in span.tokens for span in plan.spans)
+                in_flight.append(plan)
+                sizes.append(len(ids))
+            if len(in_flight) == stages or plan is None:
+                done = in_flight.pop(0)
+                tokens.update(span.request for span in done.spans)
+                scheduler.commit(done, runner.run(done), 0.0)
+        assert max(tokens.values()) - min(tokens.values()) <= 1, "all wait equally long"
+        assert max(sizes) <= -(-count // stages)
+        assert len(sizes) == 60 or count < stages, "there is something for every stage"
+
+
+def test_a_pipeline_goes_on_with_a_prompt_before_its_last_chunk_is_through():
+    scheduler, runner = pipeline(2, num_blocks=400)
+    scheduler.add(make_request(0, list(range(200)), max_tokens=2))
+    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    assert [plan.spans[0].start for plan in (first, second)] == [0, 64]
+    for plan in (first, second):
+        scheduler.commit(plan, runner.run(plan), 0.0)
+
+
+def test_in_a_pipeline_the_oldest_partial_prefill_goes_first():
+    scheduler, runner = pipeline(2, num_blocks=400, max_num_partial_prefills=2)
+    for id in (0, 1):
+        scheduler.add(make_request(id, list(range(200 * id, 200 * id + 100)), max_tokens=2))
+    plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+    assert lengths(plans[1]) == {0: 36, 1: 28}
+    for plan in plans:
+        scheduler.commit(plan, runner.run(plan), 0.0)
+
+
 def test_steps_must_commit_in_order():
     scheduler, runner = make_scheduler()
     scheduler.add(make_request(0, [5, 6, 7]))
@@ -203,15 +258,16 @@ def test_requests_with_a_common_prefix_wait_for_the_one_that_computes_it():
 
 def test_when_the_leader_ends_its_followers_compute_for_themselves():
     for end in ("abort", "break"):
-        scheduler, runner = make_scheduler(num_blocks=100, block_size=4, max_num_batched_tokens=20)
+        scheduler, runner = make_scheduler(num_blocks=100, block_size=4, max_num_batched_tokens=200)
         for id in range(2):
             scheduler.add(make_request(id, [*range(40), id], max_tokens=2))
-        run_step(scheduler, runner)
+        if end == "break":
+            runner.broken.add(0)
+        plan = scheduler.schedule(0.0)
+        assert scheduler.requests[1].status is Status.AWAITING
         if end == "abort":
             scheduler.abort(0)
-        else:
-            runner.broken.add(0)
-        updates = run_all(scheduler, runner)
+        updates = scheduler.commit(plan, runner.run(plan), 0.0) + run_all(scheduler, runner)
         assert outputs(updates)[1] == expected_output([*range(40), 1], 2)
 
 
@@ -472,6 +528,17 @@ def test_an_owner_who_keeps_coming_does_not_starve_one_who_was_there():
         ends += [update.request for update in updates if update.finish_reason]
     assert ends.index(15) < 45, "a had 16 of the first 32, or nearly so"
     assert [id for id in ends if id < 16] == sorted(id for id in ends if id < 16), "in the order of arrival"
+
+
+def test_an_owner_who_comes_later_begins_among_those_that_run_and_makes_up_for_nothing():
+    scheduler, runner = make_scheduler(num_blocks=2000)
+    flood(scheduler, "a", range(100), max_tokens=5)
+    ends = []
+    while len(ends) < 50:
+        ends += [update.request for update in run_step(scheduler, runner)[1] if update.finish_reason]
+    flood(scheduler, "b", range(100, 140), max_tokens=5)
+    later = [update.request for update in run_all(scheduler, runner) if update.finish_reason]
+    assert 15 <= sum(id >= 100 for id in later[:40]) <= 25
 
 
 def test_one_owner_alone_is_served_by_arrival_and_never_preempted_for_turns():

@@ -10,25 +10,17 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "check.h"
+
 extern "C" int32_t quire_set_threads(int32_t count);
 extern "C" int32_t quire_threads();
 extern "C" void quire_disorder(uint64_t seed);
-
-#define CHECK(what)                                                       \
-    do {                                                                  \
-        if (!(what)) {                                                    \
-            std::fprintf(stderr, "line %d: not so: %s\n", __LINE__, #what); \
-            std::abort();                                                 \
-        }                                                                 \
-    } while (0)
 
 namespace {
 
@@ -184,23 +176,14 @@ void nobody_has_a_share() {
 }  // namespace
 
 int main(int count, char** arguments) {
-    const struct {
-        const char* name;
-        void (*run)();
-    } tests[] = {{"loops", loops},
-                 {"loops_in_disorder", loops_in_disorder},
-                 {"several_callers", several_callers},
-                 {"one_processor", one_processor},
-                 {"forks", forks},
-                 {"exit_in_the_middle", exit_in_the_middle},
-                 {"interrupted", interrupted},
-                 {"numbers_of_threads", numbers_of_threads},
-                 {"nobody_has_a_share", nobody_has_a_share}};
-    for (const auto& test : tests)
-        if (count == 2 && !std::strcmp(arguments[1], test.name)) {
-            test.run();
-            return 0;
-        }
-    for (const auto& test : tests) std::puts(test.name);  // which there are
-    return count == 1 ? 0 : 2;
+    return run_named(count, arguments,
+                     {{"loops", loops},
+                      {"loops_in_disorder", loops_in_disorder},
+                      {"several_callers", several_callers},
+                      {"one_processor", one_processor},
+                      {"forks", forks},
+                      {"exit_in_the_middle", exit_in_the_middle},
+                      {"interrupted", interrupted},
+                      {"numbers_of_threads", numbers_of_threads},
+                      {"nobody_has_a_share", nobody_has_a_share}});
 }

@@ -42,7 +42,7 @@ class KVManager:
         hasher: gives blocks their identity.
         needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
             token of a cached prefix is computed again.
-        events: told of what comes into the prefix cache and leaves it.
+        events: gets what is stored in the prefix cache and removed from it.
 
     Attributes:
         num_held: blocks that are held beside the requests, by the kind of their handles.

@@ -86,7 +86,7 @@ class PrefixCache:
 
     Args:
         groups: whose blocks they are.
-        events: told of the full blocks that come and go.
+        events: gets an event for each full block that is stored or removed.
     """
 
     caching = True

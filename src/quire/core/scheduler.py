@@ -226,15 +226,26 @@ class Scheduler:
 
     def _choose_decodes(self, step: PendingStep) -> None:
         """One token for every decoding request; those with more to compute are partial prefills."""
-        for request in list(self.running):
+        stages = self.config.pipeline_parallel_size
+        running, most = (list(self.running), len(self.running)) if stages == 1 else self._dealt_out(stages)
+        for request in running:
             remaining = request.num_remaining
             if request.status is not Status.RUNNING or not remaining or request.must_wait:
                 continue  # preempted for one before it, or waiting for its last commit
             if remaining > 1:
                 step.partial_before.append(request)
-            elif self._reserve(request, 1, step):
+            elif step.num_decodes < most and self._reserve(request, 1, step):
                 step.choose(request, 1)
                 step.num_decodes += 1
+
+    def _dealt_out(self, stages: int) -> tuple[list[Request], int]:
+        """Running requests for a pipeline, and how many of them may decode now: steps in flight are to be alike.
+
+        Those whose last token is not known yet wait for it; of the others those come first that have waited longest.
+        """
+        most = -(-sum(request.num_remaining <= 1 for request in self.running) // stages)
+        ready = [request for request in self.running if not request.num_pending]
+        return sorted(ready, key=lambda request: request.last_step if request.num_remaining == 1 else -1), most
 
     def _limit_prefill(self, step: PendingStep) -> None:
         if self._latency and step.num_decodes:

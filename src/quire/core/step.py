@@ -77,6 +77,20 @@ class RequestInfo:
 
 
 @dataclass(slots=True)
+class ExpertMove:
+    """Experts of one layer that are to be on other ranks.
+
+    Attributes:
+        version: counts up by one.
+        slots: the expert in each slot, see `ExpertSlots`.
+    """
+
+    version: int
+    layer: int
+    slots: list[int]
+
+
+@dataclass(slots=True)
 class StepPlan:
     """All that a step needs.
 
@@ -89,6 +103,8 @@ class StepPlan:
         num_tokens: the sum of the spans' lengths.
         drop_drafting: requests that get no drafts from this step on, so that they need not be followed. No step in
             flight verifies any of theirs.
+        expert_move: begin to read the experts that this rank gets; it has them when a later plan says so.
+        expert_version: the moves of experts up to this one are in force.
     """
 
     number: int
@@ -97,6 +113,8 @@ class StepPlan:
     ended: list[int] = field(default_factory=list)
     num_tokens: int = 0
     drop_drafting: list[int] = field(default_factory=list)
+    expert_move: ExpertMove | None = None
+    expert_version: int = 0
 
 
 @dataclass(slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import secrets
 import time
 from collections import deque
@@ -26,8 +28,9 @@ from quire.core.step import StepPlan, StepResult
 from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
+from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
-from quire.engine.ranks import RankExecutor, Ranks
+from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.fields import Fields
@@ -40,6 +43,7 @@ from quire.runner.device import open_device
 from quire.runner.kv_pools import retentions
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.model_runner import STEP_FAILED
+from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Proposer
 from quire.runner.start import OnLoad, Started, start_runner
 
@@ -158,6 +162,7 @@ class Engine:
         computing: entered around what may take long and writes no books, so that it may be interrupted there: launching
             steps, and waiting for them.
         path: folder of the checkpoint.
+        expert_balancer: moves experts between ranks; None: they share every expert, or there are none.
         kv_cache: the device's blocks, a cache a KV group.
         model_name: what the user called it.
         threads: how many a step uses.
@@ -184,8 +189,8 @@ class Engine:
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
-        self.threads = config.threads or max(1, usable_threads() // config.tensor_parallel_size)
-        self._ranks = self._start_ranks(open_checkpoint, proposer) if config.tensor_parallel_size > 1 else None
+        self.threads = config.threads or max(1, usable_threads() // config.num_ranks)
+        self._ranks = self._start_ranks(open_checkpoint, proposer) if config.num_ranks > 1 else None
         try:
             started = self._start(report, open_checkpoint, proposer, hash_key or secrets.token_bytes(32))
         except BaseException:
@@ -195,7 +200,9 @@ class Engine:
         self._timeline = None if trace is None else self._make_timeline(trace)
         self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
-        self._depth = int(config.async_scheduling)  # steps in flight beside the one that is waited for
+        self._depth = (
+            config.pipeline_parallel_size - 1 + int(config.async_scheduling)
+        )  # steps in flight beside the one that is waited for
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._updates: list[RequestUpdate] = []  # not handed out yet
         self._committing: list[int] = []  # requests of the step that is being committed
@@ -216,8 +223,10 @@ class Engine:
     ) -> Started:
         """Load the model, plan the memory, and make what schedules and what computes."""
         config = self.config
-        group = self._ranks.group if self._ranks else OneRank()
-        self.model, self.speculation = load(config, self.path, self.device, group, report, open_checkpoint, proposer)
+        group, stage = (self._ranks.group, self._ranks.stage) if self._ranks else (OneRank(), None)
+        self.model, self.speculation = load(
+            config, self.path, self.device, group, stage, report, open_checkpoint, proposer
+        )
         if self._ranks:
             report("waiting for the other ranks", 0.0)
             self._ranks.wait_loaded()  # they share what memory is free then
@@ -234,13 +243,22 @@ class Engine:
                 f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} leaves no room in a context "
                 f"of {self.max_model_len} tokens; lower it"
             )
+        self.expert_balancer: ExpertBalancer | None = None
+        if (mover := started.runner.mover) is not None and self._ranks:
+            prepared = self._ranks.prepared
+            mover.on_prepared = functools.partial(operator.setitem, prepared, 0)
+            self.expert_balancer = ExpertBalancer(self.model, prepared, config.eplb_interval)
         self._stats = EngineStats(num_blocks=self.memory_plan.num_usable)
         self.scheduler = Scheduler(config, self._kv_manager(hash_key), self.max_model_len)
+        runner = started.runner
         in_thread = config.async_scheduling and not self.device.asynchronous
-        self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(started.runner)
+        self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(runner)
         if self._ranks:
             self._ranks.begin(self.memory_plan)
-            self.executor = RankExecutor(self.executor, self._ranks)
+            if isinstance(runner, PipelineRunner):
+                self.executor = PipelineExecutor(runner, self._ranks)
+            else:
+                self.executor = RankExecutor(self.executor, self._ranks)
         return started
 
     def _start_ranks(self, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None) -> Ranks:
@@ -249,15 +267,17 @@ class Engine:
         Raises:
             ConfigError: so many cannot share the model, or what they would need cannot be sent to them.
         """
-        config, size = self.config, self.config.tensor_parallel_size
+        config, stages = self.config, self.config.pipeline_parallel_size
+        sizes = {"tensor_parallel_size": config.tensor_parallel_size, "pipeline_parallel_size": stages}
+        name = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         if config.device != "cpu":
-            raise ConfigError(f"tensor_parallel_size={size} with device={config.device}: CPUs alone have ranks so far")
+            raise ConfigError(f"{name} with device={config.device}: CPUs alone have ranks so far")
         if open_checkpoint is not Checkpoint or proposer is not None:
             raise ConfigError(
-                f"tensor_parallel_size={size}: other ranks read the checkpoint and make their drafts themselves; "
+                f"{name}: other ranks read the checkpoint and make their drafts themselves; "
                 "leave out open_checkpoint and proposer, or use one rank"
             )
-        widest, vocabulary = check_ranks(self.path, size)
+        widest, vocabulary = check_ranks(self.path, config.tensor_parallel_size, config.redundant_experts, stages)
         matrix = max(widest * config.max_num_batched_tokens, vocabulary) * torch.float32.itemsize
         return Ranks(config, self.path, self.threads, matrix)
 
@@ -284,8 +304,13 @@ class Engine:
         changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
         if changed:
             notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
+        if config.pipeline_parallel_size > 1:
+            notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
         if config.tensor_parallel_size > 1:
             notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
+        if config.redundant_experts is not None:
+            each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
+            notes.append(f"each rank has experts of its own, which {each}")
         if config.speculation is not None:
             notes.append(config.speculation.describe())
             if config.speculative_acceptance == "rejection":
@@ -360,6 +385,24 @@ class Engine:
         self.blocked = False
         self.scheduler.kv.release(handle)
 
+    def check_ranks(self) -> None:
+        """Whether all ranks are there, though no step may be asking for them.
+
+        Raises:
+            RankLostError: one is not.
+        """
+        if self._ranks:
+            self._ranks.check()
+
+    def rank_stats(self) -> dict[str, Any]:
+        """What passed between ranks, and how even their work is; nothing where there is one rank."""
+        if not self._ranks:
+            return {}
+        gathers, received = self._ranks.group.counts
+        experts = self.expert_balancer.stats() if self.expert_balancer else {}
+        stages = {"stage_busy": self.executor.busy} if isinstance(self.executor, PipelineExecutor) else {}
+        return {"ranks": self._ranks.group.size, "gathers": gathers, "gathered_bytes": received} | experts | stages
+
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""
         return self.scheduler.take_updates()
@@ -388,6 +431,8 @@ class Engine:
         # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
             scheduled = time.monotonic()
+            if self.expert_balancer:
+                self.expert_balancer.plan(plan, scheduled)
             for observer in self._observers:
                 observer.planned(plan, begin, scheduled - begin)
             submitting = time.monotonic()
@@ -401,8 +446,10 @@ class Engine:
         # 3. Take in the oldest steps, until no more are in flight than may overlap.
         depth = 0 if self.scheduler.trials.on else self._depth
         # Once no request is left, what is in flight is surplus, and nothing comes to overlap it with.
-        while self._in_flight and (not plan or len(self._in_flight) > depth or self.scheduler.idle):
+        waits = plan is None  # for the oldest: then there may be something to plan
+        while self._in_flight and (waits or len(self._in_flight) > depth or self.scheduler.idle):
             self._commit(*self._in_flight.popleft())
+            waits = False
 
     def close(self) -> None:
         """Free the model and its blocks. Calls after this raise EngineClosedError; a second close does nothing."""
@@ -412,7 +459,7 @@ class Engine:
             self.executor.close()
             if self._timeline:
                 self._timeline.close()
-            del self.model, self.scheduler, self.executor, self.kv_cache, self.speculation
+            del self.model, self.scheduler, self.executor, self.kv_cache, self.speculation, self._ranks
             self.device.release()
 
     def _commit(self, plan: StepPlan, pending: PendingResult) -> None:

@@ -46,7 +46,7 @@ class InlineExecutor:
         self._runner = runner
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        return _Launched(_try(lambda: self._runner.launch(plan)))
+        return _Launched(attempt(lambda: self._runner.launch(plan)))
 
     def close(self) -> None:
         del self._runner
@@ -57,7 +57,7 @@ class _Launched:
         self._step = step
 
     def wait(self) -> StepResult:
-        return _try(self._step.wait)
+        return attempt(self._step.wait)
 
 
 class ThreadExecutor:
@@ -89,10 +89,10 @@ class _InThread:
 
 
 def _run(runner: ModelRunner, plan: StepPlan) -> StepResult:
-    return _try(lambda: runner.launch(plan).wait())
+    return attempt(lambda: runner.launch(plan).wait())
 
 
-def _try(call: Callable[[], T]) -> T:
+def attempt(call: Callable[[], T]) -> T:
     """What the runner's `call` returns; any error of it is one of those that `PendingResult.wait` names."""
     try:
         return call()

@@ -6,6 +6,7 @@ import socket
 
 import msgspec
 
+from quire.runner.expert_mover import Prepared
 from quire.runner.memory_plan import MemoryPlan
 
 LENGTH_BYTES = 4
@@ -32,7 +33,7 @@ class Failed(msgspec.Struct, tag=True):
     known: bool
 
 
-FromRank = Loaded | Ready | Failed
+FromRank = Loaded | Ready | Failed | Prepared
 
 
 class Link:
@@ -40,13 +41,25 @@ class Link:
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
+        self._message, self._sent = b"", [0]  # the last one, and how many bytes of it each call has sent
 
     def send(self, payload: bytes) -> None:
-        """Raises OSError where the other end is gone, or does not read for as long as the socket waits."""
-        self.socket.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+        """Send a message. One that was interrupted, as by Ctrl-C, is sent to its end before the next one.
+
+        Raises:
+            OSError: the other end is gone, or does not read for as long as the socket waits.
+        """
+        self._finish()
+        self._message, self._sent = len(payload).to_bytes(LENGTH_BYTES, "little") + payload, [0]
+        self._finish()
+
+    def _finish(self) -> None:
+        while (sent := sum(self._sent)) < len(self._message):
+            # One call sends and notes how much it was, so that an interrupt comes before both or after both.
+            self._sent.extend(map(self.socket.send, [memoryview(self._message)[sent:]]))
 
     def receive(self) -> bytes | None:
-        """The next message; None: the other end was closed."""
+        """The next message; None: the other end was closed, or stands still in the middle of one."""
         head = self._read(LENGTH_BYTES)
         return None if head is None else self._read(int.from_bytes(head, "little"))
 
@@ -55,7 +68,7 @@ class Link:
         while missing:
             try:
                 part = self.socket.recv(min(missing, 1 << 20))
-            except ConnectionError:
+            except OSError:
                 return None
             if not part:
                 return None

@@ -10,11 +10,37 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import choose_kernels
-from quire.parallel.group import Group
+from quire.ops.cpu.group import SharedGroup
+from quire.parallel.group import Group, OneRank
 from quire.runner.device import Device
 from quire.runner.proposer import Proposer, Speculation
 from quire.runner.start import OnLoad
 from quire.speculate.methods import make_speculation
+
+EARLIER = 0.8
+"""Of `collective_timeout_s`: those who share layers find sooner than the others which of them does not answer."""
+
+
+def join(
+    config: EngineConfig, rank: int, memory: int, stage_memory: int, bytes: int
+) -> tuple[SharedGroup, Group | None]:
+    """A rank's place among all ranks, and among those that share its layers, see `Model`.
+
+    Args:
+        memory, stage_memory: of the two, see `SharedGroup`; the second only where both kinds are more than one.
+        bytes: of the largest matrix.
+
+    Raises:
+        ConfigError: see `SharedGroup`.
+    """
+    timeout, size = config.collective_timeout_s, config.tensor_parallel_size
+    everybody = SharedGroup(memory, bytes, rank, config.num_ranks, timeout)
+    if config.pipeline_parallel_size == 1:
+        return everybody, None
+    if size == 1:
+        return everybody, OneRank()
+    place = rank % size
+    return everybody, SharedGroup(stage_memory, bytes, place, size, EARLIER * timeout, first=rank - place)
 
 
 def load(
@@ -22,11 +48,12 @@ def load(
     path: Path,
     device: Device,
     group: Group,
+    stage: Group | None,
     report: OnLoad,
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     proposer: Proposer | None = None,
 ) -> tuple[Model, Speculation | None]:
-    """The model, or this rank's part of it, and what drafts.
+    """The model, or this rank's part of it, and what drafts; `stage`: see `Model`.
 
     Raises:
         ConfigError, CheckpointError: and what derives from them.
@@ -43,6 +70,8 @@ def load(
         open_checkpoint,
         mtp=spec is not None and spec.method == "mtp",
         ranks=group,
+        redundant_experts=config.redundant_experts,
+        stage=stage,
     )
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")

@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -20,6 +20,9 @@ from quire.config import EngineConfig
 from quire.core.step import StepPlan
 from quire.engine.link import Begin, Failed, Link, Loaded, Ready
 from quire.errors import DeviceLostError, QuireError, StepGivenUpError
+
+if TYPE_CHECKING:
+    from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -31,24 +34,28 @@ class RankStart(msgspec.Struct, kw_only=True):
         config: fields of `EngineConfig`.
         path: the checkpoint's folder.
         threads: of this rank.
-        link, memory: descriptors that it inherits: its end of the sockets, and the group's memory.
+        link: descriptor of its end of the sockets, which it inherits.
+        memory, stage_memory: see `join`.
         matrix_bytes: see `SharedGroup`.
+        log_format, debug: see `log.configure`.
     """
 
     config: dict[str, Any]
     path: str
     threads: int
     rank: int
-    size: int
     link: int
     memory: int
+    stage_memory: int
     matrix_bytes: int
+    log_format: Literal["text", "json"]
+    debug: bool
 
 
 def main() -> int:
     """Load, compute plans until there are no more, and leave; 1 if it could not start, or must not go on."""
     start = child.begin(RankStart, dies_with_parent=False)
-    log.configure("text", debug=False)
+    log.configure(start.log_format, start.debug)
     link = Link(socket.socket(fileno=start.link))
     threading.Thread(target=_leave_with_first, args=(start.link,), name="quire-first-rank", daemon=True).start()
     try:
@@ -60,20 +67,31 @@ def main() -> int:
         message = str(error) if known else f"rank {start.rank} cannot start: {type(error).__name__}: {error}"
         link.send(msgspec.msgpack.encode(Failed(message, known)))
         return 1
-    if runner is None:
-        return 0
-    decoder = msgspec.msgpack.Decoder(StepPlan)
+    return 0 if runner is None else _compute(start.rank, runner, link)
+
+
+def _compute(rank: int, runner: ModelRunner, link: Link) -> int:
+    """All plans that come. Those that this rank cannot compute are given up, and the first one decides what follows."""
+    decoder, failed = msgspec.msgpack.Decoder(StepPlan), False
     while (encoded := link.receive()) is not None:
-        plan = decoder.decode(encoded)
         try:
-            runner.launch(plan).wait()
+            if encoded:
+                runner.launch(decoder.decode(encoded))
+            else:
+                runner.drain()
+            failed = False
         except DeviceLostError as error:
-            logger.error("rank %d ends: %s", start.rank, error)
+            logger.error("rank %d ends: %s", rank, error)
             return 1
-        except StepGivenUpError:  # by another rank; the first one decides what comes of its requests
-            continue
+        except msgspec.MsgspecError:
+            logger.exception("rank %d ends: a plan cannot be read", rank)
+            return 1
+        except StepGivenUpError:  # by another rank, whose own log says why
+            failed = True
         except Exception as error:
-            logger.warning("rank %d: a step failed: %s: %s", start.rank, type(error).__name__, error, exc_info=True)
+            level = logging.DEBUG if failed else logging.WARNING  # plans may be under way that rest on the failed one
+            logger.log(level, "rank %d: a step failed: %s: %s", rank, type(error).__name__, error, exc_info=True)
+            failed = True
     return 0
 
 
@@ -90,23 +108,24 @@ def _silent(phase: str, share: float) -> None:
     """The first rank tells how far starting is."""
 
 
-def _load(start: RankStart, link: Link) -> Any:
+def _load(start: RankStart, link: Link) -> ModelRunner | None:
     """What computes plans; None: the first rank has given up."""
-    from quire.engine.loading import load
-    from quire.ops.cpu.group import SharedGroup
+    from quire.engine.loading import join, load
     from quire.runner.device import open_device
     from quire.runner.start import start_runner
 
     config = EngineConfig(**start.config)
-    group = SharedGroup(start.memory, start.matrix_bytes, start.rank, start.size, config.collective_timeout_s)
+    group, stage = join(config, start.rank, start.memory, start.stage_memory, start.matrix_bytes)
     device = open_device(config.device)
-    model, speculation = load(config, Path(start.path), device, group, _silent)
+    model, speculation = load(config, Path(start.path), device, group, stage, _silent)
     link.send(msgspec.msgpack.encode(Loaded()))
     message = link.receive()
     if message is None:
         return None
     begin = msgspec.msgpack.decode(message, type=Begin)
     runner = start_runner(config, model, device, start.threads, _silent, speculation, begin.plan).runner
+    if runner.mover is not None:
+        runner.mover.on_prepared = lambda prepared: link.send(msgspec.msgpack.encode(prepared))
     link.send(msgspec.msgpack.encode(Ready()))
     return runner
 

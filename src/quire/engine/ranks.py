@@ -14,19 +14,24 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from quire import child
+from quire import child, log
 from quire.config import EngineConfig
 from quire.core.step import StepPlan, StepResult
-from quire.engine.executor import Executor, PendingResult
+from quire.engine.executor import Executor, PendingResult, T, attempt
 from quire.engine.link import Begin, Failed, FromRank, Link
+from quire.engine.loading import join
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError, QuireError, RankLostError
-from quire.ops.cpu.group import SharedGroup, new_memory
+from quire.ops.cpu.group import new_memory
+from quire.runner.expert_mover import Prepared
 from quire.runner.memory_plan import MemoryPlan
+from quire.runner.pipeline_runner import PipelinedStep, PipelineRunner
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ CLOSE_SECONDS = 2.0
 
 
 class Ranks:
-    """The other ranks, as the first one sees them. They load while the first one does.
+    """The other ranks, as the first one sees them. They load while the first one does, and end with this object.
 
     Args:
         config: the engine's options.
@@ -44,7 +49,8 @@ class Ranks:
         matrix_bytes: see `SharedGroup`.
 
     Attributes:
-        group: the first rank's place among them.
+        group: the first rank's place among them. stage: among those that share its layers, see `Model`.
+        prepared: what each rank has said last of experts that move.
 
     Raises:
         ConfigError: see `SharedGroup`.
@@ -52,37 +58,47 @@ class Ranks:
     """
 
     def __init__(self, config: EngineConfig, path: Path, threads: int, matrix_bytes: int) -> None:
-        self._timeout, size = config.collective_timeout_s, config.tensor_parallel_size
-        memory = new_memory(matrix_bytes)
+        self._timeout, size, width = config.collective_timeout_s, config.num_ranks, config.tensor_parallel_size
+        memories = [new_memory(matrix_bytes)]
         self._links: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._closing = False
-        self._watcher: threading.Thread | None = None
+        self.prepared: list[Prepared | None] = [None] * size
+        self._out_of_memory = _out_of_memory_kills()
+        self._closing = threading.Event()
+        self.close = weakref.finalize(self, _close, self._links, self._processes, self._closing)
+        log_format, debug = log.in_use()
         start = RankStart(
             config=dataclasses.asdict(config),
             path=str(path),
             threads=threads,
             rank=0,
-            size=size,
             link=-1,
-            memory=memory,
+            memory=memories[0],
+            stage_memory=-1,
             matrix_bytes=matrix_bytes,
+            log_format=log_format,
+            debug=debug,
         )
         try:
-            self.group = SharedGroup(memory, matrix_bytes, 0, size, self._timeout)
+            if 1 < width < size:
+                memories += [new_memory(matrix_bytes) for _ in range(config.pipeline_parallel_size)]
+            of_stages = memories[1:] or [-1] * config.pipeline_parallel_size
+            self.group, self.stage = join(config, 0, memories[0], of_stages[0], matrix_bytes)
             for rank in range(1, size):
-                self._start(msgspec.structs.replace(start, rank=rank))
+                self._start(msgspec.structs.replace(start, rank=rank, stage_memory=of_stages[rank // width]))
         except BaseException:
             self.close()
             raise
         finally:
-            os.close(memory)
+            for memory in memories:
+                os.close(memory)
 
     def _start(self, start: RankStart) -> None:
         own, other = socket.socketpair()
         with other:
             start.link = other.fileno()
-            process = child.spawn_beside(child.python("quire.engine.rank"), start, fds=(start.link, start.memory))
+            fds = [fd for fd in (start.link, start.memory, start.stage_memory) if fd >= 0]
+            process = child.spawn_beside(child.python("quire.engine.rank"), start, fds=fds)
         own.settimeout(None)
         self._links.append(Link(own))
         self._processes.append(process)
@@ -105,8 +121,13 @@ class Ranks:
             self._hear(rank)
         for link in self._links:
             link.socket.settimeout(self._timeout)
-        self._watcher = threading.Thread(target=self._watch, name="quire-ranks", daemon=True)
-        self._watcher.start()
+        watching = self._links, self._lose, self.prepared, self._closing
+        threading.Thread(target=_watch, args=watching, name="quire-ranks", daemon=True).start()
+
+    def _lose(self, rank: int) -> None:
+        self.group.lose(rank)
+        if self.stage is not None and rank < self.stage.size:
+            self.stage.lose(rank)
 
     def _hear(self, rank: int) -> None:
         """The next message of a rank that starts."""
@@ -128,52 +149,75 @@ class Ranks:
             try:
                 link.send(payload)
             except OSError:
-                self.group.lose(rank)
-                raise self.explained(RankLostError("", rank)) from None
+                self._lose(rank)
+                raise self.explained(rank) from None
 
-    def explained(self, error: RankLostError) -> RankLostError:
-        """The same error with what is known of the rank's end."""
-        how, outside = self._ended(error.rank) if error.rank else ("", False)
-        return RankLostError(f"rank {error.rank} {how}", error.rank, outside)
+    def check(self) -> None:
+        """Whether all are there: it may be that nothing is computed, and none would be missed.
+
+        Raises:
+            RankLostError: one is not.
+        """
+        if self.group.lost is not None:
+            raise self.explained(self.group.lost)
+
+    def explained(self, rank: int) -> RankLostError:
+        """What is known of the end of a rank that was lost."""
+        how, outside = self._ended(rank) if rank else (f"did not answer the others for {self._timeout:g} seconds", True)
+        return RankLostError(f"rank {rank} {how}", rank, outside)
 
     def _ended(self, rank: int) -> tuple[str, bool]:
-        """How a rank ended, in words, and whether from outside."""
+        """How a rank ended, in words, and whether it was ended from outside, so that no request is to blame."""
         try:
             code = self._processes[rank - 1].wait(0.5)
         except subprocess.TimeoutExpired:
-            return f"has not answered for {self._timeout:g} seconds (collective_timeout_s)", True
+            return f"has not answered for {self._timeout:g} seconds (collective_timeout_s)", False
         if code >= 0:
             return f"ended with exit code {code}; its log says why", False
-        return f"died (killed by {signal.Signals(-code).name})", -code in (signal.SIGKILL, signal.SIGTERM)
+        for_memory = -code == signal.SIGKILL and _out_of_memory_kills() > self._out_of_memory
+        name = f"{signal.Signals(-code).name}{': the system is out of memory' if for_memory else ''}"
+        return f"died (killed by {name})", -code in (signal.SIGKILL, signal.SIGTERM) and not for_memory
 
-    def _watch(self) -> None:
-        """Until all are gone: one that ends is lost to the others at once."""
-        with selectors.DefaultSelector() as selector:
-            for rank, link in enumerate(self._links, start=1):
-                selector.register(link.socket, selectors.EVENT_READ, rank)
-            while selector.get_map() and not self._closing:
-                for key, _ in selector.select():
-                    selector.unregister(key.fileobj)  # after its start a rank says nothing: this is its end
-                    if not self._closing:
-                        self.group.lose(key.data)
 
-    def close(self) -> None:
-        """Let them leave, or end them."""
-        self._closing = True
-        for link in self._links:
-            with contextlib.suppress(OSError):  # it has ended by itself
-                link.socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher, too
-        end = time.monotonic() + CLOSE_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join()
-        for link in self._links:
-            link.socket.close()
+def _out_of_memory_kills() -> int:
+    """How many processes of this machine the system has killed for want of memory; 0 where it does not tell."""
+    with contextlib.suppress(OSError):
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counters.get("oom_kill", 0))
+    return 0
+
+
+def _watch(
+    links: Sequence[Link], lose: Callable[[int], None], prepared: list[Prepared | None], closing: threading.Event
+) -> None:
+    """Until all are gone: what they say of experts that move, and that one which ends is lost to the others at once."""
+    with selectors.DefaultSelector() as selector:
+        for rank, link in enumerate(links, start=1):
+            selector.register(link.socket, selectors.EVENT_READ, rank)
+        while selector.get_map() and not closing.is_set():
+            for key, _ in selector.select():
+                message = links[key.data - 1].receive()
+                if message is not None:
+                    prepared[key.data] = msgspec.msgpack.decode(message, type=Prepared)
+                    continue
+                selector.unregister(key.fileobj)
+                if not closing.is_set():
+                    lose(key.data)
+
+
+def _close(links: Sequence[Link], processes: Sequence[subprocess.Popen[bytes]], closing: threading.Event) -> None:
+    """Let ranks leave, or end them."""
+    closing.set()
+    for link in links:
+        with contextlib.suppress(OSError):  # it has ended by itself
+            link.socket.shutdown(socket.SHUT_RDWR)  # wakes who watches, too
+    end = time.monotonic() + CLOSE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class RankExecutor:
@@ -184,17 +228,66 @@ class RankExecutor:
         self._encoder = msgspec.msgpack.Encoder()
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        self._ranks.send(self._encoder.encode(plan))
         try:
+            self._ranks.send(self._encoder.encode(plan))
             return _Pending(self._own.submit(plan), self._ranks)
         except RankLostError as error:
-            raise self._ranks.explained(error) from None
+            raise self._ranks.explained(error.rank) from None
+        except BaseException:  # Ctrl-C may come when the others have the plan already
+            self._ranks.group.give_up(plan.number)
+            raise
 
     def close(self) -> None:
         try:
             self._own.close()  # steps in flight need the others
         finally:
             self._ranks.close()
+
+
+class PipelineExecutor:
+    """Has all stages of a pipeline go on by one, each time that a plan comes, or that one's result is waited for."""
+
+    def __init__(self, runner: PipelineRunner, ranks: Ranks) -> None:
+        self._runner, self._ranks = runner, ranks
+        self._encoder = msgspec.msgpack.Encoder()
+        self._newest = -1  # plan
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        self._newest = plan.number
+        return _Pipelined(self._on_all(self._encoder.encode(plan), lambda: self._runner.launch(plan)), self)
+
+    @property
+    def busy(self) -> list[float]:
+        """Of each stage, the share of the time of all slots that it has computed its layers."""
+        return [seconds / self._runner.seconds for seconds in self._runner.busy] if self._runner.seconds else []
+
+    def drain(self) -> None:
+        """A slot without a plan."""
+        self._on_all(b"", self._runner.drain)
+
+    def _on_all(self, message: bytes, call: Callable[[], T]) -> T:
+        try:
+            self._ranks.send(message)
+            return attempt(call)
+        except RankLostError as error:
+            raise self._ranks.explained(error.rank) from None
+        except BaseException:
+            self._ranks.group.give_up(self._newest)
+            raise
+
+    def close(self) -> None:
+        del self._runner
+        self._ranks.close()
+
+
+class _Pipelined:
+    def __init__(self, step: PipelinedStep, executor: PipelineExecutor) -> None:
+        self._step, self._executor = step, executor
+
+    def wait(self) -> StepResult:
+        while not self._step.is_through:
+            self._executor.drain()
+        return attempt(self._step.wait)
 
 
 class _Pending:
@@ -205,4 +298,4 @@ class _Pending:
         try:
             return self._own.wait()
         except RankLostError as error:
-            raise self._ranks.explained(error) from None
+            raise self._ranks.explained(error.rank) from None

@@ -179,6 +179,7 @@ class EngineProcess:
             while not self._stopping:
                 self._receive()
                 self._let_in()
+                self.engine.check_ranks()
                 if not self.engine.idle:
                     self._send(self.engine.step())
                 self._tell_statistics()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
-from quire.ops import RaggedBatch
-from quire.ops.experts import CountedExperts, Routing
+from quire.ops import Product, RaggedBatch
+from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
 from quire.parallel.group import Split
 
 ROUTING_BYTES = 32
@@ -60,6 +61,15 @@ class ExpertsConfig:
         return shapes
 
 
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """What a rank needs to compute the experts in its slots: see `ExpertsLayer.arranged`."""
+
+    slots: tuple[int, ...]
+    own: dict[int, tuple[Product, Product]]
+    experts: Experts
+
+
 class ExpertsLayer:
     """The experts of one layer, in place of a `GatedMLP`.
 
@@ -73,6 +83,7 @@ class ExpertsLayer:
 
     Attributes:
         load: [experts] int64, tokens that each expert has got.
+        slots: the expert in each slot, where ranks have experts of their own; empty where they share each.
     """
 
     def __init__(self, config: ExpertsConfig, weights: LayerWeights) -> None:
@@ -85,10 +96,21 @@ class ExpertsLayer:
         if config.selection_bias:
             self._bias = weights.tensor(f"{block}.gate.e_score_correction_bias", torch.float32).clone()
         prefixes = [f"{block}.experts.{expert}." for expert in range(count)]
-        up = [weights.linear(prefix + names.gate, prefix + names.up, split=Split.OUTPUTS) for prefix in prefixes]
-        down = [weights.linear(prefix + names.down, split=Split.INPUTS) for prefix in prefixes]
-        products = [each.product for each in up], [each.product for each in down]
-        self._experts, self._outputs = weights.kernels.experts(*products, down[0].inputs), down[0].outputs
+        self.slots: tuple[int, ...] = ()
+        if weights.expert_slots:
+            self._outputs, self._group = None, weights.group
+            self._own: dict[int, tuple[Product, Product]] = {}  # by expert
+            self._read: Callable[[int], tuple[Product, Product]] = lambda expert: _whole(
+                weights, prefixes[expert], names
+            )
+            self.use(self.arranged([slot % count for slot in range(weights.expert_slots)]))
+            for prefix in (prefix for expert, prefix in enumerate(prefixes) if expert not in self._own):
+                weights.elsewhere(prefix)
+        else:
+            up = [weights.linear(prefix + names.gate, prefix + names.up, split=Split.OUTPUTS) for prefix in prefixes]
+            down = [weights.linear(prefix + names.down, split=Split.INPUTS) for prefix in prefixes]
+            products = [each.product for each in up], [each.product for each in down]
+            self._experts, self._outputs = weights.kernels.experts(*products, down[0].inputs), down[0].outputs
         self._shared = GatedMLP(weights, f"{block}.shared_experts.") if config.shared_intermediate_size else None
         self.load = torch.zeros(count, dtype=torch.int64, device=weights.kernels.device)
 
@@ -100,6 +122,21 @@ class ExpertsLayer:
         out = self._experts(x, ids, weights)
         out = out if self._outputs is None else self._outputs(out)
         return out if self._shared is None else out + self._shared(x)
+
+    def arranged(self, experts: Sequence[int]) -> Arranged:
+        """This rank's part of the experts in these slots: those that it has not are read from the checkpoint.
+
+        May be called by another thread than that which computes.
+        """
+        slots = ExpertSlots(self._group, tuple(experts))
+        wanted = [slots.experts[slot] for slot in slots.own]
+        own = {expert: self._own.get(expert) or self._read(expert) for expert in dict.fromkeys(wanted)}
+        up, down = zip(*(own[expert] for expert in wanted), strict=True)
+        return Arranged(slots.experts, own, self._kernels.experts(up, down, slots))
+
+    def use(self, arranged: Arranged) -> None:
+        """From now on; all ranks at the same step."""
+        self.slots, self._own, self._experts = arranged.slots, arranged.own, arranged.experts
 
     def workspace(self, tokens: int, hidden: int, dtype: torch.dtype) -> int:
         """Most bytes of intermediate results for so many tokens of `hidden` numbers in `dtype`, beside x; counted.
@@ -113,3 +150,8 @@ class ExpertsLayer:
         per_token = ROUTING_BYTES * experts + 32 * top_k  # ids and weights, and their copies
         per_token += (3 * hidden + 3 * self._shared_size) * dtype.itemsize  # the experts', the shared one's, the sum
         return tokens * per_token + self._experts.workspace(tokens, top_k, dtype)
+
+
+def _whole(weights: LayerWeights, prefix: str, names: ExpertNames) -> tuple[Product, Product]:
+    """An expert's two products, read from the checkpoint."""
+    return weights.linear(prefix + names.gate, prefix + names.up).product, weights.linear(prefix + names.down).product

@@ -19,6 +19,8 @@ class LayerWeights(Protocol):
     kernels: Kernels
     group: Group
     """Of the ranks that compute these layers together."""
+    expert_slots: int
+    """Of all ranks, for the experts of a layer, each of which one rank computes alone; 0: ranks share every expert."""
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor in `dtype`, unless said that of the computation, such as "self_attn.q_norm.weight"."""
@@ -33,6 +35,10 @@ class LayerWeights(Protocol):
             split: how the ranks share it.
             heads: of how many the outputs of each are (split by inputs: its inputs), where no head may be cut.
         """
+        ...
+
+    def elsewhere(self, prefix: str) -> None:
+        """Another rank has the weights whose names begin so."""
         ...
 
     def norm(self, name: str, eps: float) -> RMSNorm:

@@ -17,7 +17,7 @@ from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
-from quire.parallel.group import Split, own_heads
+from quire.parallel.group import Group, Split, own_heads
 
 
 class AuxHiddenStates:
@@ -112,10 +112,11 @@ class Model(ModelSizes):
     Args:
         config: what config.json says.
         weights: the checkpoint's.
+        stage: the ranks that share each of this one's layers, where others have other layers; None: all share all.
 
     Attributes:
         kernels: the implementation that computes it.
-        ranks: those that share it.
+        ranks: those that share it. stage: those that share its layers. stages: how many such there are.
         embedding: its table of tokens.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
@@ -128,11 +129,18 @@ class Model(ModelSizes):
     architecture: str = ""
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, stage: Group | None = None) -> None:
         expands = config.layer.latent is not None and may_expand(weights.kernels)
         super().__init__(config, weights.dtype, weights.quantization, expands)
-        self.kernels, self.ranks = weights.kernels, weights.group
-        self.num_kv_heads = own_heads(self.num_kv_heads, self.ranks)
+        self.kernels, self.ranks, self.stage = weights.kernels, weights.group, stage or weights.group
+        self.stages = self.ranks.size // self.stage.size
+        own = _layers_of(self.ranks.rank // self.stage.size, self.stages, config.num_layers)
+        if self.stages > 1:
+            self.num_layers, self.groups = len(own), (self.groups[0]._replace(layers=tuple(own)),)
+            for index in {*range(config.num_layers)} - {*own}:
+                weights.elsewhere(f"model.layers.{index}.")
+        self._first = own.start
+        self.num_kv_heads = own_heads(self.num_kv_heads, self.stage)
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         # The largest tensor first: memory's peak is then not the whole model and once more this.
@@ -147,15 +155,25 @@ class Model(ModelSizes):
         }  # by layer: its group, and which layer of that it is
         self.layers = [
             DecoderLayer(
-                config.layer_at(index), weights.under(f"model.layers.{index}."), self._places[index][1], window
+                config.layer_at(index),
+                weights.under(f"model.layers.{index}.", self.stage),
+                self._places[index][1],
+                window,
             )
-            for index, window in enumerate(config.windows)
+            for index, window in zip(own, config.windows[own.start :], strict=False)
         ]
         self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
         self.expert_layers = {
-            index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, ExpertsLayer)
+            index: layer.mlp
+            for index, layer in zip(own, self.layers, strict=True)
+            if isinstance(layer.mlp, ExpertsLayer)
         }
         self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the memory through which the ranks of a machine gather, all of it."""
+        return self.ranks.shared_bytes + (self.stages * self.stage.shared_bytes if self.stages > 1 else 0)
 
     @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
@@ -200,15 +218,31 @@ class Model(ModelSizes):
             caches: of each group.
             aux: filled with what enters some of the layers; None: they are not needed.
         """
+        x, residual = self.run_layers(None, self.embedding(batches[0].token_ids), batches, caches, aux)
+        return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
+
+    def run_layers(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        batches: Sequence[RaggedBatch],
+        caches: Sequence[KVCache],
+        aux: AuxHiddenStates | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """A step through the layers that are here, see `forward`: (x, residual) [tokens, hidden] before and after."""
         tables = self.rotary.tables(batches[0].positions)
-        x, residual = None, self.embedding(batches[0].token_ids)  # [tokens, hidden]
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers, start=self._first):
             if aux is not None:
                 aux.take(index, x, residual)
             group, _ = self._places[index]
             x, residual = layer(x, residual, tables, caches[group], batches[group])
-        return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
+        return x, residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] of `forward`. Returns [rows, vocabulary] fp32."""
         return self.head(hidden, torch.float32)
+
+
+def _layers_of(stage: int, stages: int, layers: int) -> range:
+    """The layers of one stage: as many as of any other one, or one more; the first one never has fewer."""
+    return range(*(-(-layers * place // stages) for place in (stage, stage + 1)))

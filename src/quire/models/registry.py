@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, UnknownArchitectureError
+from quire.layers.experts import ExpertsConfig
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
@@ -46,6 +47,8 @@ def load_model(
     mtp: bool = False,
     ranks: Group | None = None,
     one_kv_group: bool = False,
+    redundant_experts: int | None = None,
+    stage: Group | None = None,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -60,6 +63,8 @@ def load_model(
         mtp: load the layer that predicts one token more, too.
         ranks: those that share the model; None: it is whole.
         one_kv_group: see `DecoderConfig`.
+        redundant_experts: ranks have whole experts, and so many of each layer's twice; None: they share each expert.
+        stage: see `Model`.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -70,7 +75,8 @@ def load_model(
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     stored = record is not None
     kernels = kernels or choose_kernels()
-    model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, ranks, one_kv_group)
+    sharing = ranks, one_kv_group, redundant_experts, stage
+    model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, *sharing)
     return model
 
 
@@ -84,6 +90,8 @@ def build_model(
     mtp: bool = False,
     ranks: Group | None = None,
     one_kv_group: bool = False,
+    redundant_experts: int | None = None,
+    stage: Group | None = None,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
@@ -93,23 +101,29 @@ def build_model(
     if mtp:
         config = config.with_mtp()
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
-    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, progress, quantization, stored, skipped, ranks)
+    slots = 0
+    if redundant_experts is not None and config.routing is not None:
+        slots = config.routing.num_experts + redundant_experts
+    stand = progress, quantization, stored, skipped, ranks, slots
+    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
     with kernels.threads(usable_threads()):
-        model = Model(config, weights)
+        model = Model(config, weights, stage)
     weights.check_all_taken()
     model.architecture = _architecture(checkpoint.config)
     model.weight_bytes -= weights.bytes_saved()
     model.expert_bytes -= weights.bytes_saved(experts=True)
+    if slots:
+        weights.complete()
     model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
     return model, weights
 
 
-def check_ranks(path: Path | str, size: int) -> tuple[int, int]:
-    """Whether so many ranks can share the model in a folder; returns the most columns that they gather in a
-    layer, and the size of the vocabulary.
+def check_ranks(path: Path | str, size: int, redundant_experts: int | None = None, stages: int = 1) -> tuple[int, int]:
+    """Whether so many ranks can share each layer of the model in a folder, and so many stages its layers; returns the
+    most numbers of a token that they bring together at a time, and how many at once in any case.
 
     Raises:
-        ConfigError: they cannot, since heads are not cut.
+        ConfigError: they cannot, since heads and layers are not cut, and each has as many experts as the others.
     """
     checkpoint = Checkpoint(Path(path))
     config = read_config(checkpoint.config, checkpoint.generation)
@@ -121,10 +135,41 @@ def check_ranks(path: Path | str, size: int) -> tuple[int, int]:
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values); allowed: {', '.join(map(str, allowed))}"
         )
+    if stages > 1:
+        _check_stages(config, stages)
+    if redundant_experts is not None:
+        _check_slots(layer.experts, size, redundant_experts)
     values = layer.latent.v_head_dim if layer.latent else layer.head_dim
-    experts = layer.experts
+    experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
     inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
-    return max(layer.hidden_size, heads * values, layer.intermediate_size, inner), config.vocab_size
+    passed_on = 2 * stages * layer.hidden_size if stages > 1 else 0
+    widest = max(layer.hidden_size, heads * values, layer.intermediate_size, inner, passed_on)
+    return widest, max(config.vocab_size, turns * layer.hidden_size)
+
+
+def _check_stages(config: DecoderConfig, stages: int) -> None:
+    if stages > config.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} is more than the model's {config.num_layers} layers; lower it"
+        )
+    if len(config.groups) > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: not yet for models of which some layers see a window; use "
+            "tensor_parallel_size"
+        )
+
+
+def _check_slots(experts: ExpertsConfig | None, ranks: int, redundant: int) -> None:
+    if experts is None:
+        raise ConfigError("enable_expert_parallel=True, but the model has no experts; leave it out")
+    count = experts.routing.num_experts
+    if (count + redundant) % ranks or redundant > count * (ranks - 1):
+        allowed = range(-count % ranks, count * (ranks - 1) + 1, ranks)
+        shown = ", ".join(map(str, allowed[:3])) + (f" ... {allowed[-1]}" if len(allowed) > 3 else "")
+        raise ConfigError(
+            f"num_redundant_experts={redundant}: the {count} experts of a layer and these are shared out evenly among "
+            f"tensor_parallel_size={ranks} ranks; allowed: {shown}"
+        )
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -59,6 +60,7 @@ class Weights:
         stored: the checkpoint holds them quantized; otherwise they are quantized as they are read.
         skipped: how the names of tensors begin for which the model need not have a place.
         group: the ranks that share the model; this one reads what is its own.
+        expert_slots: see `LayerWeights`.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
@@ -80,9 +82,10 @@ class Weights:
         stored: bool = False,
         skipped: tuple[str, ...] = (),
         group: Group | None = None,
+        expert_slots: int = 0,
     ) -> None:
         self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
-        self.group = group or OneRank()
+        self.group, self.expert_slots = group or OneRank(), expert_slots
         self.products: dict[str, QuantizedWeight] = {}
         self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
         self._progress = progress
@@ -98,6 +101,7 @@ class Weights:
         self._bytes_read = 0
         self._elsewhere: dict[str, int] = {}
         self._taken: set[str] = set()
+        self._complete = False
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor in `dtype`, unless said that of the computation, on the kernels' device.
@@ -172,7 +176,8 @@ class Weights:
         how = _how(f"{names[0]}.weight", self.quantization)
         product = product_name(names)
         quantized = self._read(names, product, how, rows) if self._stored else self._quantized(parts, product, how)
-        self.products[product] = quantized
+        if not self._complete:
+            self.products[product] = quantized
         return self.kernels.pack_quantized(quantized, joined_bias)
 
     def _read(self, names: Sequence[str], product: str, how: Quantization, rows: Sequence[range]) -> QuantizedWeight:
@@ -189,6 +194,17 @@ class Weights:
             return self.kernels.quantize(weight, how)
         except CheckpointError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {product}.weight cannot be {how}: {error}") from error
+
+    def elsewhere(self, prefix: str) -> None:
+        """See `LayerWeights.elsewhere`."""
+        sizes = {name: math.prod(shape) for name, shape in self._shapes.items() if name.startswith(prefix)}
+        self._elsewhere |= {name: size * self.dtype.itemsize for name, size in sizes.items()}
+        self._count(*(name for name in self._checkpoint.entries if name.startswith(prefix)))
+
+    def complete(self) -> None:
+        """The model stands. What is asked for from now on, as for experts that come from another rank, is not kept."""
+        self.products.clear()
+        self._complete, self._progress = True, None
 
     def check_all_taken(self) -> None:
         """Once the model stands: no packed tensor is left for which it has no place."""
@@ -226,6 +242,7 @@ class WeightsUnder:
     def __init__(self, weights: Weights, prefix: str, group: Group) -> None:
         self._weights, self._prefix = weights, prefix
         self.kernels, self.group = weights.kernels, group
+        self.expert_slots = weights.expert_slots if group is weights.group else 0
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._weights.tensor(self._prefix + name, dtype)
@@ -235,6 +252,9 @@ class WeightsUnder:
     ) -> Linear:
         names = tuple(self._prefix + name for name in names)
         return self._weights.linear(*names, bias=bias, split=split, heads=heads, group=self.group)
+
+    def elsewhere(self, prefix: str) -> None:
+        self._weights.elsewhere(self._prefix + prefix)
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return self._weights.norm(self._prefix + name, eps)

@@ -149,7 +149,7 @@ class Recorder:
     # -- telling -------------------------------------------------------------------------------------------
 
     def stats(self, engine: Engine) -> dict[str, Any]:
-        """Counters, what the pool holds, how evenly tokens spread over experts, and how deep drafts may go."""
+        """Counters, what the pool holds, how even the load of experts and ranks is, and how deep drafts may go."""
         kv = engine.scheduler.kv
         cached = sum(len(group.cached) for group in kv.groups)
         return (
@@ -163,6 +163,7 @@ class Recorder:
                 "kv_use": kv.use,
             }
             | _expert_load(engine.model.expert_loads)
+            | engine.rank_stats()
             | _draft_depth(engine.config.speculation)
         )
 

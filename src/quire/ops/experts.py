@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -12,7 +14,7 @@ import torch
 from quire.ops.elementwise import silu_mul
 from quire.ops.linear import Product
 from quire.ops.ragged import RaggedBatch
-from quire.parallel.group import Gather
+from quire.parallel.group import Gather, Group
 
 TINY = 1e-20
 """Added to the sum by which weights are divided, as DeepSeek-V3 does: scores of a sigmoid may all be 0."""
@@ -111,6 +113,43 @@ def _real_pairs(ids: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
     return real.flatten()
 
 
+@dataclass(frozen=True)
+class ExpertSlots:
+    """Expert parallelism: which ranks have which experts. An expert that has several slots deals its tokens out.
+
+    Attributes:
+        group: the ranks.
+        experts: the expert in each slot; every rank has as many slots, one rank's after another's.
+    """
+
+    group: Group
+    experts: tuple[int, ...]
+
+    @property
+    def own(self) -> range:
+        """This rank's slots."""
+        each = len(self.experts) // self.group.size
+        return range(self.group.rank * each, (self.group.rank + 1) * each)
+
+    @functools.cached_property
+    def replicas(self) -> list[list[int]]:
+        """Slots of each expert."""
+        found: list[list[int]] = [[] for _ in range(max(self.experts) + 1)]
+        for slot, expert in enumerate(self.experts):
+            found[expert].append(slot)
+        return found
+
+    def of(self, ids: torch.Tensor) -> torch.Tensor:
+        """The slots that turns go to, [tokens, top_k], where `ids` are their experts: an expert's slots take turns."""
+        seen = Counter[int]()
+        slots = []
+        for expert in ids.flatten().tolist():
+            replicas = self.replicas[expert]
+            slots.append(replicas[seen[expert] % len(replicas)])
+            seen[expert] += 1
+        return torch.tensor(slots, dtype=torch.int64).view(ids.shape)
+
+
 class Experts(Protocol):
     """All experts of a layer: `down(silu(gate) * up)` each."""
 
@@ -142,25 +181,43 @@ class LoopedExperts:
     Args:
         gate_up: per expert, the product [2 * intermediate, hidden]: gate and up side by side.
         down: per expert, the product [hidden, intermediate].
-        inner: brings together the ranks' columns between them; None: all are here.
+        shared: see `Kernels.experts`.
     """
 
-    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> None:
-        self._gate_up, self._down, self._inner = gate_up, down, inner
+    def __init__(
+        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+    ) -> None:
+        self._gate_up, self._down = gate_up, down
+        self._inner = shared if isinstance(shared, Gather) else None
+        self._slots = shared if isinstance(shared, ExpertSlots) else None
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
+        slots = ids if self._slots is None else self._slots.of(ids)
+        own = range(len(self._down)) if self._slots is None else self._slots.own
         hidden = self._down[0].out_features
         parts = x.new_zeros(*ids.shape, hidden, dtype=torch.float32)  # [tokens, top_k, hidden]
-        for expert in sorted(set(ids.flatten().tolist())):
-            token, place = (ids == expert).nonzero(as_tuple=True)
-            inner = silu_mul(self._gate_up[expert].matmul(x[token]))
+        for slot in sorted({*slots.flatten().tolist()} & {*own}):
+            token, place = (slots == slot).nonzero(as_tuple=True)
+            inner = silu_mul(self._gate_up[slot - own.start].matmul(x[token]))
             inner = inner if self._inner is None else self._inner(inner)
-            parts[token, place] = self._down[expert].matmul(inner, torch.float32) * weights[token, place, None]
+            parts[token, place] = (
+                self._down[slot - own.start].matmul(inner, torch.float32) * weights[token, place, None]
+            )
+        if self._slots is not None:
+            parts = self._of_all(parts, slots, self._slots)
         total = parts[:, 0]
         for place in range(1, ids.shape[1]):
             total = total + parts[:, place]
         return total.to(x.dtype)
+
+    @staticmethod
+    def _of_all(parts: torch.Tensor, slots: torch.Tensor, shared: ExpertSlots) -> torch.Tensor:
+        """Each turn's result from the rank that has its slot: [tokens, top_k, hidden]."""
+        group, hidden = shared.group, parts.shape[-1]
+        gathered = group.all_gather(parts.flatten(0, 1), group.rank * hidden, group.size * hidden)
+        ranks = slots.flatten() // len(shared.own)
+        return gathered.view(-1, group.size, hidden)[torch.arange(len(ranks)), ranks].view(parts.shape)
 
     def workspace(self, tokens: int, top_k: int, dtype: torch.dtype) -> int:
         """See `CountedExperts`: all turns' results and their sums, and one expert that all tokens chose."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.ops import attention, attention_plan, elementwise, experts, latent, logit_edits, sampling, step_inputs
-from quire.ops.experts import Experts, HeadProducts, Routing
+from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
@@ -65,7 +65,7 @@ class LayerParts:
         head_norm: of each query and key head; None: none.
         heads: query heads, of this rank.
         scale, window, layer: see `Kernels.attend`.
-        shared: what is gathered of it; None: nobody shares it.
+        shared: what ranks gather of it; None: one process computes all of it.
     """
 
     input_norm: torch.Tensor | None
@@ -249,13 +249,16 @@ class Kernels:
         """Add to the load of each expert: see `experts.count_experts`."""
         experts.count_experts(ids, batch, load)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
+    def experts(
+        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+    ) -> Experts:
         """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`).
 
         Args:
-            inner: brings together what the ranks that share them have of the columns between the products.
+            shared: how ranks share them. Each expert: brings together the columns that they have between the products.
+                Or slots: the products are those of this rank's, and the result is whole. None: all are here.
         """
-        return experts.LoopedExperts(gate_up, down, inner)
+        return experts.LoopedExperts(gate_up, down, shared)
 
     # -- latent attention ----------------------------------------------------------------------------------
 

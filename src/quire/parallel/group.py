@@ -7,6 +7,7 @@ added across ranks, so the bits are those of one rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -23,30 +24,36 @@ class Group(Protocol):
     Attributes:
         rank, size: which one this is, of how many.
         address: of the group for kernels that gather by themselves; None: there is none.
+        shared_bytes: of the memory that all ranks of a machine share.
 
     Each of the methods below that waits for others raises:
         StepGivenUpError: a rank could not go on with the step.
+        RanksDisagreeError: another rank does something else.
         RankLostError: a rank died, or did not answer in time; nothing can be computed any more.
     """
 
     rank: int
     size: int
     address: int | None
+    shared_bytes: int
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         """The columns of all ranks, [rows, width], from this rank's own: x [rows, own], which begin at `begin`."""
         ...
 
     def check(self, digest: int) -> None:
-        """Tell that this rank has computed its step, with this digest of the tokens.
+        """Tell that this rank has computed its step; `digest`: of the tokens, the same on all ranks."""
+        ...
 
-        Raises:
-            RanksDisagreeError: another rank has another digest.
+    def give_up(self, number: int) -> None:
+        """This rank does not compute the plan of this number, so no other can; nor those before it that have not ended.
+
+        All must begin anew afterwards, with a later one.
         """
         ...
 
-    def give_up(self) -> None:
-        """This rank cannot go on with the step, so no other can. All must begin anew afterwards."""
+    def lose(self, rank: int) -> None:
+        """A rank is gone: no other one waits for it. May be called by any thread."""
         ...
 
     def ended(self, outcome: int) -> None:
@@ -58,12 +65,25 @@ class Group(Protocol):
         ...
 
 
+class Pipe(Group, Protocol):
+    """A group whose ranks are stages of a pipeline."""
+
+    def exchange(self, own: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """What every rank brings, as bytes; `own` is this one's. They are overwritten by the next collective but one.
+
+        Args:
+            sizes: bytes of each rank, the same on all.
+        """
+        ...
+
+
 class OneRank:
     """A model that one process computes alone; or a rank's place, of which nothing is asked but its share."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.address: int | None = None
+        self.shared_bytes = 0
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         return x
@@ -71,7 +91,10 @@ class OneRank:
     def check(self, digest: int) -> None:
         return
 
-    def give_up(self) -> None:
+    def give_up(self, number: int) -> None:
+        return
+
+    def lose(self, rank: int) -> None:
         return
 
     def ended(self, outcome: int) -> None:
@@ -119,6 +142,9 @@ def own_heads(heads: int, group: Group) -> int:
 
 def share(size: int, group: Group, heads: int | None = None) -> range:
     """This rank's part of `size` columns (or outputs).
+
+    Where there are fewer of them than ranks, ranks next to each other have the same one, and no gather puts that right:
+    models ask only for heads to be shared so.
 
     Args:
         heads: of how many the columns are those; no head is cut, and ranks share one where there are fewer heads.

@@ -55,7 +55,7 @@ class DeviceDrafter:
     def __init__(self, proposer: DeviceProposer, context: DeviceContext) -> None:
         self._proposer, self._context = proposer, context
         self._texts: dict[int, _Text] = {}
-        self._ask = Guard()
+        self._ask = Guard(context.ranks)
 
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner."""

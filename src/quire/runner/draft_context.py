@@ -30,6 +30,7 @@ class DraftContext:
 
     Attributes:
         vocab_size: of the model that verifies.
+        ranks: how many compute it.
         upload, download: see `Device`.
     """
 
@@ -43,6 +44,7 @@ class DraftContext:
         device: Device,
     ) -> None:
         self.sampler, self.vocab_size, self.kernels = sampler, model.vocab_size, model.kernels
+        self.ranks = model.ranks.size
         self.row_of, self._kv, self._tables = row_of, kv, forward
         self.upload, self.download = device.upload, device.download
 

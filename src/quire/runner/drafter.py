@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult
-from quire.errors import DeviceLostError, StepGivenUpError
+from quire.errors import DeviceLostError
 from quire.runner.draft_context import DraftContext
 from quire.runner.host_forward import Forwarded
 from quire.runner.proposer import Branch, Computed, Drafts, Proposer, Row, Wanted
@@ -66,18 +66,25 @@ class Outcome:
 
 
 class Guard:
-    """Calls a proposer: one that fails costs speed and nothing else, unless the device has failed."""
+    """Calls a proposer: one that fails costs speed and nothing else, unless the device has failed.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: how many compute the model. Drafts of several must be the same, so a failure of one fails the step.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._alone = ranks == 1
         self._failures: set[str] = set()  # what it failed to do
 
     def __call__(self, what: str, call: Callable[[], T]) -> T | None:
         """What `call` returns; None where it fails."""
         try:
             return call()
-        except (torch.AcceleratorError, DeviceLostError, StepGivenUpError):
+        except (torch.AcceleratorError, DeviceLostError):
             raise
         except Exception:
+            if not self._alone:
+                raise
             level = logging.DEBUG if what in self._failures else logging.ERROR  # it may fail in every step
             self._failures.add(what)
             logger.log(level, "the proposer failed to %s: there are no drafts, or worse ones", what, exc_info=True)
@@ -102,7 +109,7 @@ class Drafter:
     def __init__(self, proposer: Proposer, context: DraftContext, rejection: bool = False) -> None:
         self._proposer, self._context, self._rejection = proposer, context, rejection
         self._texts: dict[int, _Text] = {}
-        self._ask = Guard()
+        self._ask = Guard(context.ranks)
 
     def start(self, info: RequestInfo) -> None:
         """A request is new to the runner; one that is not followed gets no drafts."""

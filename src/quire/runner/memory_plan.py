@@ -36,6 +36,7 @@ class MemoryPlan:
         logit_rows: rows whose logits are made at once for prompt log-probabilities.
         notes: what was decided without being asked for.
         ranks: processes that share the model; sizes are those of each.
+        shared: what they have in common, through which they gather.
     """
 
     weights: int
@@ -49,6 +50,7 @@ class MemoryPlan:
     kv_saving: float | None = None
     draft_kv_bytes_per_token: int = 0
     ranks: int = 1
+    shared: int = 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -91,9 +93,9 @@ class MemoryPlan:
             a_token += f", {format_size(self.draft_kv_bytes_per_token)} of it for drafts"
         if self.kv_saving is not None:
             a_token += f"; {self.kv_saving:.{0 if self.kv_saving >= 10 else 1}f} times less than full keys and values"
-        of_each = [("ranks", f"{self.ranks}; sizes are those of each")] if self.ranks > 1 else []
+        of_each = f"{self.ranks}; sizes are those of each, beside {format_size(self.shared)} that they share"
         return [
-            *of_each,
+            *([("ranks", of_each)] if self.ranks > 1 else []),
             ("weights", ", ".join(filter(None, (format_size(self.weights), self.quantization)))),
             ("activations, largest step", format_size(self.activations)),
             ("KV cache", f"{format_size(self.kv_bytes)} ({a_token})"),
@@ -196,6 +198,7 @@ def plan_memory(
         quantization=None if model.quantization is None else model.quantization.of_model(),
         kv_saving=model.kv_saving,
         ranks=model.ranks.size,
+        shared=model.shared_bytes,
         draft_kv_bytes_per_token=pools.draft_bytes,
     )
 

@@ -8,6 +8,7 @@ that knows what the one before it has sampled; where on a device (see `device_dr
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import zlib
@@ -18,6 +19,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprobs
@@ -28,12 +30,15 @@ from quire.runner.device_drafter import DeviceDrafter
 from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_context import DeviceContext, DraftContext
 from quire.runner.drafter import Drafter, Outcome, accepted_path, branch_of
-from quire.runner.host_forward import HostForward
+from quire.runner.expert_mover import ExpertMover
+from quire.runner.host_forward import Forwarded, HostForward
 from quire.runner.proposer import DeviceProposer, Drafts, Speculation
 from quire.runner.sampler import Sampled, SampledRow, Sampler
 from quire.runner.scores import Scored
 
 logger = logging.getLogger(__name__)
+
+IntArray = NDArray[np.int64]
 
 NOT_FINITE = "the model's logits or hidden states are not finite (NaN or infinity)"
 STEP_FAILED = "the step that computed this request failed; the engine's log says why"
@@ -60,6 +65,7 @@ class ModelRunner:
 
     Attributes:
         num_halved: how often not all spans could be computed at once.
+        mover: moves experts to and from other ranks; None where ranks have no experts of their own.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class ModelRunner:
         self._speculation = speculation
         self._requests: dict[int, _Request] = {}
         self._drafter: Drafter | DeviceDrafter | None = None
+        moves = any(layer.slots for layer in model.expert_layers.values())
+        self.mover = ExpertMover(model.expert_layers, model.kernels) if moves else None
         self._next_number: int | None = 0  # None: a step was begun and not launched
         self._forget()
 
@@ -116,6 +124,9 @@ class ModelRunner:
         """Compute one step, and wait for it: see `launch`."""
         return self.launch(plan).wait()
 
+    def drain(self) -> None:
+        """Let what is on its way through a pipeline go on: here, nothing is."""
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. After one that could not be started, a plan after a gap must come, see `StepPlan.number`.
 
@@ -125,7 +136,7 @@ class ModelRunner:
         try:
             return self._launch(plan)
         except BaseException:
-            self.model.ranks.give_up()
+            self.model.ranks.give_up(plan.number)
             raise
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
@@ -134,7 +145,7 @@ class ModelRunner:
             begin = self.device.mark()
             self.kv[0].pulse[0] += 1  # a replay passes no layer
             if plan.number != next_number:
-                _check_complete(plan, next_number)
+                check_complete(plan, next_number)
                 self.model.ranks.begin_anew(plan.number)
                 self._forget()
             self._settle()
@@ -152,6 +163,8 @@ class ModelRunner:
                 if not self.device.asynchronous:
                     self._settle()
                     step.settled = self.device.mark()
+            if self.model.ranks.size > 1:  # last: until here, a failure of one rank is a failure of the step
+                self.model.ranks.check(step.digest())
             self._next_number = plan.number + 1
             return step
 
@@ -168,6 +181,14 @@ class ModelRunner:
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
+        self._take_in_ends(plan)
+        self._take_in_rows(plan)
+        self._take_in_starts(plan)
+        self._take_in_blocks(plan)
+
+    def _take_in_ends(self, plan: StepPlan) -> None:
+        if self.mover is not None:
+            self.mover.follow(plan)
         self._failed.difference_update(plan.ended)
         if self._drafter is not None and plan.drop_drafting:
             self._drafter.drop_drafting(plan.drop_drafting)
@@ -178,13 +199,19 @@ class ModelRunner:
             self.sampler.end(number)
             if self._drafter is not None:
                 self._drafter.end(number)
+
+    def _take_in_rows(self, plan: StepPlan) -> None:
         for info in plan.started:
             row = self._free_rows.pop() if self._free_rows else len(self._requests)
             self._requests[info.request] = _Request(row, info.params.prompt_logprobs or 0)
+
+    def _take_in_starts(self, plan: StepPlan) -> None:
         for info in plan.started:
             self.sampler.start(info)
             if self._drafter is not None:
                 self._drafter.start(info)
+
+    def _take_in_blocks(self, plan: StepPlan) -> None:
         grown = [span for span in plan.spans if span.blocks]
         if grown:
             rows = [self._requests[span.request].row for span in grown]
@@ -194,7 +221,7 @@ class ModelRunner:
             if copies:  # into new blocks
                 self.model.kernels.copy_blocks(kv, copies)
 
-    def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[_Part]:
+    def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[Part]:
         """All spans at once; where that fails, usually for want of memory, one half after the other."""
         try:
             return [self._compute_at_once(spans, drafts)]
@@ -208,7 +235,7 @@ class ModelRunner:
         half, halvings = len(spans) // 2, halvings + 1
         return self._compute(spans[:half], drafts, halvings) + self._compute(spans[half:], drafts, halvings)
 
-    def _fail(self, spans: list[Span], error: Exception, halvings: int) -> _Part | None:
+    def _fail(self, spans: list[Span], error: Exception, halvings: int) -> Part | None:
         """Spans could not be computed at once: the end of a request that was alone, else nothing."""
         self.num_halved += 1
         scarce = is_out_of_memory(error)
@@ -223,17 +250,22 @@ class ModelRunner:
             exc_info=error,
         )
         self._failed.add(span.request)
-        return _Part(spans, error=OUT_OF_MEMORY if scarce else STEP_FAILED)
+        return Part(spans, error=OUT_OF_MEMORY if scarce else STEP_FAILED)
 
-    def _compute_at_once(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> _Part:
+    def _compute_at_once(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> Part:
         """Launch the forward pass, the scores of prompts, and sampling; what comes back, in an order that is kept."""
         rows = np.array([self._requests[span.request].row for span in spans])
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
         trees = {span.request: branch_of(span, drafts[span.request]) for span in spans if span.request in drafts}
         branches = {request: branch for request, branch in trees.items() if branch is not None}
-        made = self._forward(spans, rows, row_starts, branches)
+        return self._finish(spans, rows, row_starts, self._forward(spans, rows, row_starts, branches), drafts)
+
+    def _finish(
+        self, spans: list[Span], rows: IntArray, row_starts: IntArray, made: Forwarded, drafts: Mapping[int, Drafts]
+    ) -> Part:
+        """What follows the forward pass."""
         hidden, finite, features = made
-        part = _Part(spans, row_starts=row_starts.tolist())
+        part = Part(spans, row_starts=row_starts.tolist())
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
@@ -246,8 +278,6 @@ class ModelRunner:
             part.sampled, part.ahead = drafter.sample(spans, part.row_starts, made, drafts, self.model.logits)
         elif part.chosen:
             part.sampled = self._sample(part, hidden, rows)
-        if self.model.ranks.size > 1:
-            self.model.ranks.check(part.digest())
         return part
 
     def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:
@@ -258,7 +288,7 @@ class ModelRunner:
             for start, stop in _slices(len(span.targets), self._logit_rows)
         ]
 
-    def _sample(self, part: _Part, hidden: Tensor, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Sampled:
+    def _sample(self, part: Part, hidden: Tensor, rows: IntArray) -> Sampled:
         """One token for each span that ends at the last known one."""
         chosen, spans = np.array(part.chosen), [part.spans[index] for index in part.chosen]
         places = [(span.request, span.start + len(span.tokens)) for span in spans]
@@ -281,7 +311,7 @@ class LaunchedStep:
         settled: when what drafts knew of it, too; the end of it, unless it was settled at once.
     """
 
-    def __init__(self, plan: StepPlan, parts: list[_Part], begin: Mark, drafted: Mark, end: Mark) -> None:
+    def __init__(self, plan: StepPlan, parts: list[Part], begin: Mark, drafted: Mark, end: Mark) -> None:
         self._plan, self.parts, self._begin, self._drafted, self._end = plan, parts, begin, drafted, end
         self.settled = end
         self._results: list[list[SpanResult]] | None = None
@@ -290,6 +320,10 @@ class LaunchedStep:
     def known(self) -> bool:
         """Whether somebody has waited for it."""
         return self._results is not None
+
+    def digest(self) -> int:
+        """Of what was computed, to be compared among ranks."""
+        return functools.reduce(lambda digest, part: part.digest(digest), self.parts, 0)
 
     def results(self) -> list[list[SpanResult]]:
         """One a span of each part, once the device has computed them."""
@@ -316,7 +350,7 @@ class LaunchedStep:
         return StepResult(self._plan.number, spans, ended - began, began, drafted - began + ended - computed)
 
 
-class _Part:
+class Part:
     """Spans that were computed at once, and what comes back of them.
 
     Attributes:
@@ -341,10 +375,10 @@ class _Part:
         self.features = torch.empty(0)
         self._paths: dict[int, list[int]] = {}  # see `Outcome`
 
-    def digest(self) -> int:
-        """Of what was computed, to be compared among ranks."""
+    def digest(self, before: int) -> int:
+        """Of what was computed, and of what was `before`."""
         sampled = b"" if self.sampled is None else self.sampled.tokens.numpy().tobytes()
-        return zlib.crc32(self.finite.numpy().tobytes(), zlib.crc32(sampled))
+        return zlib.crc32(self.finite.numpy().tobytes(), zlib.crc32(sampled, before))
 
     def results(self) -> list[SpanResult]:
         """One a span."""
@@ -422,7 +456,7 @@ class _Request:
     prompt_logprobs: int
 
 
-def _check_complete(plan: StepPlan, next_number: int | None) -> None:
+def check_complete(plan: StepPlan, next_number: int | None) -> None:
     """Raises RuntimeError unless a plan after a gap brings all that it needs."""
     started = {info.request for info in plan.started}
     lacking = [span.request for span in plan.spans if span.request not in started]

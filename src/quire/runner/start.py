@@ -18,6 +18,7 @@ from quire.runner.device import Device
 from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes
 from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
 from quire.runner.model_runner import ModelRunner
+from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Speculation
 
 OnLoad = Callable[[str, float], None]
@@ -62,6 +63,8 @@ def start_runner(
         [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
     )
     if not model.kernels.reads_spans:
+        if model.stages > 1:
+            return Started(PipelineRunner(model, kv, plan.logit_rows, threads), kv, plan, ())
         halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves)
         return Started(runner, kv, plan, ())
@@ -81,9 +84,10 @@ def start_runner(
 
 
 def _planned(config: EngineConfig, model: Model, device: Device, speculation: Speculation | None) -> MemoryPlan:
-    """What the memory is used for. Ranks of one machine share what is free."""
+    """What the memory is used for. Ranks of one machine share what is free beside what they have in common."""
     if not device.asynchronous:
-        return plan_memory(config, model, free_memory() // model.ranks.size, speculation=speculation)
+        free = max(0, free_memory() - model.shared_bytes) // model.ranks.size
+        return plan_memory(config, model, free, speculation=speculation)
     draft_kv = speculation.kv_shape if speculation else None
     activations = _measured_activations(config, model, device, draft_kv)
     return plan_memory(config, model, _granted(config, device), activations, share=1.0, speculation=speculation)

@@ -270,6 +270,28 @@ _ENGINE_COUNTERS = {
     "quire:decode_step_seconds": ("decode_seconds", "Time in steps that only decoded."),
 }
 
+_RANK_GAUGES = {
+    "quire:ranks": ("ranks", "Processes that share the model."),
+    "quire:rank_imbalance": ("rank_imbalance", "What the busiest rank's experts have to do lately, over the mean."),
+    "quire:rank_imbalance_before_move": (
+        "imbalance_before",
+        "The same of a layer, before its experts were moved last.",
+    ),
+    "quire:rank_imbalance_after_move": ("imbalance_after", "The same as it was expected after that."),
+    "quire:expert_move_seconds": (
+        "expert_move_seconds",
+        "How long the last move of experts took, while steps went on.",
+    ),
+}
+_RANK_COUNTERS = {
+    "quire:gathers": ("gathers", "How often the ranks brought together what each had computed."),
+    "quire:gathered_bytes": ("gathered_bytes", "Bytes that the first rank received of others in these."),
+    "quire:expert_moves": ("expert_moves", "Layers whose experts were moved between ranks."),
+    "quire:experts_moved": ("experts_moved", "Experts that ranks read for that."),
+    "quire:expert_bytes_moved": ("expert_bytes_moved", "Bytes of these, before they are quantized."),
+}
+"""Of engines with several ranks."""
+
 _DRAFT_COUNTERS = {
     "vllm:spec_decode_num_drafts": ("verifications", "How often drafts of a request were verified."),
     "vllm:spec_decode_num_draft_tokens": ("drafted", "Draft tokens that were verified."),
@@ -281,7 +303,8 @@ _DRAFT_COUNTERS = {
 def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -> Iterator[Metric]:
     """What the engine told. A new engine counts from zero again, which Prometheus takes for a counter's reset."""
     drafts = _DRAFT_COUNTERS if "draft_depth" in stats else {}
-    tables = ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS | drafts))
+    gauges, counters = _ENGINE_GAUGES | _RANK_GAUGES, _ENGINE_COUNTERS | drafts | _RANK_COUNTERS
+    tables = ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters))
     for kind, table in tables:
         for name, (key, help) in table.items():
             if isinstance(stats.get(key), int | float):
@@ -295,6 +318,8 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
         yield _accepted_family(stats["accepted_by_position"], stats["draft_depth"], vllm_labels)
     if "expert_load_balance" in stats and "expert_load_balance_by_layer" in stats:
         yield _expert_family({"all": stats["expert_load_balance"]} | stats["expert_load_balance_by_layer"])
+    if "stage_busy" in stats:
+        yield _stage_family(stats["stage_busy"])
     if "expert_tokens" in stats:
         yield _expert_tokens(stats["expert_tokens"])
 
@@ -305,6 +330,14 @@ def _accepted_family(counts: Sequence[int], depth: int, vllm_labels: Mapping[str
     family = CounterMetricFamily(name, help, labels=[*_VLLM, "position"])
     for position, count in enumerate([*counts, *[0] * (depth - len(counts))]):
         family.add_metric([*_own(name, vllm_labels), str(position)], count)
+    return family
+
+
+def _stage_family(shares: Sequence[float]) -> Metric:
+    help = "Of each stage of a pipeline, the share of the time of all steps that it has computed its layers."
+    family = GaugeMetricFamily("quire:stage_busy", help, labels=["stage"])
+    for stage, share in enumerate(shares):
+        family.add_metric([str(stage)], share)
     return family
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct, gather
-from quire.ops.experts import Routing
+from quire.ops.experts import ExpertSlots, Routing
 from quire.ops.linear import Product
 from quire.ops.memory import Scratch
 from quire.parallel.group import Gather
@@ -22,6 +24,9 @@ PROTOTYPES: dict[str, Prototype] = {
     "heads_workspace": (I64, (POINTER,)),
     "route": (None, (POINTER, POINTER, I64, POINTER, POINTER)),
 }
+
+NOT_IN_ORDER = -1
+"""A token's ids are not ascending, or not those of experts: see `quire_experts`."""
 
 
 class _Routing(ctypes.Structure):
@@ -35,6 +40,16 @@ class _Routing(ctypes.Structure):
     )
 
 
+class _Slots(ctypes.Structure):
+    """`Slots` in experts.h."""
+
+    _fields_ = (
+        *((name, I64) for name in ("count", "begin", "own")),
+        *((name, POINTER) for name in ("first", "of_experts")),
+        ("digest", ctypes.c_uint64),
+    )
+
+
 class _Experts(ctypes.Structure):
     """`Experts` in experts.h."""
 
@@ -42,7 +57,7 @@ class _Experts(ctypes.Structure):
         ("dtype", I32),
         *((name, I64) for name in ("count", "hidden", "out")),
         *(("group", POINTER), ("inner", Share)),
-        *((name, POINTER) for name in ("gate_up", "down")),
+        *((name, POINTER) for name in ("slots", "gate_up", "down")),
     )
 
 
@@ -130,7 +145,7 @@ class CpuExperts:
         gate_up: per expert, the product [2 * intermediate, hidden].
         down: per expert, the product [hidden, intermediate].
         scratch: room for intermediate results, shared by all layers.
-        inner: brings together the ranks' columns between the products; None: all are here.
+        shared: see `Kernels.experts`.
 
     Raises:
         TypeError: a product is not this implementation's.
@@ -143,12 +158,16 @@ class CpuExperts:
         gate_up: Sequence[Product],
         down: Sequence[Product],
         scratch: Scratch,
-        inner: Gather | None = None,
+        shared: Gather | ExpertSlots | None = None,
     ) -> None:
-        self._lib, self._scratch, self._inner = lib, scratch, inner
+        self._lib, self._scratch, self._shared = lib, scratch, shared
         self._gate_up, self._down = up, out = _Products(gate_up), _Products(down)
-        wanted = (len(out), 2 * out.in_features if inner is None else 2 * len(inner.own))
-        if (len(up), up.out_features) != wanted or (inner is None and up.in_features != out.out_features):
+        self._inner = share_of(shared) if isinstance(shared, Gather) else Share(0, out.in_features, out.in_features)
+        self._slots = _described(shared) if isinstance(shared, ExpertSlots) else None
+        self._count = len(shared.replicas) if isinstance(shared, ExpertSlots) else len(out)
+        wanted = len(out) if self._slots is None else self._slots.own, 2 * self._inner.own
+        whole = isinstance(shared, Gather) or up.in_features == out.out_features
+        if (len(out), up.out_features) != wanted or len(up) != len(out) or not whole:
             raise ValueError(
                 f"{len(up)} products of {up.in_features} inputs and {up.out_features} outputs, and {len(out)} of "
                 f"{out.in_features} and {out.out_features}, are not experts' gate_up and down"
@@ -175,10 +194,10 @@ class CpuExperts:
         pointer = ctypes.addressof(experts)
         workspace = self._scratch.at_least(self._lib.experts_workspace(pointer, tokens, top_k))
         outcome = self._lib.experts(pointer, ctypes.addressof(step), workspace)
-        if outcome > 0 and self._inner is not None:
-            self._inner.group.ended(outcome)
-        if outcome:
-            raise IndexError(f"a token's ids must be ascending and below {len(self._down)}, found {ids.tolist()}")
+        if outcome == NOT_IN_ORDER:
+            raise IndexError(f"a token's ids must be ascending and below {self._count}, found {ids.tolist()}")
+        if self._shared is not None:
+            self._shared.group.ended(outcome)
         return out
 
     def workspace(self, tokens: int, top_k: int, dtype: torch.dtype) -> int:
@@ -189,14 +208,14 @@ class CpuExperts:
 
     def _described(self, dtype: torch.dtype) -> _Experts:
         """The experts as C++ sees them, for rows in `dtype`."""
-        width = self._down.in_features
         return _Experts(
             dtype=DTYPES[dtype],
-            count=len(self._down),
+            count=self._count,
             hidden=self._gate_up.in_features,
             out=self._down.out_features,
-            group=None if self._inner is None else self._inner.group.address,
-            inner=Share(0, width, width) if self._inner is None else share_of(self._inner),
+            group=None if self._shared is None else self._shared.group.address,
+            inner=self._inner,
+            slots=None if self._slots is None else ctypes.addressof(self._slots),
             gate_up=self._gate_up.address,
             down=self._down.address,
         )
@@ -211,6 +230,17 @@ class CpuExperts:
                 f"ids are {ids.dtype} {list(ids.shape)} and weights {weights.dtype} {list(weights.shape)}; expected "
                 f"int64 and float32, [{len(x)}, top_k] both"
             )
+
+
+def _described(slots: ExpertSlots) -> _Slots:
+    """The slots as C++ sees them. What they point to lives as long as they do."""
+    first = np.cumsum([0, *map(len, slots.replicas)], dtype=np.int64)
+    of_experts = np.array([slot for replicas in slots.replicas for slot in replicas], dtype=np.int64)
+    pointers = first.ctypes.data, of_experts.ctypes.data
+    digest = zlib.crc32(np.array(slots.experts, dtype=np.int64).tobytes())
+    described = _Slots(len(slots.experts), slots.own.start, len(slots.own), *pointers, digest)
+    described.points_to = first, of_experts
+    return described
 
 
 class CpuHeads:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
+import zlib
+from collections.abc import Sequence
 
 import torch
 
@@ -17,8 +20,10 @@ PROTOTYPES: dict[str, Prototype] = {
     "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double)),
     "group_leave": (None, (POINTER,)),
     "group_gather": (I32, (POINTER, POINTER, I64, POINTER, I64, POINTER)),
+    "group_begin_parts": (I32, (POINTER, I64, POINTER)),
+    "group_end_parts": (I32, (POINTER, ctypes.c_uint64, I64)),
     "group_check": (I32, (POINTER, ctypes.c_uint64)),
-    "group_give_up": (None, (POINTER,)),
+    "group_give_up": (None, (POINTER, I64)),
     "group_begin_anew": (I32, (POINTER, I64)),
     "group_lose": (None, (POINTER, I32)),
     "group_lost": (I32, (POINTER,)),
@@ -46,20 +51,23 @@ class SharedGroup:
         memory: descriptor of a file in memory; the first rank makes it with `new_memory`, others inherit it.
         matrix_bytes: of the largest matrix that is gathered at a time; larger ones are gathered in parts.
         timeout: seconds after which a rank that does not answer is lost.
+        first: what rank 0 of this group is called in errors.
 
     Raises:
         ConfigError: no kernels were compiled: they have what this is made of.
     """
 
-    def __init__(self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float, first: int = 0) -> None:
         self.rank, self.size, self._lib = rank, size, library()
-        self._timeout = timeout
-        self._memory = mmap.mmap(memory, self._lib.group_bytes(matrix_bytes))
+        self._timeout, self._first = timeout, first
+        self.shared_bytes: int = self._lib.group_bytes(matrix_bytes)
+        self._memory = mmap.mmap(memory, self.shared_bytes)
         self._anchor = ctypes.c_char.from_buffer(self._memory)
         place = ctypes.addressof(self._anchor)
         self.address: int | None = self._lib.group_join(place, matrix_bytes, rank, size, timeout)
         if self.address is None:
             raise MemoryError("no memory for a group of ranks")
+        weakref.finalize(self, self._lib.group_leave, self.address).atexit = False
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         x, share = x.contiguous(), Share(begin, x.shape[1], width)
@@ -68,18 +76,38 @@ class SharedGroup:
         self.ended(self._lib.group_gather(self.address, *pointers))
         return out
 
+    def exchange(self, own: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """See `Pipe.exchange`."""
+        place, begin = ctypes.c_void_p(), sum(sizes[: self.rank])
+        self.ended(self._lib.group_begin_parts(self.address, sum(sizes), ctypes.addressof(place)))
+        first = (place.value or 0) - ctypes.addressof(self._anchor)
+        shared = torch.frombuffer(self._memory, dtype=torch.uint8, offset=first, count=sum(sizes) or 1)
+        for part in own:
+            data = part.contiguous().view(torch.uint8).flatten()
+            shared[begin : begin + len(data)].copy_(data)
+            begin += len(data)
+        shape = zlib.crc32(repr([*sizes]).encode())
+        self.ended(self._lib.group_end_parts(self.address, shape, sum(sizes) - sizes[self.rank]))
+        return list(torch.split(shared[: sum(sizes)], [*sizes]))
+
     def check(self, digest: int) -> None:
         self.ended(self._lib.group_check(self.address, digest))
 
-    def give_up(self) -> None:
-        self._lib.group_give_up(self.address)
+    def give_up(self, number: int) -> None:
+        self._lib.group_give_up(self.address, number)
 
     def begin_anew(self, number: int) -> None:
         self.ended(self._lib.group_begin_anew(self.address, number))
 
     def lose(self, rank: int) -> None:
-        """A rank is gone: nobody waits for it. May be called by any thread."""
+        """A rank is gone: no other one waits for it. May be called by any thread."""
         self._lib.group_lose(self.address, rank)
+
+    @property
+    def lost(self) -> int | None:
+        """The rank that was lost, if any."""
+        rank: int = self._lib.group_lost(self.address)
+        return None if rank < 0 else rank
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -92,12 +120,14 @@ class SharedGroup:
         if outcome == GIVEN_UP:
             raise StepGivenUpError("another rank could not go on with the step; its own log says why")
         if outcome == LOST:
-            lost = self._lib.group_lost(self.address)
-            raise RankLostError(f"rank {lost} died, or has not answered for {self._timeout:g} seconds", lost)
+            rank = self._first + (self.lost or 0)
+            raise RankLostError(f"rank {rank} died, or has not answered for {self._timeout:g} seconds", rank)
         if outcome == TOO_LARGE:
             raise ValueError("a step has more rows than the ranks have room for")
         if outcome == DIFFER:
-            raise RanksDisagreeError(f"rank {self.rank} and another one have sampled different tokens: a bug")
+            raise RanksDisagreeError(
+                f"rank {self._first + self.rank} and another one have different tokens, or rows of other sizes: a bug"
+            )
 
 
 def new_memory(matrix_bytes: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from quire.ops.cpu import attention, experts, latent, layer, linear, quantize, rows, sampling
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
-from quire.ops.experts import Experts, HeadProducts, Routing
+from quire.ops.experts import Experts, ExpertSlots, HeadProducts, LoopedExperts, Routing
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
@@ -105,8 +105,12 @@ class CpuKernels(Kernels):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return experts.route(self._lib, logits, routing, bias)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
-        return experts.CpuExperts(self._lib, gate_up, down, self._workspace, inner)
+    def experts(
+        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+    ) -> Experts:
+        if shared is not None and shared.group.address is None:  # C++ cannot gather by itself
+            return LoopedExperts(gate_up, down, shared)
+        return experts.CpuExperts(self._lib, gate_up, down, self._workspace, shared)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
         return experts.CpuHeads(self._lib, products, self._scratch)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from quire.ops.experts import Experts, HeadProducts, Routing
+from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kernels import HeadNorm, Kernels
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
@@ -120,7 +120,11 @@ class TritonKernels(Kernels):
     def count_experts(self, ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
         count_experts(ids, batch, load)
 
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
+    def experts(
+        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+    ) -> Experts:
+        if shared is not None:
+            raise ValueError("several ranks cannot share experts on a GPU yet")
         if isinstance(gate_up[0], QuantizedProduct):
             return experts_quantized.QuantizedExperts(gate_up, down)
         return experts.GroupedExperts(gate_up, down)

@@ -4,6 +4,9 @@
 // (linear.h): those of all experts are shared out among the threads together, so that all have work at one token too.
 // An expert without rows is not read. A row's bits are those of the products, which do not know of other rows; and a
 // token's experts are summed in one order.
+//
+// Where ranks have slots, each multiplies the turns of its own, and writes the results into memory that all share; then
+// each sums all of them. So it makes no difference to any bit which rank has which expert.
 #include "experts.h"
 
 #include <algorithm>
@@ -35,31 +38,48 @@ int64_t scratch_bytes(const Weight& w, int64_t rows) { return round_up(quire_lin
 
 // -- who goes where -------------------------------------------------------------------------------------------------
 
-// Rows that one expert multiplies at once.
-struct Group {
-    int64_t expert, first, rows;  // first: among all turns
+// Rows that one slot's expert multiplies at once.
+struct Rows {
+    int64_t slot, first, rows;  // slot: among this rank's; first: among all turns
 };
 
-// The turns of tokens at experts, sorted by expert and then by token.
+// Of each turn, in the order of the tokens, the slot that it goes to: an expert's slots take turns.
+std::vector<int64_t> slots_of(const Experts& e, const int64_t* ids, int64_t turns) {
+    std::vector<int64_t> found(ids, ids + turns);
+    if (!e.slots) return found;
+    std::vector<int64_t> seen(e.count, 0);
+    for (int64_t& id : found) {
+        const int64_t first = e.slots->first[id], replicas = e.slots->first[id + 1] - first;
+        id = e.slots->of_experts[first + seen[id]++ % replicas];
+    }
+    return found;
+}
+
+// The turns of tokens at experts, sorted by slot and then by token.
 struct Plan {
     std::vector<int64_t> turn_of;   // [tokens, top_k]
     std::vector<int64_t> token_of;  // [turns]
-    std::vector<Group> groups;
+    std::vector<Rows> groups;       // of this rank's slots
+    int64_t own = 0;                // turns of these
 
-    Plan(const int64_t* ids, int64_t tokens, int64_t top_k, int64_t experts)
+    Plan(const Experts& e, const int64_t* ids, int64_t tokens, int64_t top_k)
         : turn_of(tokens * top_k), token_of(tokens * top_k) {
-        std::vector<int64_t> begin(experts + 1, 0);
-        for (int64_t i = 0; i < tokens * top_k; i++) begin[ids[i] + 1]++;
-        for (int64_t e = 0; e < experts; e++) {
-            const int64_t rows = begin[e + 1], count = groups_of(rows);
-            begin[e + 1] += begin[e];
-            for (int64_t g = 0; g < count; g++) {
-                const int64_t first = g * rows / count;
-                groups.push_back({e, begin[e] + first, (g + 1) * rows / count - first});
+        const std::vector<int64_t> slots = slots_of(e, ids, tokens * top_k);
+        const int64_t count = e.slots ? e.slots->count : e.count, mine = e.slots ? e.slots->begin : 0;
+        const int64_t end = e.slots ? mine + e.slots->own : count;
+        std::vector<int64_t> begin(count + 1, 0);
+        for (const int64_t slot : slots) begin[slot + 1]++;
+        for (int64_t slot = 0; slot < count; slot++) {
+            const int64_t rows = begin[slot + 1], parts = slot >= mine && slot < end ? groups_of(rows) : 0;
+            begin[slot + 1] += begin[slot];
+            for (int64_t g = 0; g < parts; g++) {
+                const int64_t first = g * rows / parts;
+                groups.push_back({slot - mine, begin[slot] + first, (g + 1) * rows / parts - first});
             }
+            own += parts ? rows : 0;
         }
         for (int64_t i = 0; i < tokens * top_k; i++) {
-            turn_of[i] = begin[ids[i]]++;
+            turn_of[i] = begin[slots[i]]++;
             token_of[turn_of[i]] = i / top_k;
         }
     }
@@ -115,7 +135,7 @@ struct Room {
         scratch = active + round_up(turns * e.inner.own * number, 64);
         // A group has at least one row: what is rounded up for its sake counts at every row.
         int64_t most = 0;
-        for (int64_t i = 0; i < e.count; i++)
+        for (int64_t i = 0; i < (e.slots ? e.slots->own : e.count); i++)
             most = std::max({most, scratch_bytes(*e.gate_up[i], 1), scratch_bytes(*e.down[i], 1)});
         bytes = scratch + turns * most;
     }
@@ -125,8 +145,8 @@ struct Room {
 std::vector<Task> tasks_of(const Plan& plan, const Experts& e, const Weight* const* weights, const char* from, char* to,
                            int32_t to_dtype, char* scratch) {
     std::vector<Task> tasks;
-    for (const Group& g : plan.groups) {
-        const Weight& w = *weights[g.expert];
+    for (const Rows& g : plan.groups) {
+        const Weight& w = *weights[g.slot];
         const void* x = from + g.first * w.in * bytes_of(e.dtype);
         void* y = to + g.first * w.out * bytes_of(to_dtype);
         tasks.push_back({&w, x, y, g.rows, w.out, e.dtype, to_dtype, scratch});
@@ -151,9 +171,12 @@ void sum_turns(const float* parts, const int64_t* turns, const float* weights, i
 template <class T>
 Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     const Room room(e, s.tokens * s.top_k);
-    const Plan plan(s.ids, s.tokens, s.top_k, e.count);
+    const Plan plan(e, s.ids, s.tokens, s.top_k);
     char *rows = workspace + room.rows, *scratch = workspace + room.scratch;
-    char *gate_up = workspace + room.gate_up, *active = workspace + room.active;
+    char *gate_up = workspace + room.gate_up, *active = workspace + room.active, *parts = rows;
+    const int64_t turns = s.tokens * s.top_k, part_bytes = e.out * sizeof(float);
+    if (e.slots)
+        if (const Outcome outcome = begin_parts(*e.group, turns * part_bytes, &parts); outcome != DONE) return outcome;
     const auto up = tasks_of(plan, e, e.gate_up, rows, gate_up, e.dtype, scratch);
     const int64_t groups = plan.groups.size(), row = e.hidden * sizeof(T);
     const int64_t columns = (e.out + SUM_COLUMNS - 1) / SUM_COLUMNS;
@@ -172,27 +195,34 @@ Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
         }
     };
     const char* inner = active;
-    if (e.group) {
+    const bool gathers = e.group && !e.slots;
+    if (gathers) {
         parallel_each(groups, ONE_BY_ONE, activate);
-        const Outcome outcome = gather(*e.group, active, s.tokens * s.top_k, e.inner, sizeof(T), &inner);
+        const Outcome outcome = gather(*e.group, active, turns, e.inner, sizeof(T), &inner);
         if (outcome != DONE) return outcome;
     }
-    const auto down = tasks_of(plan, e, e.down, inner, rows, F32, scratch);
+    const auto down = tasks_of(plan, e, e.down, inner, parts, F32, scratch);
     parallel_each(groups, ONE_BY_ONE, [&](int64_t g) {
-        if (!e.group) activate(g);
+        if (!gathers) activate(g);
         prepare(down[g]);
     });
     multiply_all(down);
+    if (e.slots) {
+        const uint64_t shape = (uint64_t)turns << 32 ^ e.slots->digest;
+        const Outcome outcome = end_parts(*e.group, shape, (turns - plan.own) * part_bytes);
+        if (outcome != DONE) return outcome;
+    }
     parallel_each(s.tokens * columns, {SUMMED / s.top_k}, [&](int64_t i) {
         const int64_t token = i / columns, first = i % columns * SUM_COLUMNS;
-        sum_turns((const float*)rows, &plan.turn_of[token * s.top_k], s.weights + token * s.top_k, s.top_k, e.out, first,
+        sum_turns((const float*)parts, &plan.turn_of[token * s.top_k], s.weights + token * s.top_k, s.top_k, e.out, first,
                   std::min(first + SUM_COLUMNS, e.out), (T*)s.out + token * e.out);
     });
     return DONE;
 }
 
-int64_t tokens_at_once(int64_t tokens, int64_t top_k) {
-    return std::min(tokens, std::max<int64_t>(1, TURNS / top_k));
+int64_t tokens_at_once(const Experts& e, int64_t tokens, int64_t top_k) {
+    const int64_t turns = e.slots ? std::min(TURNS, room_of(*e.group) / (e.out * (int64_t)sizeof(float))) : TURNS;
+    return std::min(tokens, std::max<int64_t>(1, turns / top_k));
 }
 
 // Whether each token's ids are experts, in ascending order.
@@ -235,15 +265,16 @@ void multiply_head(const Heads& h, int64_t head, int64_t first, int64_t last, ch
 
 // Bytes of workspace that a step of so many tokens needs.
 QUIRE_API int64_t quire_experts_workspace(const Experts* e, int64_t tokens, int64_t top_k) {
-    return Room(*e, tokens_at_once(tokens, top_k) * top_k).bytes;
+    return Room(*e, tokens_at_once(*e, tokens, top_k) * top_k).bytes;
 }
 
-// See `Experts` in ops/experts.py. Returns an `Outcome`, or -1, and does nothing, where a token's ids are not experts in
-// ascending order.
+constexpr int32_t NOT_IN_ORDER = -1;  // a token's ids are not experts in ascending order
+
+// See `Experts` in ops/experts.py. Returns an `Outcome`, or NOT_IN_ORDER, and then it has done nothing.
 QUIRE_API int32_t quire_experts(const Experts* e, const ExpertsStep* step, char* workspace) {
     const ExpertsStep& s = *step;
-    if (!in_order(s, e->count)) return -1;
-    const int64_t at_once = tokens_at_once(s.tokens, s.top_k), item = bytes_of(e->dtype);
+    if (!in_order(s, e->count)) return NOT_IN_ORDER;
+    const int64_t at_once = tokens_at_once(*e, s.tokens, s.top_k), item = bytes_of(e->dtype);
     for (int64_t first = 0; first < s.tokens; first += at_once) {
         const ExpertsStep part{std::min(at_once, s.tokens - first),  s.top_k,
                                (const char*)s.x + first * e->hidden * item, s.ids + first * s.top_k,

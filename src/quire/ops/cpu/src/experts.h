@@ -6,14 +6,24 @@
 
 namespace quire {
 
-// The experts of a layer, each with a product of either kind; all have one shape. Where ranks share them, each has some
-// of the inner columns, which are gathered between the products, and some of the result's.
+// Places for experts, which the ranks share out (`ExpertSlots` in ops/experts.py): an expert may have several, whose tokens
+// are dealt out among them.
+struct Slots {
+    int64_t count, begin, own;  // of all ranks; this rank's
+    const int64_t* first;       // [experts + 1]: where an expert's slots begin in
+    const int64_t* of_experts;  // [count]
+    uint64_t digest;            // of which expert is where
+};
+
+// The experts of a layer, each with a product of either kind; all have one shape. Ranks share either each expert (a rank
+// has some of the inner columns, which are gathered between the products, and some of the result's), or the slots.
 struct Experts {
     int32_t dtype;  // of x and of the result
     int64_t count, hidden, out;
     Group* group;  // or null
     Share inner;
-    const Weight *const *gate_up, *const *down;  // [2 * inner.own, hidden], [out, inner.width]
+    const Slots* slots;                          // or null: an expert's slot is its number
+    const Weight *const *gate_up, *const *down;  // by this rank's slots: [2 * inner.own, hidden], [out, inner.width]
 };
 
 struct ExpertsStep {

@@ -2,17 +2,18 @@
 //
 // A collective is one wait: each rank writes what is its own, raises its counter, and waits until all counters are there.
 // There are two buffers, which take turns: who writes into one has come past the wait of the other, so all have read it.
+// With its part a rank brings a word that must be the same on all: the shape of the matrix, or the digest of a step.
 //
 // Who waits looks again for a while, then lets others run, then sleeps until the counter that it waits for is raised. It
 // stops waiting where a rank gave up the step, or is lost. After a step was given up, the counters differ; so all ranks
-// begin anew at the number of a plan, which is the upper half of the counters from there on: they only ever grow.
+// begin anew at the number of a plan, which is the upper half of the counters from there on: they only ever grow. Whoever
+// begins anew gives up what came before, so others do not take its counter for that of an earlier step.
 #include "group.h"
 
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -21,13 +22,13 @@
 
 #include "simd.h"
 #include "team.h"
+#include "waiting.h"
 
 namespace quire {
 namespace {
 
 constexpr int MOST_RANKS = 256;
 constexpr int64_t SPINS_NS = 50'000, YIELDS_NS = 1'000'000, SLEEPS_NS = 100'000'000;
-constexpr int LOOKS = 32;  // between two looks at the clock
 constexpr int64_t PAGE = 4096;
 
 using Counter = std::atomic<uint64_t>;
@@ -40,7 +41,7 @@ constexpr uint64_t first_of(int64_t number) { return (uint64_t)number << 32; }
 struct alignas(64) Place {
     Counter arrived;                // see above; a collective raises it by 1
     std::atomic<uint32_t> awaited;  // somebody sleeps until it arrives
-    uint64_t digest[2];
+    Counter word[2];                // see above; they take turns as the buffers do
 };
 
 // The beginning of the shared memory; zeros are its first state.
@@ -50,21 +51,8 @@ struct Shared {
     Place places[MOST_RANKS];
 };
 
-int64_t now() {
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-}
-
-void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb");
-#endif
-}
-
-// A futex is 32 bits: the lower half, which comes first on the machines that there are kernels for.
+// A futex is 32 bits: the lower half, which comes first on the machines that there are kernels for. Of two who wait, one
+// may clear `awaited` for the other, and who begins anew changes the upper half: so nobody sleeps long.
 void sleep_while(Counter& counter, uint64_t value) {
     const timespec most{0, SLEEPS_NS};
     syscall(SYS_futex, &counter, FUTEX_WAIT, (uint32_t)value, &most);
@@ -99,38 +87,47 @@ struct Group {
         wake();
     }
 
-    void give_up() {
-        int64_t before = shared->given_up.load();
-        while (before <= epoch && !shared->given_up.compare_exchange_weak(before, epoch + 1)) {}
+    // The plan of this number, and all before it.
+    void give_up(int64_t number) {
+        give_up_before(number + 1);
         wake();
     }
 
     // Until all have given up what came before the plan of this number.
     Outcome begin_anew(int64_t number) {
+        give_up_before(number);
+        wake();
         epoch = number;
         arrived = first_of(number);
-        const Outcome outcome = meet();
-        if (outcome != DONE) return outcome;
-        for (int other = 0; other < size; other++)  // this plan may have been given up, too
-            if (shared->places[other].arrived.load() >= first_of(number + 1)) return GIVEN_UP;
-        return DONE;
+        return meet((uint64_t)number);
     }
 
     // This rank has written what is its own; returns when all have.
-    Outcome meet() {
+    Outcome meet(uint64_t word) {
+        const int slot = turn();
+        own().word[slot].store(word);
         arrived++;
         own().arrived.store(arrived);
         if (own().awaited.load() && own().awaited.exchange(0)) wake_all(own().arrived);
+        bool same = true;
         for (int other = 0; other < size; other++) {
             Place& place = shared->places[other];
             auto is_there = [&] { return place.arrived.load(std::memory_order_acquire) >= arrived; };
             const Outcome outcome = is_there() ? DONE : wait(other, place, is_there);
             if (outcome != DONE) return outcome;
+            same &= place.word[slot].load() == word;
         }
-        return ended();  // who gave up has raised its counter, too, if it has begun anew
+        // Who has begun anew has arrived, too, and may have brought the next word; but gave up this step before.
+        if (const Outcome outcome = ended(); outcome != DONE) return outcome;
+        return same ? DONE : DIFFER;
     }
 
   private:
+    void give_up_before(int64_t number) {
+        int64_t before = shared->given_up.load();
+        while (before < number && !shared->given_up.compare_exchange_weak(before, number)) {}
+    }
+
     void wake() {
         for (int other = 0; other < size; other++) wake_all(shared->places[other].arrived);
     }
@@ -173,7 +170,20 @@ Outcome gather(Group& group, const void* own, int64_t rows, Share share, int64_t
     group.gathers++;
     group.received += rows * (width - bytes);
     *all = buffer;
-    return group.meet();
+    return group.meet((uint64_t)rows << 32 | (uint64_t)width);
+}
+
+int64_t room_of(const Group& group) { return group.bytes; }
+
+Outcome begin_parts(Group& group, int64_t bytes, char** parts) {
+    *parts = group.buffers[group.turn()];
+    return bytes > group.bytes ? TOO_LARGE : group.ended();
+}
+
+Outcome end_parts(Group& group, uint64_t shape, int64_t received) {
+    group.gathers++;
+    group.received += received;
+    return group.meet(shape);
 }
 
 }  // namespace quire
@@ -215,19 +225,22 @@ QUIRE_API int32_t quire_group_gather(Group* group, const char* own, int64_t rows
     return DONE;
 }
 
-// Whether all ranks have the same digest of what they have computed.
-QUIRE_API int32_t quire_group_check(Group* group, uint64_t digest) {
-    if (const Outcome outcome = group->ended(); outcome != DONE) return outcome;
-    const int turn = group->turn();
-    group->own().digest[turn] = digest;
-    if (const Outcome outcome = group->meet(); outcome != DONE) return outcome;
-    for (int other = 0; other < group->size; other++)
-        if (group->shared->places[other].digest[turn] != digest) return DIFFER;
-    return DONE;
+// Where the ranks write the next matrix of so many bytes, which is whole after `quire_group_end_parts`.
+QUIRE_API int32_t quire_group_begin_parts(Group* group, int64_t bytes, char** parts) {
+    return begin_parts(*group, bytes, parts);
+}
+QUIRE_API int32_t quire_group_end_parts(Group* group, uint64_t shape, int64_t received) {
+    return end_parts(*group, shape, received);
 }
 
-// This rank computes the step no further, so no other can.
-QUIRE_API void quire_group_give_up(Group* group) { group->give_up(); }
+// Whether all ranks have the same digest of what they have computed.
+QUIRE_API int32_t quire_group_check(Group* group, uint64_t digest) {
+    const Outcome outcome = group->ended();
+    return outcome == DONE ? group->meet(digest) : outcome;
+}
+
+// This rank does not compute the plan of this number, so no other can; nor those before it that have not ended.
+QUIRE_API void quire_group_give_up(Group* group, int64_t number) { group->give_up(number); }
 
 // Steps that were given up lie before the plan of this number: all ranks go on from there.
 QUIRE_API int32_t quire_group_begin_anew(Group* group, int64_t number) { return group->begin_anew(number); }

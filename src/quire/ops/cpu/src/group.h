@@ -13,7 +13,7 @@ enum Outcome : int32_t {
     DONE = 0,
     GIVEN_UP = 1,  // a rank gave up the step: all do
     LOST = 2,      // a rank died, or did not answer
-    DIFFER = 3,    // the ranks have computed different things
+    DIFFER = 3,    // the ranks have brought different things
     TOO_LARGE = 4, // there is no room for the matrix
 };
 
@@ -25,5 +25,11 @@ struct Share {
 // All columns of `rows` rows of numbers of `item` bytes, of which every rank has its own in `own`. `all`: where they lie
 // until the next but one gather.
 Outcome gather(Group&, const void* own, int64_t rows, Share, int64_t item, const char** all);
+
+// A matrix whose rows the ranks write where it lies, each its own. It is whole after `end_parts`, until the next but one
+// collective. `shape`: the same on all ranks; `received`: bytes of the others' rows.
+Outcome begin_parts(Group&, int64_t bytes, char** parts);
+Outcome end_parts(Group&, uint64_t shape, int64_t received);
+int64_t room_of(const Group&);  // bytes of the largest matrix
 
 }  // namespace quire

@@ -83,10 +83,10 @@ QUIRE_API int64_t quire_layer_workspace(const Layer* layer, const KvCache* kv, i
     return Room(*layer, *kv, tokens).bytes;
 }
 
-// x [tokens, hidden] is what the layer before yielded (nothing yet where `first`) and becomes what this one yields;
-// `residual`, to which x is still to be added, is brought up to date. Returns an `Outcome`, or OUTSIDE.
 constexpr int32_t OUTSIDE = -1;  // a slot lies outside the cache
 
+// x [tokens, hidden] is what the layer before yielded (nothing yet where `first`) and becomes what this one yields;
+// `residual`, to which x is still to be added, is brought up to date. Returns an `Outcome`, or OUTSIDE.
 QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t first, void* x, void* residual,
                               char* workspace) {
     const Layer& l = *layer;

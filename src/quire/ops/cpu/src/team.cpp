@@ -13,7 +13,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -21,14 +20,14 @@
 #include <utility>
 
 #include "simd.h"
+#include "waiting.h"
 
 namespace quire {
 namespace {
 
 constexpr int MOST_THREADS = 1024;
 constexpr int64_t WORKER_SPINS_NS = 30'000;  // for the next loop
-constexpr int64_t CALLER_SPINS_NS = 20'000;   // for those who have begun
-constexpr int LOOKS = 32;                     // between two looks at the clock
+constexpr int64_t CALLER_SPINS_NS = 20'000;  // for those who have begun
 
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is a word");
@@ -36,20 +35,6 @@ static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is a word
 // Sleeps while `word` is `value`; may return early.
 void sleep_while(Word& word, uint32_t value) { syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr); }
 void wake_one(Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1); }
-
-int64_t now() {
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-}
-
-void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb");  // about as long as x86's pause; yield takes no time at all
-#endif
-}
 
 // Whether `done()` became true within so long.
 template <class Done>

@@ -25,7 +25,9 @@ const TILES = [
   ["hits", "Cache hits", "Share of all prompt tokens that were found in the prefix cache"],
   ["kv", "KV in use", "Share of the blocks that requests hold now"],
   ["drafts", "Tok/verification", "Speculation: accepted drafts and one more token, each time that drafts were verified"],
+  ["experts", "Busiest rank", "Expert parallelism: what the busiest rank has to do lately, over the mean of all"],
 ];
+const AT_TIMES = ["drafts", "experts"]; // of engines that have them
 
 export class LiveView {
   constructor(root, server) {
@@ -68,7 +70,7 @@ export class LiveView {
     const tiles = TILES.map(([name, label, title]) => {
       const [value, small] = [h("strong", {}, "-"), h("small", {})];
       this.tiles.set(name, { value, small });
-      const hidden = name === "drafts"; // until an engine speculates
+      const hidden = AT_TIMES.includes(name);
       return h("div", { class: "tile", title, id: `tile-${name}`, hidden }, h("span", {}, label), value, small);
     });
     this.notice = h("div", { class: "notice", hidden: true });
@@ -83,7 +85,7 @@ export class LiveView {
       "div",
       { class: "live-content" },
       h("div", { class: "live-head" }, h("h1", {}, "The engine, live"), this.uptime, this.pauseButton),
-      (this.tileRow = h("div", { class: "tiles" }, ...tiles)),
+      h("div", { class: "tiles" }, ...tiles),
       this.timeline.root,
       h(
         "div",
@@ -184,12 +186,15 @@ export class LiveView {
       hits: [percent(stats.cached_tokens, stats.prompt_tokens || looked), `${count(stats.cached_tokens)} tokens`],
       kv: [percent(kv.held, kv.num_blocks), `${count(kv.held)} of ${count(kv.num_blocks)}`],
     };
-    const speculates = stats.draft_depth !== undefined;
-    this.tileRow.lastChild.hidden = !speculates;
-    if (speculates) {
+    if (stats.draft_depth !== undefined) {
       const tokens = stats.verifications ? (1 + stats.accepted / stats.verifications).toFixed(2) : "-";
       values.drafts = [tokens, stats.drafted ? `${percent(stats.accepted, stats.drafted)} accepted` : ""];
     }
+    if (stats.rank_imbalance !== undefined) {
+      const moves = `${count(stats.expert_moves)} moves`;
+      values.experts = [`${stats.rank_imbalance.toFixed(2)} x`, stats.expert_moves ? moves : ""];
+    }
+    for (const name of AT_TIMES) this.tiles.get(name).value.parentElement.hidden = values[name] === undefined;
     for (const [name, [value, small]] of Object.entries(values)) {
       setText(this.tiles.get(name).value, value);
       setText(this.tiles.get(name).small, small);

@@ -1,0 +1,134 @@
+"""Decides when experts move between ranks (EPLB), and says it in the plans of steps."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from quire.core.expert_balance import balance, imbalance
+from quire.core.step import ExpertMove, StepPlan
+from quire.models.model import Model
+from quire.runner.expert_mover import Prepared
+
+logger = logging.getLogger(__name__)
+
+WORTH = 0.95
+"""A layer's experts are moved where the imbalance becomes at most so much of what it is."""
+
+
+@dataclass(slots=True)
+class MoveStats:
+    """What was moved since the engine started.
+
+    Attributes:
+        expert_moves: layers whose experts were moved.
+        experts_moved: experts that ranks had to read.
+        expert_bytes_moved: of these.
+        expert_move_seconds: of the last move, from when it was decided to when it was in force.
+        expert_read_seconds: of the last move, what the slowest rank needed to read what is new to it.
+        imbalance_before, imbalance_after: of the last move, what the busiest rank had to do over the mean.
+    """
+
+    expert_moves: int = 0
+    experts_moved: int = 0
+    expert_bytes_moved: int = 0
+    expert_move_seconds: float = 0.0
+    expert_read_seconds: float = 0.0
+    imbalance_before: float = 0.0
+    imbalance_after: float = 0.0
+
+
+class ExpertBalancer:
+    """Looks every so many steps at how many tokens each expert has got since, and moves experts, a layer at a time.
+
+    Ranks read what they will have while steps go on; once all have, all use it from the same step on.
+
+    Args:
+        model: the first rank's.
+        prepared: what each rank has said last; another thread writes it.
+        interval: steps from one look to the next; 0: experts stay where they are.
+    """
+
+    def __init__(self, model: Model, prepared: Sequence[Prepared | None], interval: int) -> None:
+        self._model, self._prepared, self._interval = model, prepared, interval
+        self._ranks, self._layers = model.ranks.size, model.expert_layers
+        self._groups = model.config.routing.groups if model.config.routing else 1
+        self._seen = self._loads()
+        self._version = self._steps = 0
+        self._next_number: int | None = None  # of the next plan, unless steps are given up
+        self._queue: list[tuple[int, list[int]]] = []  # layers to look at, with their loads
+        self._move: ExpertMove | None = None
+        self._began = 0.0  # when the move at hand was decided
+        self._stats = MoveStats()
+
+    def plan(self, plan: StepPlan, now: float) -> None:
+        """Completes the plan of a step that is about to be computed."""
+        gap, self._next_number = plan.number != self._next_number, plan.number + 1
+        self._steps += 1
+        if self._interval and not self._queue and self._move is None and self._steps % self._interval == 0:
+            self._look()
+        if self._move is None and self._queue:
+            self._move = self._decided(*self._queue.pop(0))
+            if self._move is not None:
+                self._began, gap = now, True
+        if self._move is not None:
+            if gap:
+                plan.expert_move = self._move  # again, if a step that brought it may have been lost
+            self._carry_on(self._move, now)
+        plan.expert_version = self._version
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, and how uneven the ranks' work is as experts lie now, by what tokens have asked for lately."""
+        lately = zip(self._loads().values(), self._seen.values(), self._layers.values(), strict=True)
+        uneven = [imbalance((now - then).tolist(), layer.slots, self._ranks) for now, then, layer in lately]
+        return asdict(self._stats) | {"rank_imbalance": max(uneven, default=1.0)}
+
+    def _loads(self) -> dict[int, torch.Tensor]:
+        return {number: load.clone() for number, load in self._model.expert_loads.items()}
+
+    def _look(self) -> None:
+        loads = self._loads()
+        self._queue = [(number, (load - self._seen[number]).tolist()) for number, load in loads.items()]
+        self._seen = loads
+
+    def _decided(self, layer: int, loads: Sequence[int]) -> ExpertMove | None:
+        """The move of this layer's experts that is worth it, if any."""
+        before = self._layers[layer].slots
+        after = balance(loads, len(before), self._ranks, self._groups, before=before)
+        ratios = imbalance(loads, before, self._ranks), imbalance(loads, after, self._ranks)
+        if ratios[1] > WORTH * ratios[0]:
+            return None
+        self._stats.imbalance_before, self._stats.imbalance_after = ratios
+        return ExpertMove(self._version + 1, layer, list(after))
+
+    def _carry_on(self, move: ExpertMove, now: float) -> None:
+        """The move that is at hand comes into force if it is time."""
+        said = [prepared for prepared in self._prepared if prepared is not None and prepared.version == move.version]
+        error = next((prepared.error for prepared in said if prepared.error), "")
+        if error:
+            logger.error("experts stay where they are from now on, since a rank cannot read them: %s", error)
+            self._move, self._queue, self._interval = None, [], 0
+        elif len(said) == len(self._prepared):
+            self._count(move, now - self._began, max(prepared.seconds for prepared in said))
+            self._version, self._move = move.version, None
+
+    def _count(self, move: ExpertMove, seconds: float, reading: float) -> None:
+        before, stats, each = self._layers[move.layer].slots, self._stats, len(move.slots) // self._ranks
+        parts = [(Counter(s[r * each : (r + 1) * each]) for s in (move.slots, before)) for r in range(self._ranks)]
+        read = sum(len(new.keys() - old.keys()) for new, old in parts)
+        routing = self._model.config.routing
+        experts = len(self._layers) * routing.num_experts if routing else 1
+        stats.expert_moves += 1
+        stats.experts_moved += read
+        stats.expert_bytes_moved += read * (self._model.expert_parameters * self._model.dtype.itemsize // experts)
+        stats.expert_move_seconds, stats.expert_read_seconds = seconds, reading
+        logger.info(
+            "experts of layer %d move: the busiest of %d ranks had %.2f times the mean to do, and has %.2f times "
+            "(%d experts read, %.2f s)",
+            *(move.layer, self._ranks, stats.imbalance_before, stats.imbalance_after, read, seconds),
+        )

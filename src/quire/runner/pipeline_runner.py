@@ -1,0 +1,162 @@
+"""A stage of a pipeline: each rank has some of the layers, and steps follow one another through them.
+
+All stages move at once. In the *slot* of plan k, stage s computes its layers for plan k - s: so there are as many steps
+on their way as there are stages. Then each brings what it has made, in one collective: a stage's rows go to the next
+one, and the last one's, which are through all layers, to all of them. So all ranks have what a step has come to, and
+sample all of it, as ranks do that share each layer: with a part of the head each.
+
+A request's next token waits until its last one is known, as many slots later as there are stages; the scheduler deals
+the requests that decode out over the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.step import StepPlan
+from quire.errors import RankLostError
+from quire.models.model import Model
+from quire.ops import KVCache
+from quire.parallel.group import Pipe
+from quire.runner.device import Mark
+from quire.runner.host_forward import Forwarded
+from quire.runner.model_runner import IntArray, LaunchedStep, ModelRunner, Part, check_complete
+
+
+class PipelinedStep(LaunchedStep):
+    """A step on its way.
+
+    Attributes:
+        rows: of the block tables, one a span; set when this stage computes it.
+        row_starts: first row of each span, and one entry more.
+    """
+
+    def __init__(self, plan: StepPlan, begin: Mark) -> None:
+        super().__init__(plan, [], begin, begin, begin)
+        self.plan, self.rows = plan, np.empty(0, np.int64)
+        self.row_starts: IntArray = np.cumsum([0, *(len(span.tokens) for span in plan.spans)])
+
+    @property
+    def is_through(self) -> bool:
+        """Whether it has been through all stages; only then may it be waited for."""
+        return bool(self.parts)
+
+    def ends(self, part: Part, end: Mark) -> None:
+        """It is through."""
+        self.parts.append(part)
+        self._end = self.settled = end
+
+
+class PipelineRunner(ModelRunner):
+    """See above. `launch` is the slot of a plan; where none follows, `drain` is a slot without one.
+
+    Attributes:
+        busy: seconds that each stage has computed its layers since the start.
+        seconds: of all slots.
+    """
+
+    def __init__(self, model: Model, kv: Sequence[KVCache], logit_rows: int, threads: int) -> None:
+        super().__init__(model, kv, logit_rows, threads, halves=False)
+        self._pipe: Pipe = model.ranks  # type: ignore[assignment]
+        self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
+        self.busy, self.seconds = [0.0] * self._stages, 0.0
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._flow: deque[PipelinedStep | None] = deque()  # the newest first: stage s computes what is at index s
+        self._entering = self._hidden = torch.empty(
+            0
+        )  # x and residual of this stage's next step; of one that is through
+
+    def launch(self, plan: StepPlan) -> PipelinedStep:
+        """See `ModelRunner.launch`: the plan's step enters the pipeline, and all others go on by a stage."""
+        next_number, self._next_number = self._next_number, None
+        try:
+            if plan.number != next_number:
+                check_complete(plan, next_number)
+                self.model.stage.begin_anew(plan.number)
+                self._pipe.begin_anew(plan.number)
+                self._forget()
+            step = PipelinedStep(plan, self.device.mark())
+            self._slot(step)
+        except BaseException as error:
+            self._give_up(plan.number, error)
+            raise
+        self._next_number = plan.number + 1
+        return step
+
+    def drain(self) -> None:
+        """A slot without a plan: what is on its way goes on by a stage. Raises what `launch` does."""
+        next_number, self._next_number = self._next_number, None
+        try:
+            self._slot(None)
+        except BaseException as error:
+            self._give_up((next_number or 0) - 1, error)
+            raise
+        self._next_number = next_number
+
+    def _give_up(self, number: int, error: BaseException) -> None:
+        if isinstance(error, RankLostError):
+            self._pipe.lose(error.rank)  # the others wait for this one, which waited for that one
+        self.model.stage.give_up(number)
+        self._pipe.give_up(number)
+
+    def _slot(self, entering: PipelinedStep | None) -> None:
+        with torch.inference_mode(), self.model.kernels.threads(self._threads):
+            begin = time.monotonic()
+            self.kv[0].pulse[0] += 1
+            self._flow.appendleft(entering)
+            own = self._flow[self._stage] if len(self._flow) > self._stage else None
+            made = [] if own is None else self._through_layers(own)
+            self._pass_on(made, time.monotonic() - begin)
+            last = self._flow.pop() if len(self._flow) == self._stages else None
+            if last is not None:
+                self._sample_all(last)
+            self.seconds += time.monotonic() - begin
+
+    def _through_layers(self, own: PipelinedStep) -> list[Tensor]:
+        """This stage's layers of a step: x and residual, or what the last norm makes of them."""
+        model, spans = self.model, own.plan.spans
+        self._take_in_rows(own.plan)
+        self._take_in_blocks(own.plan)
+        own.rows = np.array([self._requests[span.request].row for span in spans])
+        batches = self._forward.batches(spans, own.rows, own.row_starts)
+        x: Tensor | None
+        x, residual = self._entering if self._stage else (None, model.embedding(batches[0].token_ids))
+        x, residual = model.run_layers(x, residual, batches, self.kv)
+        if x is None:
+            raise RuntimeError("a stage without layers")
+        return [model.norm.with_residual(x, residual)[0]] if self._stage == self._stages - 1 else [x, residual]
+
+    def _pass_on(self, made: list[Tensor], seconds: float) -> None:
+        """All stages' rows to those who go on with them, and how long each has computed.
+
+        Ranks that share layers have the same rows; the first of them brings them.
+        """
+        hidden, dtype, width = self.model.config.layer.hidden_size, self.model.dtype, self.model.stage.size
+        rows = [int(step.row_starts[-1]) if step else 0 for step in self._flow] + [0] * self._stages
+        matrices = [2] * (self._stages - 1) + [1]
+        sizes = [0] * self._pipe.size
+        sizes[::width] = [8 + rows[s] * matrices[s] * hidden * dtype.itemsize for s in range(self._stages)]
+        own = [torch.tensor([seconds], dtype=torch.float64), *made] if sizes[self._pipe.rank] else []
+        parts = self._pipe.exchange(own, sizes)[::width]
+        for stage, part in enumerate(parts):
+            self.busy[stage] += part[:8].clone().view(torch.float64).item()
+        if self._stage:
+            self._entering = parts[self._stage - 1][8:].clone().view(dtype).view(2, -1, hidden)
+        self._hidden = parts[-1][8:].clone().view(dtype).view(-1, hidden)
+
+    def _sample_all(self, step: PipelinedStep) -> None:
+        """What follows the forward pass of a step that is through all layers, on every stage."""
+        plan, hidden = step.plan, self._hidden
+        self._take_in_ends(plan)
+        self._take_in_starts(plan)
+        made = Forwarded(hidden, self.model.kernels.finite_rows(hidden), hidden)
+        step.ends(self._finish(plan.spans, step.rows, step.row_starts, made, {}), self.device.mark())
+        self._pipe.check(step.digest())
