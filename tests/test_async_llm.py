@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -187,3 +189,21 @@ async def test_closing_while_a_prompt_is_tokenized_ends_its_caller(llm, monkeypa
     await asyncio.to_thread(llm.close)
     with pytest.raises(EngineClosedError):
         await asyncio.wait_for(task, 60)
+
+
+def test_a_program_may_end_while_a_step_runs():
+    """Nobody closed the engine: its thread must not be broken off inside a kernel, which aborts the process."""
+    code = """
+import asyncio
+from quire import AsyncLLM, SamplingParams
+
+async def main():
+    llm = AsyncLLM("demo")
+    streams = [llm.generate("x", SamplingParams(max_tokens=1500, ignore_eos=True, seed=seed)) for seed in range(8)]
+    for step in range(20):
+        await asyncio.gather(*(anext(stream) for stream in streams))
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

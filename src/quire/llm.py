@@ -7,6 +7,7 @@ in a thread, for many concurrent callers on an event loop.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -352,6 +353,8 @@ class AsyncLLM(_Base):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
         self._thread.start()
+        # A thread that the interpreter's end breaks off inside a kernel aborts the process.
+        atexit.register(self.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -405,6 +408,7 @@ class AsyncLLM(_Base):
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._commands.put(None)
         self._thread.join()
         self._tell_loop(self._streams.wake_all)
