@@ -153,6 +153,7 @@ class MadeUp:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.kernels: Kernels = Kernels()
         self.group: Group = OneRank()
+        self.expert_group: Group = OneRank()
         self.expert_slots = 0
         self.dtype = dtype
 

@@ -222,19 +222,25 @@ def test_every_rank_finds_what_all_have_brought() -> None:
             def exchange(group: SharedGroup, parts: Any = parts, sizes: Any = sizes) -> Any:
                 cut = sizes[group.rank] // 2
                 own = [parts[group.rank][:cut], parts[group.rank][cut:]]
-                return [part.clone() for part in group.exchange(own, sizes)]
+                return [part.clone() for part in group.exchange(own)]
 
             for found in all_of(groups, exchange):
                 assert all(map(torch.equal, found, parts))
 
 
-def test_stages_that_expect_other_sizes_are_found_out() -> None:
+def test_stages_that_expect_other_rows_are_found_out() -> None:
     with ranks(2) as groups:
-        sizes = {0: [8, 16], 1: [16, 8]}
         own = torch.zeros(8, dtype=torch.uint8)
-        answers = all_of(groups, lambda group: group.exchange([own], sizes[group.rank]))
+        answers = all_of(groups, lambda group: group.exchange([own], word=group.rank))
         assert all(isinstance(answer, RanksDisagreeError) for answer in answers)
         with pytest.raises(ValueError, match="more rows than the ranks have room for"):
-            groups[0].exchange([own], [10**6, 8])
+            groups[0].exchange([torch.zeros(10**6)])
         groups[0].give_up(5)
-        assert all(isinstance(e, StepGivenUpError) for e in all_of(groups, lambda g: g.exchange([own], [8, 8])))
+        assert all(isinstance(e, StepGivenUpError) for e in all_of(groups, lambda g: g.exchange([own])))
+
+
+def test_ranks_that_bring_nothing_take_part() -> None:
+    with ranks(3) as groups:
+        for found in all_of(groups, lambda g: [part.tolist() for part in g.exchange([torch.ones(1)] * g.rank)]):
+            assert [len(part) for part in found] == [0, 4, 8]
+        assert [group.counts for group in groups] == [(1, 12), (1, 8), (1, 4)]

@@ -105,6 +105,13 @@ class EngineConfig:
         high=256,
         short="-pp",
     )
+    data_parallel_size: int = option(
+        1,
+        "with expert parallelism: replicas of attention, each with requests and KV of its own; all share the experts",
+        low=1,
+        high=256,
+        short="-dp",
+    )
     enable_expert_parallel: bool = option(
         False, "each rank computes some of a layer's experts alone, in place of a part of every one", short="-ep"
     )
@@ -199,6 +206,11 @@ class EngineConfig:
                 f"num_redundant_experts={self.num_redundant_experts} is for expert parallelism; set "
                 "enable_expert_parallel, or leave it out"
             )
+        if self.data_parallel_size > 1 and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} without enable_expert_parallel would be replicas that "
+                "share nothing: start so many servers, or set enable_expert_parallel for a model with experts"
+            )
         self._check_pipeline()
         self._check_speculation()
         self._check_budgets()
@@ -261,12 +273,12 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """Processes that share the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def redundant_experts(self) -> int | None:
         """See `load_model`."""
-        return self.num_redundant_experts if self.enable_expert_parallel and self.tensor_parallel_size > 1 else None
+        return self.num_redundant_experts if self.enable_expert_parallel and self.num_ranks > 1 else None
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -35,7 +35,10 @@ class VllmOption:
 
 def _one(*short: str) -> VllmOption:
     return VllmOption(
-        kind=int, same=(1,), why="of ranks, tensor_parallel_size and pipeline_parallel_size are there", short=short
+        kind=int,
+        same=(1,),
+        why="of ranks, tensor_parallel_size, pipeline_parallel_size and data_parallel_size are there",
+        short=short,
     )
 
 
@@ -67,7 +70,6 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "kv_cache_memory_bytes": VllmOption(kind=str, ours="kv_cache_memory"),
     "num_gpu_blocks_override": VllmOption(kind=int, ours="num_kv_blocks"),
     # on several devices
-    "data_parallel_size": _one("-dp"),
     "data_parallel_size_local": _one("-dpl"),
     "decode_context_parallel_size": _one("-dcp"),
     "distributed_executor_backend": _only(str, "mp", "uni", why="ranks are processes of one machine"),

@@ -56,6 +56,7 @@ from collections import Counter
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
+from quire.core.lockstep import Lockstep
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, Status
 from quire.core.scheduler import Scheduler
@@ -65,12 +66,16 @@ class InvariantError(AssertionError):
     """The book-keeping contradicts itself: a bug in Quire."""
 
 
-def check(scheduler: Scheduler) -> None:
-    """Compare the scheduler's and the pool's books with what they are derived from.
+def check(scheduler: Scheduler | Lockstep) -> None:
+    """Compare the scheduler's and the pool's books, of each replica, with what they are derived from.
 
     Raises:
         InvariantError: naming the rule and the values.
     """
+    if isinstance(scheduler, Lockstep):
+        for each in scheduler.schedulers:
+            check(each)
+        return
     kv = scheduler.kv
     _check_blocks(kv, scheduler.running)
     _check_tree(kv)

@@ -142,6 +142,11 @@ class KVManager:
             self._drop_last_token(match, whole)
         return match
 
+    def cached_tokens(self, request: Request) -> int:
+        """How many tokens of a waiting request's prompt are cached."""
+        match = self.match(request)
+        return match.num_blocks * self.block_size + match.partial_tokens
+
     def _drop_last_token(self, match: Match, whole: bool) -> None:
         if match.partial is None and match.num_blocks and match.tip is not None:
             match.partial, match.partial_tokens = match.tip, self.block_size

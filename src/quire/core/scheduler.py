@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from quire.config import EngineConfig
 from quire.core.draft_length import DraftLengths
-from quire.core.kv_manager import STEP, KVManager
+from quire.core.kv_manager import STEP, Handle, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.prefix_leaders import BLOCK, PrefixLeaders
@@ -125,6 +125,10 @@ class Scheduler:
         """The next step, or None where nothing can run now."""
         if self.trials.advance():
             self.restart()
+        return self.next_step(now)
+
+    def next_step(self, now: float) -> StepPlan | None:
+        """See `schedule`; it is known which requests may run now."""
         step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -136,6 +140,10 @@ class Scheduler:
         if self._speculation is not None:
             self._choose_drafts(step, self._speculation.num_speculative_tokens)
         return self._plan(step) if step.chosen else None
+
+    def empty_step(self) -> StepPlan:
+        """A step that computes nothing: others compute theirs in it."""
+        return self._plan(PendingStep(0))
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
         """Take in what a step yielded; the updates say what each request got."""
@@ -172,7 +180,7 @@ class Scheduler:
         Returns:
             The request that made the step fail, where it was in there alone; the caller ends it.
         """
-        lost = dict.fromkeys(request for flight in self.in_flight for request, _ in flight.requests)
+        lost = self.in_steps()
         for request in lost:
             request.num_in_flight = 0  # its blocks need not be kept for them
         if whole:
@@ -200,6 +208,19 @@ class Scheduler:
         return updates
 
     # -- what the outside may know -------------------------------------------------------------------------
+
+    def release(self, handle: Handle) -> None:
+        """See `KVManager.release`."""
+        self.kv.release(handle)
+
+    @property
+    def kvs(self) -> list[KVManager]:
+        """All block tables that there are."""
+        return [self.kv]
+
+    def in_steps(self) -> list[Request]:
+        """Requests of which steps in flight compute something."""
+        return list(dict.fromkeys(request for flight in self.in_flight for request, _ in flight.requests))
 
     @property
     def idle(self) -> bool:

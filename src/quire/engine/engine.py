@@ -21,6 +21,7 @@ from quire.core import invariants
 from quire.core.block_hash import BlockHasher
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
+from quire.core.lockstep import Lockstep
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL, SamplingParams
 from quire.core.scheduler import Scheduler
@@ -248,8 +249,11 @@ class Engine:
             prepared = self._ranks.prepared
             mover.on_prepared = functools.partial(operator.setitem, prepared, 0)
             self.expert_balancer = ExpertBalancer(self.model, prepared, config.eplb_interval)
-        self._stats = EngineStats(num_blocks=self.memory_plan.num_usable)
-        self.scheduler = Scheduler(config, self._kv_manager(hash_key), self.max_model_len)
+        self._stats = EngineStats(num_blocks=self.memory_plan.num_usable * config.data_parallel_size)
+        replicas = [
+            Scheduler(config, self._kv_manager(hash_key), self.max_model_len) for _ in range(config.data_parallel_size)
+        ]
+        self.scheduler: Scheduler | Lockstep = replicas[0] if len(replicas) == 1 else Lockstep(replicas)
         runner = started.runner
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(runner)
@@ -268,7 +272,11 @@ class Engine:
             ConfigError: so many cannot share the model, or what they would need cannot be sent to them.
         """
         config, stages = self.config, self.config.pipeline_parallel_size
-        sizes = {"tensor_parallel_size": config.tensor_parallel_size, "pipeline_parallel_size": stages}
+        sizes = {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "pipeline_parallel_size": stages,
+            "data_parallel_size": config.data_parallel_size,
+        }
         name = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         if config.device != "cpu":
             raise ConfigError(f"{name} with device={config.device}: CPUs alone have ranks so far")
@@ -277,7 +285,8 @@ class Engine:
                 f"{name}: other ranks read the checkpoint and make their drafts themselves; "
                 "leave out open_checkpoint and proposer, or use one rank"
             )
-        widest, vocabulary = check_ranks(self.path, config.tensor_parallel_size, config.redundant_experts, stages)
+        how = config.tensor_parallel_size, config.redundant_experts, stages, config.data_parallel_size
+        widest, vocabulary = check_ranks(self.path, *how)
         matrix = max(widest * config.max_num_batched_tokens, vocabulary) * torch.float32.itemsize
         return Ranks(config, self.path, self.threads, matrix)
 
@@ -308,6 +317,11 @@ class Engine:
             notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
         if config.tensor_parallel_size > 1:
             notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
+        if config.data_parallel_size > 1:
+            notes.append(
+                f"{config.data_parallel_size} replicas of attention have requests and KV of their own; limits of "
+                "requests and tokens are those of each"
+            )
         if config.redundant_experts is not None:
             each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
             notes.append(f"each rank has experts of its own, which {each}")
@@ -383,7 +397,7 @@ class Engine:
     def release(self, handle: Handle) -> None:
         """See `KVManager.release`."""
         self.blocked = False
-        self.scheduler.kv.release(handle)
+        self.scheduler.release(handle)
 
     def check_ranks(self) -> None:
         """Whether all ranks are there, though no step may be asking for them.
@@ -468,7 +482,8 @@ class Engine:
         if self._timeline:
             self._timeline.waited(plan, begin, time.monotonic() - begin)
         stats, scheduler = self._stats, self.scheduler
-        stats.peak_blocks = max(stats.peak_blocks, scheduler.kv.num_usable - scheduler.kv.num_available)
+        held = sum(kv.num_usable - kv.num_available for kv in scheduler.kvs)
+        stats.peak_blocks = max(stats.peak_blocks, held)
         self._committing = [span.request for span in plan.spans if span.request in scheduler.requests]
         updates = scheduler.commit(plan, result, time.monotonic())
         self._updates += updates

@@ -6,6 +6,7 @@ import socket
 
 import msgspec
 
+from quire.core.step import StepResult
 from quire.runner.expert_mover import Prepared
 from quire.runner.memory_plan import MemoryPlan
 
@@ -33,7 +34,15 @@ class Failed(msgspec.Struct, tag=True):
     known: bool
 
 
-FromRank = Loaded | Ready | Failed | Prepared
+class Computed(msgspec.Struct, tag=True):
+    """What the requests of a replica got from the plan of this number; None: it was not computed, `error` says why."""
+
+    number: int
+    result: StepResult | None
+    error: str = ""
+
+
+FromRank = Loaded | Ready | Failed | Prepared | Computed
 
 
 class Link:

@@ -35,7 +35,7 @@ def join(
     """
     timeout, size = config.collective_timeout_s, config.tensor_parallel_size
     everybody = SharedGroup(memory, bytes, rank, config.num_ranks, timeout)
-    if config.pipeline_parallel_size == 1:
+    if size == config.num_ranks:
         return everybody, None
     if size == 1:
         return everybody, OneRank()
@@ -72,6 +72,7 @@ def load(
         ranks=group,
         redundant_experts=config.redundant_experts,
         stage=stage,
+        stages=config.pipeline_parallel_size,
     )
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")

@@ -18,7 +18,7 @@ import msgspec
 from quire import child, log
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
-from quire.engine.link import Begin, Failed, Link, Loaded, Ready
+from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Ready
 from quire.errors import DeviceLostError, QuireError, StepGivenUpError
 
 if TYPE_CHECKING:
@@ -67,18 +67,25 @@ def main() -> int:
         message = str(error) if known else f"rank {start.rank} cannot start: {type(error).__name__}: {error}"
         link.send(msgspec.msgpack.encode(Failed(message, known)))
         return 1
-    return 0 if runner is None else _compute(start.rank, runner, link)
+    if runner is None:
+        return 0
+    answers = link if runner.model.replicas > 1 and runner.model.stage.rank == 0 else None
+    return _compute(start.rank, runner, link, answers)
 
 
-def _compute(rank: int, runner: ModelRunner, link: Link) -> int:
-    """All plans that come. Those that this rank cannot compute are given up, and the first one decides what follows."""
+def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None) -> int:
+    """All plans that come. Those that this rank cannot compute are given up, and the first one decides what follows.
+
+    Args:
+        answers: where what comes of them goes, if the first rank has other requests.
+    """
     decoder, failed = msgspec.msgpack.Decoder(StepPlan), False
     while (encoded := link.receive()) is not None:
         try:
-            if encoded:
-                runner.launch(decoder.decode(encoded))
-            else:
+            if not encoded:
                 runner.drain()
+            else:
+                _answer(runner, decoder.decode(encoded), answers)
             failed = False
         except DeviceLostError as error:
             logger.error("rank %d ends: %s", rank, error)
@@ -93,6 +100,21 @@ def _compute(rank: int, runner: ModelRunner, link: Link) -> int:
             logger.log(level, "rank %d: a step failed: %s: %s", rank, type(error).__name__, error, exc_info=True)
             failed = True
     return 0
+
+
+def _answer(runner: ModelRunner, plan: StepPlan, answers: Link | None) -> None:
+    """Compute a plan, and tell what came of it where somebody waits for that."""
+    answer = Computed(plan.number, None)
+    try:
+        step = runner.launch(plan)
+        if answers is not None:
+            answer.result = step.wait()
+    except Exception as error:
+        answer.error = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if answers is not None:
+            answers.send(msgspec.msgpack.encode(answer))
 
 
 def _leave_with_first(link: int) -> None:

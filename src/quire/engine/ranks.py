@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -22,12 +23,13 @@ import msgspec
 
 from quire import child, log
 from quire.config import EngineConfig
+from quire.core.lockstep import LockstepPlan, joined
 from quire.core.step import StepPlan, StepResult
 from quire.engine.executor import Executor, PendingResult, T, attempt
-from quire.engine.link import Begin, Failed, FromRank, Link
+from quire.engine.link import Begin, Computed, Failed, FromRank, Link
 from quire.engine.loading import join
 from quire.engine.rank import RankStart
-from quire.errors import ConfigError, QuireError, RankLostError
+from quire.errors import ConfigError, QuireError, RankLostError, StepFailedError
 from quire.ops.cpu.group import new_memory
 from quire.runner.expert_mover import Prepared
 from quire.runner.memory_plan import MemoryPlan
@@ -51,6 +53,7 @@ class Ranks:
     Attributes:
         group: the first rank's place among them. stage: among those that share its layers, see `Model`.
         prepared: what each rank has said last of experts that move.
+        computed: by replica but the first, what came of its plans; None: a rank is lost.
 
     Raises:
         ConfigError: see `SharedGroup`.
@@ -59,10 +62,12 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, path: Path, threads: int, matrix_bytes: int) -> None:
         self._timeout, size, width = config.collective_timeout_s, config.num_ranks, config.tensor_parallel_size
+        self._width = width
         memories = [new_memory(matrix_bytes)]
         self._links: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self.prepared: list[Prepared | None] = [None] * size
+        self.computed = [queue.SimpleQueue[Computed | None]() for _ in range(1, config.data_parallel_size)]
         self._out_of_memory = _out_of_memory_kills()
         self._closing = threading.Event()
         self.close = weakref.finalize(self, _close, self._links, self._processes, self._closing)
@@ -81,8 +86,8 @@ class Ranks:
         )
         try:
             if 1 < width < size:
-                memories += [new_memory(matrix_bytes) for _ in range(config.pipeline_parallel_size)]
-            of_stages = memories[1:] or [-1] * config.pipeline_parallel_size
+                memories += [new_memory(matrix_bytes) for _ in range(size // width)]
+            of_stages = memories[1:] or [-1] * (size // width)
             self.group, self.stage = join(config, 0, memories[0], of_stages[0], matrix_bytes)
             for rank in range(1, size):
                 self._start(msgspec.structs.replace(start, rank=rank, stage_memory=of_stages[rank // width]))
@@ -121,13 +126,47 @@ class Ranks:
             self._hear(rank)
         for link in self._links:
             link.socket.settimeout(self._timeout)
-        watching = self._links, self._lose, self.prepared, self._closing
+        watching = self._links, self._lose, self._told, self._closing
         threading.Thread(target=_watch, args=watching, name="quire-ranks", daemon=True).start()
 
     def _lose(self, rank: int) -> None:
         self.group.lose(rank)
         if self.stage is not None and rank < self.stage.size:
             self.stage.lose(rank)
+        for computed in self.computed:
+            computed.put(None)
+
+    def _told(self, rank: int, message: bytes) -> None:
+        """What a rank says while steps are computed."""
+        match msgspec.msgpack.decode(message, type=Prepared | Computed):
+            case Prepared() as prepared:
+                self.prepared[rank] = prepared
+            case Computed() as computed:
+                self.computed[rank // self._width - 1].put(computed)
+
+    def give_up(self, number: int) -> None:
+        """See `Group.give_up`."""
+        self.group.give_up(number)
+        if self.stage is not None:
+            self.stage.give_up(number)
+
+    def results(self, number: int) -> list[StepResult]:
+        """What the replicas but the first got from the plan of this number, once all have computed it.
+
+        Raises:
+            StepFailedError: one could not.
+            RankLostError: one is lost.
+        """
+        results = []
+        for computed in self.computed:
+            while (answer := computed.get()) is not None and answer.number < number:
+                pass  # of a step that was given up
+            if answer is None:
+                raise self.explained(self.group.lost or 0)
+            if answer.result is None:
+                raise StepFailedError(answer.error)
+            results.append(answer.result)
+        return results
 
     def _hear(self, rank: int) -> None:
         """The next message of a rank that starts."""
@@ -139,15 +178,15 @@ class Ranks:
         if isinstance(answer, Failed):
             raise (ConfigError if answer.known else QuireError)(answer.message)
 
-    def send(self, payload: bytes) -> None:
-        """A message to every rank.
+    def send(self, *payloads: bytes) -> None:
+        """A message to every rank: one for all, or one for each replica.
 
         Raises:
             RankLostError: one does not take it.
         """
         for rank, link in enumerate(self._links, start=1):
             try:
-                link.send(payload)
+                link.send(payloads[rank // self._width if len(payloads) > 1 else 0])
             except OSError:
                 self._lose(rank)
                 raise self.explained(rank) from None
@@ -188,9 +227,9 @@ def _out_of_memory_kills() -> int:
 
 
 def _watch(
-    links: Sequence[Link], lose: Callable[[int], None], prepared: list[Prepared | None], closing: threading.Event
+    links: Sequence[Link], lose: Callable[[int], None], told: Callable[[int, bytes], None], closing: threading.Event
 ) -> None:
-    """Until all are gone: what they say of experts that move, and that one which ends is lost to the others at once."""
+    """Until all are gone: what they say, and that one which ends is lost to the others at once."""
     with selectors.DefaultSelector() as selector:
         for rank, link in enumerate(links, start=1):
             selector.register(link.socket, selectors.EVENT_READ, rank)
@@ -198,7 +237,7 @@ def _watch(
             for key, _ in selector.select():
                 message = links[key.data - 1].receive()
                 if message is not None:
-                    prepared[key.data] = msgspec.msgpack.decode(message, type=Prepared)
+                    told(key.data, message)
                     continue
                 selector.unregister(key.fileobj)
                 if not closing.is_set():
@@ -228,13 +267,14 @@ class RankExecutor:
         self._encoder = msgspec.msgpack.Encoder()
 
     def submit(self, plan: StepPlan) -> PendingResult:
+        plans = plan.of_replicas() if isinstance(plan, LockstepPlan) else [plan]
         try:
-            self._ranks.send(self._encoder.encode(plan))
-            return _Pending(self._own.submit(plan), self._ranks)
+            self._ranks.send(*map(self._encoder.encode, plans))
+            return _Pending(self._own.submit(plans[0]), self._ranks, plan.number)
         except RankLostError as error:
             raise self._ranks.explained(error.rank) from None
         except BaseException:  # Ctrl-C may come when the others have the plan already
-            self._ranks.group.give_up(plan.number)
+            self._ranks.give_up(plan.number)
             raise
 
     def close(self) -> None:
@@ -272,7 +312,7 @@ class PipelineExecutor:
         except RankLostError as error:
             raise self._ranks.explained(error.rank) from None
         except BaseException:
-            self._ranks.group.give_up(self._newest)
+            self._ranks.give_up(self._newest)
             raise
 
     def close(self) -> None:
@@ -291,11 +331,12 @@ class _Pipelined:
 
 
 class _Pending:
-    def __init__(self, own: PendingResult, ranks: Ranks) -> None:
-        self._own, self._ranks = own, ranks
+    def __init__(self, own: PendingResult, ranks: Ranks, number: int) -> None:
+        self._own, self._ranks, self._number = own, ranks, number
 
     def wait(self) -> StepResult:
         try:
-            return self._own.wait()
+            own = self._own.wait()
+            return joined([own, *self._ranks.results(self._number)]) if self._ranks.computed else own
         except RankLostError as error:
             raise self._ranks.explained(error.rank) from None

@@ -233,7 +233,8 @@ class EngineProcess:
                 document = self._recorder.document(self.engine, message.what, message.since)
                 self._reply(client, message.ticket, document)
             case wire.ResetPrefixCache():
-                self._reply(client, message.ticket, msgspec.json.encode(self.engine.scheduler.kv.cache.clear()))
+                cleared = sum(kv.cache.clear() for kv in self.engine.scheduler.kvs)
+                self._reply(client, message.ticket, msgspec.json.encode(cleared))
 
     def _reply(self, client: bytes, ticket: int, value: bytes) -> None:
         self._socket.send_multipart((client, wire.encode(wire.Reply(ticket, value))))

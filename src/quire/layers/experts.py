@@ -11,7 +11,7 @@ from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import Product, RaggedBatch
 from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
-from quire.parallel.group import Split
+from quire.parallel.group import Group, Split
 
 ROUTING_BYTES = 32
 """Of a token for each expert: its logit, its score, and in plain torch what both are sorted by."""
@@ -70,6 +70,41 @@ class Arranged:
     experts: Experts
 
 
+class Everybody:
+    """All ranks that share experts, where replicas of the other layers have rows of their own.
+
+    Args:
+        ranks: each replica's one after another's.
+        size: ranks of a replica, which have the same rows.
+    """
+
+    def __init__(self, ranks: Group, size: int) -> None:
+        self._ranks, self._size = ranks, size
+
+    def rows(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice]:
+        """Those of all replicas, one's after another's, and which of them are this one's.
+
+        Args:
+            x: [tokens, hidden]. ids, weights: [tokens, top_k], as `route` gives them.
+        """
+        given = x, ids, weights
+        replica, leads = self._ranks.rank // self._size, self._ranks.rank % self._size == 0
+        brought = self._ranks.exchange(given if leads else ())[:: self._size]
+        widths = [each.shape[1] * each.itemsize for each in given]
+        counts = [len(part) // sum(widths) for part in brought]
+        cut = [
+            torch.split(part, [count * width for width in widths]) for part, count in zip(brought, counts, strict=True)
+        ]
+        all_x, all_ids, all_weights = (
+            torch.cat([parts[place] for parts in cut]).view(each.dtype).view(-1, each.shape[1])
+            for place, each in enumerate(given)
+        )
+        begin = sum(counts[:replica])
+        return all_x, all_ids, all_weights, slice(begin, begin + counts[replica])
+
+
 class ExpertsLayer:
     """The experts of one layer, in place of a `GatedMLP`.
 
@@ -98,7 +133,7 @@ class ExpertsLayer:
         prefixes = [f"{block}.experts.{expert}." for expert in range(count)]
         self.slots: tuple[int, ...] = ()
         if weights.expert_slots:
-            self._outputs, self._group = None, weights.group
+            self._outputs, self._group = None, weights.expert_group
             self._own: dict[int, tuple[Product, Product]] = {}  # by expert
             self._read: Callable[[int], tuple[Product, Product]] = lambda expert: _whole(
                 weights, prefixes[expert], names
@@ -111,6 +146,8 @@ class ExpertsLayer:
             down = [weights.linear(prefix + names.down, split=Split.INPUTS) for prefix in prefixes]
             products = [each.product for each in up], [each.product for each in down]
             self._experts, self._outputs = weights.kernels.experts(*products, down[0].inputs), down[0].outputs
+        shared = weights.expert_slots and weights.expert_group.size > weights.group.size
+        self._everybody = Everybody(weights.expert_group, weights.group.size) if shared else None
         self._shared = GatedMLP(weights, f"{block}.shared_experts.") if config.shared_intermediate_size else None
         self.load = torch.zeros(count, dtype=torch.int64, device=weights.kernels.device)
 
@@ -118,10 +155,25 @@ class ExpertsLayer:
         """x: [tokens, hidden]. Same shape and type."""
         logits = self._router.matmul(x, torch.float32)  # [tokens, experts]
         ids, weights = self._kernels.route(logits, self.routing, self._bias)
-        self._kernels.count_experts(ids, batch, self.load)
-        out = self._experts(x, ids, weights)
-        out = out if self._outputs is None else self._outputs(out)
+        if self._everybody is not None:
+            out = self._of_all(x, ids, weights, self._everybody)
+        else:
+            self._kernels.count_experts(ids, batch, self.load)
+            out = self._experts(x, ids, weights)
+            out = out if self._outputs is None else self._outputs(out)
         return out if self._shared is None else out + self._shared(x)
+
+    def without_rows(self, x: torch.Tensor) -> None:
+        """A step of other replicas alone; x: [0, hidden], in the type of theirs."""
+        if self._everybody is not None:
+            top_k = self.routing.top_k
+            self._of_all(x, torch.empty(0, top_k, dtype=torch.int64), torch.empty(0, top_k), self._everybody)
+
+    def _of_all(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, everybody: Everybody) -> torch.Tensor:
+        """The rows of all replicas go to the experts; what comes of this one's own is kept."""
+        x, ids, weights, own = everybody.rows(x, ids, weights)
+        self.load += torch.bincount(ids.flatten(), minlength=len(self.load))
+        return self._experts(x, ids, weights)[own] if len(x) else x
 
     def arranged(self, experts: Sequence[int]) -> Arranged:
         """This rank's part of the experts in these slots: those that it has not are read from the checkpoint.

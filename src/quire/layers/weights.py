@@ -19,8 +19,10 @@ class LayerWeights(Protocol):
     kernels: Kernels
     group: Group
     """Of the ranks that compute these layers together."""
+    expert_group: Group
+    """Of those that share the experts: replicas of the other layers have them in common."""
     expert_slots: int
-    """Of all ranks, for the experts of a layer, each of which one rank computes alone; 0: ranks share every expert."""
+    """Of these ranks, for a layer's experts, each of which one rank computes alone; 0: ranks share every expert."""
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor in `dtype`, unless said that of the computation, such as "self_attn.q_norm.weight"."""

@@ -17,7 +17,7 @@ from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
-from quire.parallel.group import Group, Split, own_heads
+from quire.parallel.group import Group, OneRank, Split, own_heads
 
 
 class AuxHiddenStates:
@@ -112,11 +112,16 @@ class Model(ModelSizes):
     Args:
         config: what config.json says.
         weights: the checkpoint's.
-        stage: the ranks that share each of this one's layers, where others have other layers; None: all share all.
+        ranks: those that share it; None: it is whole.
+        stage: those of them that share each of this one's layers; None: all do.
+        stages: how many groups of layers there are, each of which another `stage` has. Where there is one, and not all
+            share it, each stage is a replica: they have only experts in common.
 
     Attributes:
         kernels: the implementation that computes it.
-        ranks: those that share it. stage: those that share its layers. stages: how many such there are.
+        ranks, stage, stages: see above.
+        replicas: how many groups of ranks have the same layers.
+        rank_groups: in which this one meets others, the smallest first.
         embedding: its table of tokens.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
@@ -129,12 +134,21 @@ class Model(ModelSizes):
     architecture: str = ""
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: DecoderConfig, weights: Weights, stage: Group | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        ranks: Group | None = None,
+        stage: Group | None = None,
+        stages: int = 1,
+    ) -> None:
         expands = config.layer.latent is not None and may_expand(weights.kernels)
         super().__init__(config, weights.dtype, weights.quantization, expands)
-        self.kernels, self.ranks, self.stage = weights.kernels, weights.group, stage or weights.group
-        self.stages = self.ranks.size // self.stage.size
-        own = _layers_of(self.ranks.rank // self.stage.size, self.stages, config.num_layers)
+        self.kernels, self.ranks = weights.kernels, ranks or OneRank()
+        self.stage, self.stages = stage or self.ranks, stages
+        self.replicas = self.ranks.size // self.stage.size // stages
+        self.rank_groups = (self.ranks,) if self.stage is self.ranks else (self.stage, self.ranks)
+        own = _layers_of(self.ranks.rank // self.stage.size % stages, stages, config.num_layers)
         if self.stages > 1:
             self.num_layers, self.groups = len(own), (self.groups[0]._replace(layers=tuple(own)),)
             for index in {*range(config.num_layers)} - {*own}:
@@ -173,7 +187,8 @@ class Model(ModelSizes):
     @property
     def shared_bytes(self) -> int:
         """Of the memory through which the ranks of a machine gather, all of it."""
-        return self.ranks.shared_bytes + (self.stages * self.stage.shared_bytes if self.stages > 1 else 0)
+        parts = self.stages * self.replicas
+        return self.ranks.shared_bytes + (parts * self.stage.shared_bytes if parts > 1 else 0)
 
     @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
@@ -237,6 +252,12 @@ class Model(ModelSizes):
             group, _ = self._places[index]
             x, residual = layer(x, residual, tables, caches[group], batches[group])
         return x, residual
+
+    def without_rows(self) -> None:
+        """A step of which this replica computes nothing: it has a part in what others send to its experts."""
+        nothing = torch.empty(0, self.config.layer.hidden_size, dtype=self.dtype)
+        for experts in self.expert_layers.values():
+            experts.without_rows(nothing)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] of `forward`. Returns [rows, vocabulary] fp32."""

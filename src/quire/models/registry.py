@@ -49,6 +49,7 @@ def load_model(
     one_kv_group: bool = False,
     redundant_experts: int | None = None,
     stage: Group | None = None,
+    stages: int = 1,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -64,7 +65,7 @@ def load_model(
         ranks: those that share the model; None: it is whole.
         one_kv_group: see `DecoderConfig`.
         redundant_experts: ranks have whole experts, and so many of each layer's twice; None: they share each expert.
-        stage: see `Model`.
+        stage, stages: see `Model`.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -75,7 +76,7 @@ def load_model(
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     stored = record is not None
     kernels = kernels or choose_kernels()
-    sharing = ranks, one_kv_group, redundant_experts, stage
+    sharing = ranks, one_kv_group, redundant_experts, stage, stages
     model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, *sharing)
     return model
 
@@ -92,6 +93,7 @@ def build_model(
     one_kv_group: bool = False,
     redundant_experts: int | None = None,
     stage: Group | None = None,
+    stages: int = 1,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
@@ -104,10 +106,11 @@ def build_model(
     slots = 0
     if redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + redundant_experts
-    stand = progress, quantization, stored, skipped, ranks, slots
+    of_replicas = stage if stages == 1 else None  # else stages of a pipeline have the head in common
+    stand = progress, quantization, stored, skipped, of_replicas or ranks, slots, ranks
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
     with kernels.threads(usable_threads()):
-        model = Model(config, weights, stage)
+        model = Model(config, weights, ranks, stage, stages)
     weights.check_all_taken()
     model.architecture = _architecture(checkpoint.config)
     model.weight_bytes -= weights.bytes_saved()
@@ -118,9 +121,14 @@ def build_model(
     return model, weights
 
 
-def check_ranks(path: Path | str, size: int, redundant_experts: int | None = None, stages: int = 1) -> tuple[int, int]:
+def check_ranks(
+    path: Path | str, size: int, redundant_experts: int | None = None, stages: int = 1, replicas: int = 1
+) -> tuple[int, int]:
     """Whether so many ranks can share each layer of the model in a folder, and so many stages its layers; returns the
-    most numbers of a token that they bring together at a time, and how many at once in any case.
+    most numbers of 4 bytes of a token that they bring together at a time, and how many at once in any case.
+
+    Args:
+        replicas: of these ranks, which share the experts; so do `redundant_experts`.
 
     Raises:
         ConfigError: they cannot, since heads and layers are not cut, and each has as many experts as the others.
@@ -138,12 +146,14 @@ def check_ranks(path: Path | str, size: int, redundant_experts: int | None = Non
     if stages > 1:
         _check_stages(config, stages)
     if redundant_experts is not None:
-        _check_slots(layer.experts, size, redundant_experts)
+        _check_slots(layer.experts, size * replicas, redundant_experts)
     values = layer.latent.v_head_dim if layer.latent else layer.head_dim
     experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
     inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
-    passed_on = 2 * stages * layer.hidden_size if stages > 1 else 0
-    widest = max(layer.hidden_size, heads * values, layer.intermediate_size, inner, passed_on)
+    # What each rank brings to an exchange has an equal part of the room: two matrices, or rows and where they go.
+    passed_on = 2 * layer.hidden_size if stages > 1 else layer.hidden_size + 3 * turns if replicas > 1 else 0
+    exchanged = size * stages * replicas * passed_on
+    widest = max(layer.hidden_size, heads * values, layer.intermediate_size, inner, exchanged)
     return widest, max(config.vocab_size, turns * layer.hidden_size)
 
 
@@ -168,7 +178,7 @@ def _check_slots(experts: ExpertsConfig | None, ranks: int, redundant: int) -> N
         shown = ", ".join(map(str, allowed[:3])) + (f" ... {allowed[-1]}" if len(allowed) > 3 else "")
         raise ConfigError(
             f"num_redundant_experts={redundant}: the {count} experts of a layer and these are shared out evenly among "
-            f"tensor_parallel_size={ranks} ranks; allowed: {shown}"
+            f"{ranks} ranks; allowed: {shown}"
         )
 
 

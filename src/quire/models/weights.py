@@ -60,7 +60,7 @@ class Weights:
         stored: the checkpoint holds them quantized; otherwise they are quantized as they are read.
         skipped: how the names of tensors begin for which the model need not have a place.
         group: the ranks that share the model; this one reads what is its own.
-        expert_slots: see `LayerWeights`.
+        expert_slots, expert_group: see `LayerWeights`.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
@@ -83,9 +83,11 @@ class Weights:
         skipped: tuple[str, ...] = (),
         group: Group | None = None,
         expert_slots: int = 0,
+        expert_group: Group | None = None,
     ) -> None:
         self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
         self.group, self.expert_slots = group or OneRank(), expert_slots
+        self.expert_group = expert_group or self.group
         self.products: dict[str, QuantizedWeight] = {}
         self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
         self._progress = progress
@@ -241,7 +243,7 @@ class WeightsUnder:
 
     def __init__(self, weights: Weights, prefix: str, group: Group) -> None:
         self._weights, self._prefix = weights, prefix
-        self.kernels, self.group = weights.kernels, group
+        self.kernels, self.group, self.expert_group = weights.kernels, group, weights.expert_group
         self.expert_slots = weights.expert_slots if group is weights.group else 0
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
+from quire.core.lockstep import Lockstep
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
@@ -150,17 +151,17 @@ class Recorder:
 
     def stats(self, engine: Engine) -> dict[str, Any]:
         """Counters, what the pool holds, how even the load of experts and ranks is, and how deep drafts may go."""
-        kv = engine.scheduler.kv
-        cached = sum(len(group.cached) for group in kv.groups)
+        kvs = engine.scheduler.kvs
+        groups = [group for kv in kvs for group in kv.groups]
         return (
             asdict(engine.stats)
             | self.reasons
             | {
                 "pid": os.getpid(),
-                "free_blocks": sum(group.pool.num_free for group in kv.groups),
-                "cached_blocks": cached,
-                "held_blocks": kv.num_usable - kv.num_available,
-                "kv_use": kv.use,
+                "free_blocks": sum(group.pool.num_free for group in groups),
+                "cached_blocks": sum(len(group.cached) for group in groups),
+                "held_blocks": sum(kv.num_usable - kv.num_available for kv in kvs),
+                "kv_use": max(kv.use for kv in kvs),
             }
             | _expert_load(engine.model.expert_loads)
             | engine.rank_stats()
@@ -188,10 +189,10 @@ class Recorder:
                 "steps": list(self._step_documents(since)),
                 "finished": [document for _, document in self._finished],
             }
-            | self._pool_and_tree(engine.scheduler.kv, now)
+            | self._pool_and_tree(engine.scheduler.kvs, now)
         )
 
-    def _requests(self, scheduler: Scheduler, now: float) -> list[dict[str, Any]]:
+    def _requests(self, scheduler: Scheduler | Lockstep, now: float) -> list[dict[str, Any]]:
         """Running ones first, then those that wait, each in the order of the queue."""
         shown = scheduler.running[:MAX_REQUESTS]
         waiting = (request for request in scheduler.requests.values() if request.status is not Status.RUNNING)
@@ -230,10 +231,10 @@ class Recorder:
                     "spans": [(record.name, record.choice, *rest) for record, *rest in step.spans],
                 }
 
-    def _pool_and_tree(self, kv: KVManager, now: float) -> dict[str, Any]:
+    def _pool_and_tree(self, kvs: Sequence[KVManager], now: float) -> dict[str, Any]:
         made, document = self._looked
         if now - made > LOOK_INTERVAL:
-            document = {"kv": _pool(kv), "tree": _tree(kv)}
+            document = {"kv": _pool(kvs), "tree": _tree(kvs)}
             self._looked = (now, document)
         return document
 
@@ -293,18 +294,19 @@ def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
     }
 
 
-def _pool(kv: KVManager) -> dict[str, Any]:
-    """The pools as one grid of cells: f is free, c cached and unused, a digit the number of holders (9: or more)."""
-    states = np.concatenate([_states(group) for group in kv.groups])
+def _pool(kvs: Sequence[KVManager]) -> dict[str, Any]:
+    """All pools as one grid of cells: f is free, c cached and unused, a digit the number of holders (9: or more)."""
+    groups = [group for kv in kvs for group in kv.groups]
+    states = np.concatenate([_states(group) for group in groups])
     per_cell = -(-len(states) // MAX_CELLS)
     padded = np.pad(states, (0, -len(states) % per_cell), constant_values=FREE)
     busiest = padded.reshape(-1, per_cell).max(axis=1)
     return {
-        "num_blocks": kv.num_usable,
-        "block_size": kv.block_size,
-        "free": sum(group.pool.num_free for group in kv.groups),
-        "cached": sum(len(group.idle) for group in kv.groups),
-        "held": kv.num_usable - kv.num_available,
+        "num_blocks": sum(kv.num_usable for kv in kvs),
+        "block_size": kvs[0].block_size,
+        "free": sum(group.pool.num_free for group in groups),
+        "cached": sum(len(group.idle) for group in groups),
+        "held": sum(kv.num_usable - kv.num_available for kv in kvs),
         "blocks_per_cell": per_cell,
         "cells": LETTERS[busiest].tobytes().decode(),
     }
@@ -318,18 +320,18 @@ def _states(group: KVGroup) -> NDArray[np.int64]:
     return states[1:]  # block 0 is null
 
 
-def _tree(kv: KVManager) -> list[dict[str, Any]]:
-    """The prefix tree, chains merged into one node each, the largest first, parents before children.
+def _tree(kvs: Sequence[KVManager]) -> list[dict[str, Any]]:
+    """The prefix trees, chains merged into one node each, the largest first, parents before children.
 
     Ids are numbers of this picture alone. `references` are those of the group where they are most.
     """
     nodes: list[dict[str, Any]] = []
-    todo: deque[tuple[Node, int | None]] = deque(
-        (child, None) for root in kv.cache.roots.values() for child in root.children.values()
+    todo: deque[tuple[Node, int | None, KVManager]] = deque(
+        (child, None, kv) for kv in kvs for root in kv.cache.roots.values() for child in root.children.values()
     )
     visited = 0
     while todo and visited < MAX_VISITED and len(nodes) < 4 * MAX_TREE_NODES:
-        (node, parent), number = todo.popleft(), len(nodes)
+        (node, parent, kv), number = todo.popleft(), len(nodes)
         first, last, blocks, tokens = node, node, 0, 0
         while True:
             blocks += 1
@@ -349,7 +351,7 @@ def _tree(kv: KVManager) -> list[dict[str, Any]]:
                 ),
             }
         )
-        todo.extend((child, number) for child in last.children.values())
+        todo.extend((child, number, kv) for child in last.children.values())
     return _largest(nodes)
 
 

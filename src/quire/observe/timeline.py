@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity
 
+from quire.core.lockstep import Lockstep
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
 from quire.core.step import Span, StepPlan, StepResult
@@ -279,7 +280,7 @@ class Timeline:
         on: False once it is closed, or could not go on.
     """
 
-    def __init__(self, trace: TraceFile, scheduler: Scheduler, kernels: KernelProfile | None = None) -> None:
+    def __init__(self, trace: TraceFile, scheduler: Scheduler | Lockstep, kernels: KernelProfile | None = None) -> None:
         self.path = trace.path
         self.on = True
         self._trace = trace
@@ -387,10 +388,10 @@ class Timeline:
         return begin
 
     def _count(self, plan: StepPlan, begin: float, now: float) -> None:
-        trace, scheduler, kv = self._trace, self._scheduler, self._scheduler.kv
+        trace, scheduler = self._trace, self._scheduler
         running = len(scheduler.running)
         trace.counter("requests", now, running=running, waiting=scheduler.num_waiting)
-        trace.counter("KV blocks", now, used=kv.num_usable - kv.num_available)
+        trace.counter("KV blocks", now, used=sum(kv.num_usable - kv.num_available for kv in scheduler.kvs))
         trace.counter("step", begin, tokens=plan.num_tokens)
         if not running:
             trace.counter("step", now, tokens=0)

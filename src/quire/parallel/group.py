@@ -41,6 +41,15 @@ class Group(Protocol):
         """The columns of all ranks, [rows, width], from this rank's own: x [rows, own], which begin at `begin`."""
         ...
 
+    def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
+        """What every rank brings, as bytes; the next collective but one overwrites them.
+
+        Args:
+            own: what this one brings, side by side: others need not know how much.
+            word: what all must agree on.
+        """
+        ...
+
     def check(self, digest: int) -> None:
         """Tell that this rank has computed its step; `digest`: of the tokens, the same on all ranks."""
         ...
@@ -65,18 +74,6 @@ class Group(Protocol):
         ...
 
 
-class Pipe(Group, Protocol):
-    """A group whose ranks are stages of a pipeline."""
-
-    def exchange(self, own: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """What every rank brings, as bytes; `own` is this one's. They are overwritten by the next collective but one.
-
-        Args:
-            sizes: bytes of each rank, the same on all.
-        """
-        ...
-
-
 class OneRank:
     """A model that one process computes alone; or a rank's place, of which nothing is asked but its share."""
 
@@ -87,6 +84,9 @@ class OneRank:
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         return x
+
+    def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
+        return [torch.cat([part.contiguous().view(torch.uint8).flatten() for part in own])]
 
     def check(self, digest: int) -> None:
         return

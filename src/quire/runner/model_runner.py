@@ -136,7 +136,8 @@ class ModelRunner:
         try:
             return self._launch(plan)
         except BaseException:
-            self.model.ranks.give_up(plan.number)
+            for group in self.model.rank_groups:
+                group.give_up(plan.number)
             raise
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
@@ -146,7 +147,8 @@ class ModelRunner:
             self.kv[0].pulse[0] += 1  # a replay passes no layer
             if plan.number != next_number:
                 check_complete(plan, next_number)
-                self.model.ranks.begin_anew(plan.number)
+                for group in self.model.rank_groups:
+                    group.begin_anew(plan.number)
                 self._forget()
             self._settle()
             self._take_in(plan)
@@ -157,6 +159,8 @@ class ModelRunner:
             if drafter is not None:
                 spans, drafts = drafter.resolve(spans)
             drafted = begin if drafter is None else self.device.mark()
+            if not spans:
+                self.model.without_rows()
             step = LaunchedStep(plan, self._compute(spans, drafts) if spans else [], begin, drafted, self.device.mark())
             if drafter is not None:
                 self._unsettled.append(step)
@@ -164,7 +168,9 @@ class ModelRunner:
                     self._settle()
                     step.settled = self.device.mark()
             if self.model.ranks.size > 1:  # last: until here, a failure of one rank is a failure of the step
-                self.model.ranks.check(step.digest())
+                self.model.stage.check(step.digest())
+                if self.model.replicas > 1:  # they have other tokens
+                    self.model.ranks.check(plan.number)
             self._next_number = plan.number + 1
             return step
 

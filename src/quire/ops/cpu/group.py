@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import weakref
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +19,7 @@ PROTOTYPES: dict[str, Prototype] = {
     "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double)),
     "group_leave": (None, (POINTER,)),
     "group_gather": (I32, (POINTER, POINTER, I64, POINTER, I64, POINTER)),
-    "group_begin_parts": (I32, (POINTER, I64, POINTER)),
-    "group_end_parts": (I32, (POINTER, ctypes.c_uint64, I64)),
+    "group_exchange": (I32, (POINTER, POINTER, I64, ctypes.c_uint64, POINTER)),
     "group_check": (I32, (POINTER, ctypes.c_uint64)),
     "group_give_up": (None, (POINTER, I64)),
     "group_begin_anew": (I32, (POINTER, I64)),
@@ -37,6 +35,12 @@ class Share(ctypes.Structure):
     """`Share` in group.h: this rank's columns of a matrix."""
 
     _fields_ = tuple((name, I64) for name in ("begin", "own", "width"))
+
+
+class Bytes(ctypes.Structure):
+    """`Bytes` in group.h."""
+
+    _fields_ = (("data", POINTER), ("size", I64))
 
 
 def share_of(gather: Gather) -> Share:
@@ -76,19 +80,19 @@ class SharedGroup:
         self.ended(self._lib.group_gather(self.address, *pointers))
         return out
 
-    def exchange(self, own: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """See `Pipe.exchange`."""
-        place, begin = ctypes.c_void_p(), sum(sizes[: self.rank])
-        self.ended(self._lib.group_begin_parts(self.address, sum(sizes), ctypes.addressof(place)))
-        first = (place.value or 0) - ctypes.addressof(self._anchor)
-        shared = torch.frombuffer(self._memory, dtype=torch.uint8, offset=first, count=sum(sizes) or 1)
-        for part in own:
-            data = part.contiguous().view(torch.uint8).flatten()
-            shared[begin : begin + len(data)].copy_(data)
-            begin += len(data)
-        shape = zlib.crc32(repr([*sizes]).encode())
-        self.ended(self._lib.group_end_parts(self.address, shape, sum(sizes) - sizes[self.rank]))
-        return list(torch.split(shared[: sum(sizes)], [*sizes]))
+    def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
+        own = [part.contiguous() for part in own]
+        brought = (Bytes * len(own))(*(Bytes(part.data_ptr(), part.nbytes) for part in own))
+        found = (Bytes * self.size)()
+        pointers = ctypes.addressof(brought), len(own), word, ctypes.addressof(found)
+        self.ended(self._lib.group_exchange(self.address, *pointers))
+        begin = ctypes.addressof(self._anchor)
+        return [
+            torch.frombuffer(self._memory, dtype=torch.uint8, offset=part.data - begin, count=part.size)
+            if part.size
+            else torch.empty(0, dtype=torch.uint8)
+            for part in found
+        ]
 
     def check(self, digest: int) -> None:
         self.ended(self._lib.group_check(self.address, digest))

@@ -30,6 +30,8 @@ namespace {
 constexpr int MOST_RANKS = 256;
 constexpr int64_t SPINS_NS = 50'000, YIELDS_NS = 1'000'000, SLEEPS_NS = 100'000'000;
 constexpr int64_t PAGE = 4096;
+constexpr int64_t HEAD = 64;  // of what a rank brings to an exchange
+constexpr int64_t HEADS = 2 * MOST_RANKS * HEAD;  // of all ranks, each of whose parts begins at a multiple
 
 using Counter = std::atomic<uint64_t>;
 static_assert(sizeof(Counter) == 8 && Counter::is_always_lock_free, "shared between processes");
@@ -186,13 +188,36 @@ Outcome end_parts(Group& group, uint64_t shape, int64_t received) {
     return group.meet(shape);
 }
 
+// Each rank has an equal part of the buffer, which begins with the number of its bytes.
+Outcome exchange(Group& group, const Bytes* own, int64_t count, uint64_t word, Bytes* parts) {
+    const int64_t room = (group.bytes + HEADS) / group.size / HEAD * HEAD;
+    int64_t size = 0;
+    for (int64_t i = 0; i < count; i++) size += own[i].size;
+    if (HEAD + size > room) return TOO_LARGE;
+    if (const Outcome outcome = group.ended(); outcome != DONE) return outcome;
+    char* const buffer = group.buffers[group.turn()];
+    char* place = buffer + group.rank * room;
+    std::memcpy(place, &size, sizeof size);
+    place += HEAD;
+    for (int64_t i = 0; i < count; place += own[i++].size) std::memcpy(place, own[i].data, own[i].size);
+    if (const Outcome outcome = group.meet(~word); outcome != DONE) return outcome;
+    group.gathers++;
+    for (int rank = 0; rank < group.size; rank++) {
+        const char* const begin = buffer + rank * room;
+        std::memcpy(&size, begin, sizeof size);
+        parts[rank] = {begin + HEAD, size};
+        group.received += rank == group.rank ? 0 : size;
+    }
+    return DONE;
+}
+
 }  // namespace quire
 
 using namespace quire;
 
 // Bytes of shared memory for matrices of so many bytes.
 QUIRE_API int64_t quire_group_bytes(int64_t matrix) {
-    return (sizeof(Shared) + PAGE - 1) / PAGE * PAGE + 2 * ((matrix + PAGE - 1) / PAGE * PAGE);
+    return (sizeof(Shared) + PAGE - 1) / PAGE * PAGE + 2 * ((matrix + PAGE - 1) / PAGE * PAGE + HEADS);
 }
 
 // A member of the group that meets in `memory`, which is zeros at first; null where there is no memory for it.
@@ -203,7 +228,7 @@ QUIRE_API Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, in
     group->shared = (Shared*)memory;
     group->bytes = (matrix + PAGE - 1) / PAGE * PAGE;
     group->buffers[0] = memory + (sizeof(Shared) + PAGE - 1) / PAGE * PAGE;
-    group->buffers[1] = group->buffers[0] + group->bytes;
+    group->buffers[1] = group->buffers[0] + group->bytes + HEADS;
     group->rank = rank;
     group->size = size;
     group->timeout_ns = (int64_t)(timeout * 1e9);
@@ -225,12 +250,9 @@ QUIRE_API int32_t quire_group_gather(Group* group, const char* own, int64_t rows
     return DONE;
 }
 
-// Where the ranks write the next matrix of so many bytes, which is whole after `quire_group_end_parts`.
-QUIRE_API int32_t quire_group_begin_parts(Group* group, int64_t bytes, char** parts) {
-    return begin_parts(*group, bytes, parts);
-}
-QUIRE_API int32_t quire_group_end_parts(Group* group, uint64_t shape, int64_t received) {
-    return end_parts(*group, shape, received);
+// See `exchange`; `parts` has room for one of each rank.
+QUIRE_API int32_t quire_group_exchange(Group* group, const Bytes* own, int64_t count, uint64_t word, Bytes* parts) {
+    return exchange(*group, own, count, word, parts);
 }
 
 // Whether all ranks have the same digest of what they have computed.

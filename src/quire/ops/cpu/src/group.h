@@ -32,4 +32,12 @@ Outcome begin_parts(Group&, int64_t bytes, char** parts);
 Outcome end_parts(Group&, uint64_t shape, int64_t received);
 int64_t room_of(const Group&);  // bytes of the largest matrix
 
+// What every rank brings, of any size; `own`: this one's, side by side. `parts`: where each rank's lie until the next but
+// one collective. `word`: the same on all ranks.
+struct Bytes {
+    const char* data;
+    int64_t size;
+};
+Outcome exchange(Group&, const Bytes* own, int64_t count, uint64_t word, Bytes* parts);
+
 }  // namespace quire

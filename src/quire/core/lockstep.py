@@ -1,0 +1,196 @@
+"""Data parallelism: several schedulers, each with KV blocks and requests of its own, whose steps go together.
+
+Attention is computed by *replicas*, each of which has its own requests; experts are shared by all, so that no replica
+can compute a layer with experts alone. So every step has a plan for each of them, with one number, and where a replica
+has nothing to do its plan is empty: its ranks take part with no rows. They end together, and are given up together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import cast
+
+from quire.core.kv_manager import Handle, KVManager
+from quire.core.request import Event, Request, RequestUpdate, Status
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, StepResult
+from quire.core.trials import Trials
+
+DECODING = 256
+"""How many tokens of a prompt a request's place in the decode steps weighs, where replicas are to have even work."""
+
+
+@dataclass(slots=True)
+class LockstepPlan(StepPlan):
+    """A step of all replicas: its spans are those of all plans.
+
+    Attributes:
+        plans: of each replica.
+    """
+
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def of_replicas(self) -> list[StepPlan]:
+        """They know what this one has been told of experts."""
+        for plan in self.plans:
+            plan.expert_move, plan.expert_version = self.expert_move, self.expert_version
+        return self.plans
+
+
+def joined(results: Sequence[StepResult]) -> StepResult:
+    """What all replicas got from a step."""
+    spans = [span for result in results for span in result.spans]
+    seconds, began = (max(result.seconds for result in results), min(result.began for result in results))
+    return StepResult(results[0].number, spans, seconds, began, max(result.drafting for result in results))
+
+
+class Lockstep:
+    """What `Scheduler` is to one replica's engine, with the same doors.
+
+    A request stays where it was put: with the replica that then has least to do, what it has cached of the prompt
+    counted as done.
+
+    Args:
+        schedulers: of each replica, without any requests. From now on they share `trials`.
+    """
+
+    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        self.schedulers = schedulers
+        self.trials = Trials()
+        for scheduler in schedulers:
+            scheduler.trials = self.trials
+        self._replica_of: dict[int, int] = {}  # of each request
+        self._prompts: list[dict[int, int]] = [{} for _ in schedulers]  # by replica: requests' uncached prompt tokens
+        self._work = [0] * len(schedulers)  # sums of these, and of DECODING each
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """See `Scheduler.add`."""
+        self._forget_ended()
+        costs = [len(request.tokens) - each.kv.cached_tokens(request) + DECODING for each in self.schedulers]
+        replica = min(range(len(costs)), key=lambda index: self._work[index] + costs[index])
+        if request.id in self._replica_of:
+            replica = self._replica_of[request.id]  # which refuses it
+        self.schedulers[replica].add(request)
+        self._replica_of[request.id], self._prompts[replica][request.id] = replica, costs[replica]
+        self._work[replica] += costs[replica]
+
+    def _forget_ended(self) -> None:
+        for replica, (scheduler, prompts) in enumerate(zip(self.schedulers, self._prompts, strict=True)):
+            for request in prompts.keys() - scheduler.requests.keys():
+                self._work[replica] -= prompts.pop(request)
+                del self._replica_of[request]
+
+    def _of(self, request: int) -> Scheduler:
+        return self.schedulers[self._replica_of.get(request, 0)]
+
+    def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
+        """See `Scheduler.abort`."""
+        self._of(request_id).abort(request_id, reason, now)
+
+    def fail(self, request_id: int, error: str, now: float) -> None:
+        """See `Scheduler.fail`."""
+        self._of(request_id).fail(request_id, error, now)
+
+    def arrived(self, event: Event) -> None:
+        """See `Scheduler.arrived`."""
+        for scheduler in self.schedulers:
+            scheduler.arrived(event)
+
+    def failed(self, event: Event, now: float, error: str | None = None) -> None:
+        """See `Scheduler.failed`."""
+        for scheduler in self.schedulers:
+            scheduler.failed(event, now, error)
+
+    def release(self, handle: Handle) -> None:
+        """See `KVManager.release`."""
+        for kv in self.kvs:
+            kv.release(handle)
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> LockstepPlan | None:
+        """The next step, or None where no replica has anything that can run now."""
+        if self.trials.advance():
+            self.restart()
+        plans = [scheduler.next_step(now) for scheduler in self.schedulers]
+        if not any(plans):
+            return None
+        whole = [plan or each.empty_step() for plan, each in zip(plans, self.schedulers, strict=True)]
+        spans = list(chain.from_iterable(plan.spans for plan in whole))
+        started = list(chain.from_iterable(plan.started for plan in whole))
+        return LockstepPlan(
+            whole[0].number, spans, started, num_tokens=sum(plan.num_tokens for plan in whole), plans=whole
+        )
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
+        """See `Scheduler.commit`."""
+        updates, begin = [], 0
+        for scheduler, part in zip(self.schedulers, cast(LockstepPlan, plan).plans, strict=True):
+            end = begin + len(part.spans)
+            own = StepResult(result.number, result.spans[begin:end], result.seconds, result.began, result.drafting)
+            updates += scheduler.commit(part, own, now)
+            begin = end
+        return updates
+
+    def restart(self, *, failed: bool = False, whole: bool = True) -> Request | None:
+        """See `Scheduler.restart`: every replica gives up all its plans in flight."""
+        lost = [request for each in self.schedulers for request in each.in_steps()]
+        culprit = self.trials.failed([r for r in lost if r.status is not Status.FINISHED]) if failed else None
+        for scheduler in self.schedulers:
+            scheduler.restart(whole=whole)
+        return culprit
+
+    def take_updates(self) -> list[RequestUpdate]:
+        """See `Scheduler.take_updates`."""
+        return list(chain.from_iterable(scheduler.take_updates() for scheduler in self.schedulers))
+
+    # -- what the outside may know -------------------------------------------------------------------------
+
+    @property
+    def kvs(self) -> list[KVManager]:
+        """Of each replica."""
+        return [scheduler.kv for scheduler in self.schedulers]
+
+    @property
+    def requests(self) -> dict[int, Request]:
+        """Of all replicas."""
+        return {number: request for scheduler in self.schedulers for number, request in scheduler.requests.items()}
+
+    @property
+    def running(self) -> list[Request]:
+        """Of all replicas, one after another."""
+        return list(chain.from_iterable(scheduler.running for scheduler in self.schedulers))
+
+    @property
+    def idle(self) -> bool:
+        """No request is waiting or running."""
+        return all(scheduler.idle for scheduler in self.schedulers)
+
+    @property
+    def expects_others(self) -> bool:
+        """See `Scheduler.expects_others`."""
+        return any(scheduler.expects_others for scheduler in self.schedulers)
+
+    @property
+    def has_updates(self) -> bool:
+        """There are updates that were not handed out."""
+        return any(scheduler.has_updates for scheduler in self.schedulers)
+
+    @property
+    def num_waiting(self) -> int:
+        """See `Scheduler.num_waiting`."""
+        return sum(scheduler.num_waiting for scheduler in self.schedulers)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return sum(scheduler.num_preemptions for scheduler in self.schedulers)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in a prefix cache, at first admissions."""
+        return sum(scheduler.num_cached_tokens for scheduler in self.schedulers)
