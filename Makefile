@@ -83,7 +83,7 @@ test: $(DEV) kernels  ## formatting, lint, types, import contract, and all tests
 	    "def add(a, b):" --max-tokens 8 --temperature 0 --quiet
 ifeq ($(TESTS),)
 	@$(STEP) "Tests that look at no clock, side by side (pytest)" $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope \
-	    --no-loadscope-reorder $(CLOCKLESS)
+	    --no-loadscope-reorder --max-worker-restart 0 $(CLOCKLESS)
 	@$(STEP) "All other tests, one after the other (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(CLOCKLESS))
 else
 	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest $(TESTS)
