@@ -81,6 +81,7 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
         {"tensor_parallel_size": 4},
         {"pipeline_parallel_size": 2},
         {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 3},
+        {"data_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 3},
     ],
 }
 """What must change no bit."""
@@ -122,6 +123,7 @@ def fit(switches: dict[str, Any], model: str) -> None:
     """Leave out what there is not yet beside a pipeline, and experts' ranks where there are no experts."""
     if model not in SPARSE:
         switches.pop("enable_expert_parallel", None)
+        switches.pop("data_parallel_size", None)
     if "pipeline_parallel_size" in switches:
         switches["async_scheduling"] = False
         if "speculative_config" in switches or model == "some windows":
@@ -250,7 +252,8 @@ class Fuzz:
                     aborted.add(name)
                     take(llm.abort(name))
             if step in case.clears:
-                llm._engine.scheduler.kv.cache.clear()
+                for kv in llm._engine.scheduler.kvs:
+                    kv.cache.clear()
             take(llm.step())
             self._look(llm)
             step += 1
@@ -287,8 +290,9 @@ class Fuzz:
         """Count what a run has met, and see that it gave back all it held."""
         while not llm._engine.idle:  # the last request was aborted while a step of it was in flight
             llm.step()
-        stats, kv = llm.stats, llm._engine.scheduler.kv
-        assert kv.num_available == kv.num_usable and not kv.num_deferred, "blocks are left over"
+        stats = llm.stats
+        for kv in llm._engine.scheduler.kvs:
+            assert kv.num_available == kv.num_usable and not kv.num_deferred, "blocks are left over"
         self.seen["requests"] += sum(ask.params.n for ask in case.asks)
         self.seen["aborted"] += aborted
         self.seen["several owners"] += len({ask.owner for ask in case.asks}) > 1

@@ -1,0 +1,151 @@
+"""Replicas whose steps go together: each request's tokens are those of one scheduler, whatever happens to others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.core import invariants
+from quire.core.lockstep import DECODING, Lockstep, LockstepPlan, joined
+from quire.core.step import StepResult
+from quire.errors import RequestError
+from tests.core.fake_runner import FakeRunner, StepFailed, expected_output, make_request, make_scheduler
+
+Replicas = tuple[Lockstep, list[FakeRunner]]
+
+
+def make(count: int = 2, **options: object) -> Replicas:
+    pairs = [make_scheduler(**options) for _ in range(count)]
+    return Lockstep([scheduler for scheduler, _ in pairs]), [runner for _, runner in pairs]
+
+
+def run_plan(plan: LockstepPlan, runners: list[FakeRunner]) -> StepResult:
+    """All compute it, also those after one that fails."""
+    results: list[StepResult] = []
+    error = None
+    for runner, part in zip(runners, plan.of_replicas(), strict=True):
+        try:
+            results.append(runner.run(part))
+        except StepFailed as failure:
+            error = failure
+    if error is not None:
+        raise error
+    return joined(results)
+
+
+def run_step(both: Lockstep, runners: list[FakeRunner]) -> LockstepPlan | None:
+    plan = both.schedule(0.0)
+    if plan is not None:
+        both.commit(plan, run_plan(plan, runners), 0.0)
+    return plan
+
+
+def test_a_replica_without_requests_has_an_empty_plan_of_the_same_number() -> None:
+    both, runners = make()
+    both.add(make_request(0, [1, 2, 3], max_tokens=3))
+    assert [len(each.requests) for each in both.schedulers] == [1, 0]
+    for number in range(3):
+        plan = run_step(both, runners)
+        assert plan is not None
+        assert [part.number for part in plan.plans] == [number, number]
+        assert [len(part.spans) for part in plan.plans] == [1, 0] and plan.spans == plan.plans[0].spans
+        assert plan.num_tokens == (3 if number == 0 else 1)
+    assert both.idle and both.schedule(0.0) is None
+
+
+def test_a_request_goes_where_least_is_left_to_do_and_cached_prompts_count_as_done() -> None:
+    both, runners = make(num_blocks=400, max_model_len=2000)
+    sizes = [600, 10, 10, 10]
+    for number, size in enumerate(sizes):
+        both.add(make_request(number, [number] * size, max_tokens=2))
+    assert [[*each.requests] for each in both.schedulers] == [[0], [1, 2, 3]]  # 600 are more than two of DECODING
+    assert 600 > 2 * DECODING
+    while run_step(both, runners):
+        pass
+    both.add(make_request(4, [1] * 5, max_tokens=2))
+    both.add(make_request(5, [0] * 610, max_tokens=2))
+    both.add(make_request(6, [7] * 5, max_tokens=2))
+    assert [[*each.requests] for each in both.schedulers] == [[5], [4, 6]]
+
+
+def test_ids_are_unique_over_all_replicas() -> None:
+    both, _ = make()
+    both.add(make_request(3, [1]))
+    both.add(make_request(4, [1]))
+    for number in (3, 4):
+        with pytest.raises(RequestError, match=f"request id {number} is in use"):
+            both.add(make_request(number, [2]))
+    both.abort(3)
+    both.abort(99)
+    assert [*both.requests] == [4] and [update.finish_reason for update in both.take_updates()] == ["abort"]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_who_makes_steps_fail_ends_alone(count: int) -> None:
+    """All replicas give the step up; requests of each are tried in halves, as if there were one scheduler."""
+    for culprit in range(7):
+        both, runners = make(count)
+        for number in range(7):
+            both.add(make_request(number, [number, 1], max_tokens=4))
+        ended, found = [], {number: [] for number in range(7)}
+        for runner in runners:
+            runner.fatal = {culprit}
+        for _ in range(200):
+            plan = both.schedule(0.0)
+            if plan is None:
+                break
+            try:
+                updates = both.commit(plan, run_plan(plan, runners), 0.0)
+            except StepFailed:
+                blamed = both.restart(failed=True)
+                if blamed is not None:
+                    ended.append(blamed.id)
+                    both.fail(blamed.id, "failed", 0.0)
+                continue
+            for update in updates:
+                found[update.request] += update.tokens
+        assert ended == [culprit] and both.idle
+        assert all(found[n] == expected_output([n, 1], 4) for n in range(7) if n != culprit)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_that_happens_changes_a_token(seed: int) -> None:
+    """Requests come and are aborted, steps are lost, pools are small; up to two steps in flight."""
+    rnd = random.Random(seed)
+    both, runners = make(rnd.choice([2, 3]), num_blocks=rnd.choice([19, 60]), max_model_len=120)
+    prompts: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
+    aborted, flights, steps = set(), [], 0
+    while steps < 400 or not both.idle:
+        steps += 1
+        assert steps < 3000
+        if steps < 400 and rnd.random() < 0.3:
+            number = len(prompts)
+            prompts[number] = [rnd.randrange(3) for _ in range(rnd.randrange(1, 60))]
+            found[number] = []
+            both.add(make_request(number, prompts[number], max_tokens=8))
+        if prompts and rnd.random() < 0.02:
+            victim = rnd.randrange(len(prompts))
+            aborted.add(victim)
+            both.abort(victim)
+        if rnd.random() < 0.02:
+            both.restart(whole=rnd.random() < 0.7)
+            flights.clear()
+        plan = both.schedule(0.0)
+        if plan is not None:
+            assert len({part.number for part in plan.plans}) == 1
+            flights.append((plan, run_plan(plan, runners)))
+        while flights and (plan is None or len(flights) > 1):
+            for update in both.commit(*flights.pop(0), 0.0):
+                found[update.request] += update.tokens
+            plan = plan or flights
+        invariants.check(both)
+    for number, prompt in prompts.items():
+        expected = expected_output(prompt, 8)
+        assert found[number] == expected[: len(found[number])]
+        assert number in aborted or found[number] == expected
+    for scheduler in both.schedulers:
+        assert scheduler.kv.num_available == scheduler.kv.num_usable
+    both._forget_ended()
+    assert both._work == [0] * len(runners)
