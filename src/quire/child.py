@@ -83,7 +83,7 @@ def spawn_quietly(
         **_own_session(fds, environment),
     )
     if process.stdin is not None:
-        with process.stdin, contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it will see that
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has died: whoever waits for it will see that
             process.stdin.write(told)
     return process
 
@@ -96,7 +96,7 @@ def spawn_beside(command: Sequence[str], start: msgspec.Struct, *, fds: Sequence
     """
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, **_own_session(fds, None))
     if process.stdin is not None:
-        with process.stdin, contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it will see that
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has died: whoever waits for it will see that
             process.stdin.write(_told(start))
     return process
 
