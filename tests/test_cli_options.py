@@ -56,6 +56,7 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "threads": ("2", 2),
     "tensor_parallel_size": ("2", 2),
     "pipeline_parallel_size": ("1", 1),
+    "data_parallel_size": ("1", 1),
     "collective_timeout_s": ("5.5", 5.5),
     "max_model_len": ("512", 512),
     "num_redundant_experts": ("4", 4),
@@ -192,23 +193,25 @@ def test_trust_remote_code_is_refused_by_name() -> None:
 
 def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_order(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("enable-prefix-caching: off\ndata_parallel_size: 1\nkv_cache_dtype: fp8_e4m3\nswap_space: 0\n")
+    file.write_text(
+        "enable-prefix-caching: off\ndecode_context_parallel_size: 1\nkv_cache_dtype: fp8_e4m3\nswap_space: 0\n"
+    )
     assert given("--config", str(file), model=None).engine == {"prefix_cache": "off", "kv_cache_dtype": "fp8"}
     both = given("--config", str(file), "--enable-prefix-caching", "--kv_cache_dtype=int8")
     assert both.engine == {"model": "demo", "prefix_cache": "radix", "kv_cache_dtype": "int8"}
     assert both.origins["prefix_cache"] == "flag"
     assert given("--config", str(file), "--prefix-cache", "hash").engine["prefix_cache"] == "hash"
-    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported: of ranks"):
-        given("--data-parallel-size", "2")
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=2 is not supported: of ranks"):
+        given("--decode-context-parallel-size", "2")
     with pytest.raises(ConfigError, match="prefix_cache and enable_prefix_caching are one option"):
         given("--prefix-cache", "hash", "--no-enable-prefix-caching")
 
 
 def test_vllms_short_flags_are_taken() -> None:
-    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     assert given("-tp", "2", "-pp=1", "-dp", "1").engine == {"model": "demo"} | ranks
-    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported: of ranks"):
-        given("-dp", "2")
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=2 is not supported: of ranks"):
+        given("-dcp", "2")
     assert given("-tp", "2", "-ep").engine["enable_expert_parallel"] is True
 
 
