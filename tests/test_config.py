@@ -99,8 +99,8 @@ def test_vllms_names_and_values_are_quires(theirs, ours):
         ({"nnodes": True}, "nnodes=True is not supported"),
         (
             {"nnodes": 2},
-            "of ranks, tensor_parallel_size, pipeline_parallel_size and data_parallel_size are there; leave it out, or set "
-            "it to 1",
+            "of ranks, tensor_parallel_size, pipeline_parallel_size and data_parallel_size are there; leave it out, or "
+            "set it to 1",
         ),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes' is not supported; allowed: True, False"),
         (
