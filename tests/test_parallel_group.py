@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from quire.errors import RankLostError, RanksDisagreeError, StepGivenUpError
 from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.parallel.group import OneRank, own_heads, share
 from tests.compiled import CPP, ENVIRONMENT, KERNELS
+from tests.oracle import save_checkpoint
 from tests.test_cpu_team import program
 
 SOURCES = (CPP / "group_test.cpp", KERNELS / "group.cpp", KERNELS / "team.cpp")
@@ -234,3 +236,58 @@ def test_a_step_gathers_four_times_a_layer_and_once_for_the_logits(ranks: int) -
         lacking = [width - len(share(width, OneRank(0, ranks))) for width in (*widths, model.vocab_size)]
         assert gathers == 4 * model.num_layers + 1
         assert received == 5 * model.num_layers * model.dtype.itemsize * sum(lacking[:4]) + 4 * lacking[4]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_textbook_form_adds_twice_a_layer(ranks: int) -> None:
+    """Without `deterministic`: 2 * layers * tokens * hidden numbers are summed, and logits are gathered."""
+    options = {"deterministic": False, "max_num_batched_tokens": 128, "threads": 1}
+    prompt = list(range(5, 105))
+    with LLM("demo", **options) as one, LLM("demo", tensor_parallel_size=ranks, **options) as llm:
+        greedy = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
+        [expected], [found] = one.generate([prompt], greedy), llm.generate([prompt], greedy)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        [mine], [theirs] = found.outputs[0].logprobs or [], expected.outputs[0].logprobs or []
+        token = found.outputs[0].token_ids[0]
+        assert abs(mine[token].logprob - theirs[token].logprob) < 0.1
+        before = llm._engine.rank_stats()
+        llm.generate([prompt[::-1]], greedy)
+        after, model = llm._engine.rank_stats(), llm.model
+        counted = {name: after[name] - before[name] for name in ("gathers", "all_reduces", "all_reduced_bytes")}
+        summed = 2 * model.num_layers * len(prompt) * model.config.layer.hidden_size * model.dtype.itemsize
+        assert counted["all_reduces"] == 2 * model.num_layers and counted["all_reduced_bytes"] == summed
+        assert any("deterministic=False: ranks add up" in note for note in llm.notes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "sums"),
+    [
+        ("llama", {"quantization": "int8"}, 0),
+        ("qwen2", {}, 4),
+        ("deepseek_v2", {}, 3),
+        ("qwen3_moe", {"enable_expert_parallel": True}, 2),
+    ],
+)
+def test_what_is_added_up_in_the_textbook_form(
+    architecture: str, options: dict[str, Any], sums: int, tmp_path: Path
+) -> None:
+    """Neither quantized products, of which inputs share a scale, nor those of experts."""
+    folder = str(save_checkpoint(tmp_path / "model", architecture, num_hidden_layers=2))
+    prompts, greedy = [[5, 6, n] for n in range(3)], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with LLM(folder, tensor_parallel_size=2, threads=1, deterministic=False, dtype="float32", **options) as llm:
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
+        steps = llm.stats.steps
+        assert llm._engine.rank_stats().get("all_reduces", 0) >= sums * steps
+        assert ("all_reduces" in llm._engine.rank_stats()) == bool(sums)
+    with LLM(folder, threads=1, deterministic=False, dtype="float32", **options) as one:
+        assert [output.outputs[0].token_ids for output in one.generate(prompts, greedy)] == found
+
+
+def test_sums_are_the_same_on_all_ranks_and_made_in_parts() -> None:
+    x = torch.randn(3, 70, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = (x[0].float() + x[1].float() + x[2].float()).bfloat16()
+    with ranks(3, matrix_bytes=4096) as groups:
+        for found in all_of(groups, lambda group: group.all_reduce(x[group.rank])):
+            assert torch.equal(found, expected)
+        assert [group.reduced for group in groups] == [(1, x[0].nbytes)] * 3
+    assert torch.equal(OneRank().all_reduce(x[0]), x[0])

@@ -61,6 +61,11 @@ TWO_FORMS = (
 )
 
 
+ADDED = (
+    "deterministic=False: ranks add up what they have of products that are not quantized, so that tokens may depend "
+    "on how many ranks there are"
+)
+
 REJECTION_NOTE = (
     "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the tokens, which "
     "depend on how many are drafted"
@@ -339,7 +344,12 @@ class Engine:
         notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
         if not config.deterministic:
             latent = self.model.config.layer.latent
-            notes.append(TWO_FORMS if latent else "deterministic=False changes nothing on a CPU for this model")
+            if latent:
+                notes.append(TWO_FORMS)
+            elif config.tensor_parallel_size == 1:
+                notes.append("deterministic=False changes nothing on a CPU for this model")
+            if config.tensor_parallel_size > 1:
+                notes.append(ADDED)
         for each in fields(config):
             value = getattr(config, each.name)
             if each.name in OF_GPUS and value != each.default:
@@ -415,7 +425,10 @@ class Engine:
         gathers, received = self._ranks.group.counts
         experts = self.expert_balancer.stats() if self.expert_balancer else {}
         stages = {"stage_busy": self.executor.busy} if isinstance(self.executor, PipelineExecutor) else {}
-        return {"ranks": self._ranks.group.size, "gathers": gathers, "gathered_bytes": received} | experts | stages
+        stats = {"ranks": self._ranks.group.size, "gathers": gathers, "gathered_bytes": received}
+        sums, summed = (self._ranks.stage or self._ranks.group).reduced
+        reduced = {"all_reduces": sums, "all_reduced_bytes": summed} if sums else {}
+        return stats | reduced | experts | stages
 
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""

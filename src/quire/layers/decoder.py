@@ -113,6 +113,8 @@ class DecoderLayer:
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
+        if attention.output.reduces or mlp.down.reduces:
+            return None
         return LayerParts(
             input_norm=None if self.input_norm is None else self.input_norm.weight,
             post_attention_norm=self.post_attention_norm.weight,

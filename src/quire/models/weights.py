@@ -152,6 +152,8 @@ class Weights:
         group = group or self.group
         if group.size == 1:
             split = Split.NONE
+        elif split is Split.INPUTS and self._adds(names[0]):
+            return self._added(names[0], bias, heads[0] if heads else None, group)
         shapes = [self._shapes[f"{name}.weight"] for name in names]
         counts = heads if heads and split is Split.OUTPUTS else [None] * len(names)
         rows = [
@@ -167,6 +169,19 @@ class Weights:
         if split is Split.INPUTS:
             inputs = Gather(group, share(width, group, heads[0] if heads else None), width)
         return Linear(product, inputs, Gather(group, rows[0], outputs))
+
+    def _adds(self, name: str) -> bool:
+        """Whether a product that is split by its inputs may be added up: its bits are those of this number of ranks."""
+        return not self.kernels.deterministic and self.quantization is None and not EXPERT.fullmatch(f"{name}.weight")
+
+    def _added(self, name: str, bias: bool, heads: int | None, group: Group) -> Linear:
+        """The product with this rank's columns of the weight; one rank adds the bias."""
+        outputs, inputs = self._shapes[f"{name}.weight"]
+        own = share(inputs, group, heads)
+        self._elsewhere[name] = outputs * (inputs - len(own)) * self.dtype.itemsize
+        added = self.tensor(f"{name}.bias") if bias else None
+        columns = self.tensor(f"{name}.weight")[:, own.start : own.stop].contiguous()
+        return Linear(self.kernels.pack([columns], added if group.rank == 0 else None), reduces=group)
 
     def _product(self, names: Sequence[str], rows: Sequence[range], bias: bool) -> Product:
         """Of these outputs of each weight, side by side."""

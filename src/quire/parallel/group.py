@@ -1,7 +1,9 @@
 """The ranks of a group, and what they do together.
 
 Every product is split by its outputs, and where the next one needs whole rows, they are gathered: no number is ever
-added across ranks, so the bits are those of one rank.
+added across ranks, so the bits are those of one rank. Where bits need not be the same for any number of ranks, every
+other product is split by its inputs instead, and what ranks have of the result is added: two collectives a layer in
+place of four.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Group(Protocol):
         rank, size: which one this is, of how many.
         address: of the group for kernels that gather by themselves; None: there is none.
         shared_bytes: of the memory that all ranks of a machine share.
+        reduced: sums of all ranks so far, and bytes of what was summed.
 
     Each of the methods below that waits for others raises:
         StepGivenUpError: a rank could not go on with the step.
@@ -36,9 +39,14 @@ class Group(Protocol):
     size: int
     address: int | None
     shared_bytes: int
+    reduced: tuple[int, int]
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         """The columns of all ranks, [rows, width], from this rank's own: x [rows, own], which begin at `begin`."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, [rows, columns], in fp32 and in the order of the ranks, rounded once."""
         ...
 
     def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
@@ -80,9 +88,12 @@ class OneRank:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.address: int | None = None
-        self.shared_bytes = 0
+        self.shared_bytes, self.reduced = 0, (0, 0)
 
     def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        return x
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
@@ -108,8 +119,8 @@ class Split(Enum):
     """How a product is split among ranks.
 
     NONE: it is not, every rank computes it. OUTPUTS: each has its own outputs, and they stay where they are. INPUTS:
-    its inputs lie split, as such outputs do; they are gathered, and so are its outputs. VOCABULARY: its outputs are
-    gathered.
+    its inputs lie split, as such outputs do; they are gathered, and so are its outputs. (Or each rank has the weights
+    of its own inputs, and the outputs are added.) VOCABULARY: its outputs are gathered.
     """
 
     NONE = "none"

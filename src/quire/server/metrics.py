@@ -286,6 +286,8 @@ _RANK_GAUGES = {
 _RANK_COUNTERS = {
     "quire:gathers": ("gathers", "How often the ranks brought together what each had computed."),
     "quire:gathered_bytes": ("gathered_bytes", "Bytes that the first rank received of others in these."),
+    "quire:all_reduces": ("all_reduces", "How often the ranks added up what each had computed."),
+    "quire:all_reduced_bytes": ("all_reduced_bytes", "Bytes of what they added up."),
     "quire:expert_moves": ("expert_moves", "Layers whose experts were moved between ranks."),
     "quire:experts_moved": ("experts_moved", "Experts that ranks read for that."),
     "quire:expert_bytes_moved": ("expert_bytes_moved", "Bytes of these, before they are quantized."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import weakref
@@ -64,6 +65,8 @@ class SharedGroup:
     def __init__(self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float, first: int = 0) -> None:
         self.rank, self.size, self._lib = rank, size, library()
         self._timeout, self._first = timeout, first
+        self.reduced = (0, 0)
+        self._room = matrix_bytes // size  # of what each rank brings to an exchange
         self.shared_bytes: int = self._lib.group_bytes(matrix_bytes)
         self._memory = mmap.mmap(memory, self.shared_bytes)
         self._anchor = ctypes.c_char.from_buffer(self._memory)
@@ -79,6 +82,16 @@ class SharedGroup:
         pointers = x.data_ptr(), len(x), ctypes.addressof(share), x.element_size(), out.data_ptr()
         self.ended(self._lib.group_gather(self.address, *pointers))
         return out
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        rows, total = max(1, self._room // max(1, x[:1].nbytes)), torch.empty_like(x)
+        for first in range(0, len(x), rows):
+            parts = [part.view(x.dtype) for part in self.exchange([x[first : first + rows]])]
+            total[first : first + rows] = functools.reduce(torch.add, (part.float() for part in parts)).view(
+                -1, x.shape[1]
+            )
+        self.reduced = (self.reduced[0] + 1, self.reduced[1] + x.nbytes)
+        return total
 
     def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
         own = [part.contiguous() for part in own]
