@@ -71,7 +71,6 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "data_parallel_size_local": _one("-dpl"),
     "decode_context_parallel_size": _one("-dcp"),
     "distributed_executor_backend": _only(str, "mp", "uni", why="ranks are processes of one machine"),
-    "nnodes": _one(),
     "prefill_context_parallel_size": _one("-pcp"),
     "worker_use_ray": _off("ranks are processes of one machine"),
     # what changes nothing here

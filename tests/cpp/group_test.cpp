@@ -14,7 +14,8 @@ using quire::Outcome;
 using quire::Share;
 
 extern "C" int64_t quire_group_bytes(int64_t matrix);
-extern "C" Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout);
+extern "C" Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout,
+                                   int32_t bell);
 extern "C" void quire_group_leave(Group*);
 extern "C" int32_t quire_group_check(Group*, uint64_t digest);
 extern "C" void quire_group_give_up(Group*, int64_t number);
@@ -34,7 +35,7 @@ void on_all(int size, const Run& run, double timeout = 60) {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; rank++)
         threads.emplace_back([&, rank] {
-            Group* const group = quire_group_join(begin, MATRIX, rank, size, timeout);
+            Group* const group = quire_group_join(begin, MATRIX, rank, size, timeout, -1);
             run(group, rank);
             quire_group_leave(group);
         });

@@ -7,7 +7,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,11 +17,11 @@ from quire.parallel.group import Gather
 
 PROTOTYPES: dict[str, Prototype] = {
     "group_bytes": (I64, (I64,)),
-    "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double)),
+    "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double, I32)),
     "group_leave": (None, (POINTER,)),
     "group_gather": (I32, (POINTER, POINTER, I64, POINTER, I64, POINTER)),
     "group_begin_parts": (I32, (POINTER, I64, POINTER)),
-    "group_end_parts": (I32, (POINTER, ctypes.c_uint64, I64)),
+    "group_end_parts": (I32, (POINTER, ctypes.c_uint64, I64, I64, I64)),
     "group_check": (I32, (POINTER, ctypes.c_uint64)),
     "group_give_up": (None, (POINTER, I64)),
     "group_begin_anew": (I32, (POINTER, I64)),
@@ -52,19 +52,22 @@ class SharedGroup:
         matrix_bytes: of the largest matrix that is gathered at a time; larger ones are gathered in parts.
         timeout: seconds after which a rank that does not answer is lost.
         first: what rank 0 of this group is called in errors.
+        bell: an event descriptor that wakes this machine's `Mirror`; -1: all ranks are on this machine.
 
     Raises:
         ConfigError: no kernels were compiled: they have what this is made of.
     """
 
-    def __init__(self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float, first: int = 0) -> None:
+    def __init__(
+        self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float, first: int = 0, bell: int = -1
+    ) -> None:
         self.rank, self.size, self._lib = rank, size, library()
         self._timeout, self._first = timeout, first
         self.shared_bytes: int = self._lib.group_bytes(matrix_bytes)
         self._memory = mmap.mmap(memory, self.shared_bytes)
         self._anchor = ctypes.c_char.from_buffer(self._memory)
         place = ctypes.addressof(self._anchor)
-        self.address: int | None = self._lib.group_join(place, matrix_bytes, rank, size, timeout)
+        self.address: int | None = self._lib.group_join(place, matrix_bytes, rank, size, timeout, bell)
         if self.address is None:
             raise MemoryError("no memory for a group of ranks")
         weakref.finalize(self, self._lib.group_leave, self.address).atexit = False
@@ -87,7 +90,8 @@ class SharedGroup:
             shared[begin : begin + len(data)].copy_(data)
             begin += len(data)
         shape = zlib.crc32(repr([*sizes]).encode())
-        self.ended(self._lib.group_end_parts(self.address, shape, sum(sizes) - sizes[self.rank]))
+        written = sum(sizes[: self.rank]), sizes[self.rank]
+        self.ended(self._lib.group_end_parts(self.address, shape, *written, sum(sizes)))
         return list(torch.split(shared[: sum(sizes)], [*sizes]))
 
     def check(self, digest: int) -> None:
@@ -137,13 +141,13 @@ def new_memory(matrix_bytes: int) -> int:
     return memory
 
 
-def library() -> Library:
-    """The compiled functions; they are the same in every instruction set.
+def library(more: Mapping[str, Prototype] | None = None) -> Library:
+    """The compiled functions, and `more` of them; they are the same in every instruction set.
 
     Raises:
         ConfigError: there are none.
     """
     names = usable()
     if not names:
-        raise ConfigError("several ranks on one machine need the compiled kernels; 'quire doctor' says how to get them")
-    return Library(names[0], PROTOTYPES)
+        raise ConfigError("several ranks need the compiled kernels; 'quire doctor' says how to get them")
+    return Library(names[0], {**PROTOTYPES, **(more or {})})
