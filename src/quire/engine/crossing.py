@@ -62,6 +62,12 @@ class Written(msgspec.Struct, tag=True):
     rank: int
 
 
+class Alive(msgspec.Struct, tag=True):
+    """The first machine is there, though it may have nothing to say. (A time-to-live of ZeroMQ's own ends with each
+    message that is no heartbeat, and begins with the next that is one; which a machine that hangs never sends.)
+    """
+
+
 class Exited(msgspec.Struct, tag=True):
     """A rank has ended: see `how_it_ended`."""
 
@@ -70,7 +76,10 @@ class Exited(msgspec.Struct, tag=True):
     out_of_memory: bool
 
 
-FromFirst = Refused | Seats | Carried | Written
+FromFirst = Refused | Seats | Carried | Written | Alive
+ALIVE_SHARE = 0.25
+"""Of `collective_timeout_s`: so often the first machine says that it is there."""
+
 ToFirst = Hello | Carried | Written | Exited
 
 

@@ -23,7 +23,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.config import EngineConfig
 from quire.engine.crossing import (
+    ALIVE_SHARE,
     Address,
+    Alive,
     Carried,
     Doorkeeper,
     Exited,
@@ -218,14 +220,20 @@ class Hosts:
         return made
 
     def _run(self) -> None:
+        interval = self._config.collective_timeout_s * ALIVE_SHARE
+        said = time.monotonic()
         try:
             while not self._stop.is_set():
+                if time.monotonic() - said >= interval:
+                    said = time.monotonic()
+                    for host in self._hosts.values():
+                        self._send(host.peer, Alive())
                 news = self._tell()
                 if not news:
                     for mirror in self._mirrors.values():
                         mirror.doze()
                     news = self._tell()
-                self._turn(0.0 if news else None)
+                self._turn(0.0 if news else interval)
         except Exception:
             logger.exception("the other machines are let go: a bug")
         finally:
@@ -264,9 +272,9 @@ class Hosts:
 
     # -- what comes ----------------------------------------------------------------------------------------------
 
-    def _turn(self, seconds: float | None) -> None:
+    def _turn(self, seconds: float) -> None:
         """Wait for something to come, and take it in: first who is gone, as others may get that descriptor."""
-        ready = dict(self._poller.poll(None if seconds is None else int(seconds * 1000) + 1))
+        ready = dict(self._poller.poll(int(seconds * 1000)))
         for source, call in [*self._handlers.items()]:
             if source in ready and source in self._handlers:
                 call()
@@ -302,7 +310,12 @@ class Hosts:
         try:
             message = msgspec.msgpack.decode(frames[0].buffer, type=ToFirst)
             if isinstance(message, Hello):
-                self._join(peer, int(frames[0].get(zmq.SRCFD)), str(frames[0].get("Peer-Address")), message)
+                self._join(
+                    peer,
+                    int(frames[0].get(zmq.SRCFD)),
+                    str(frames[0].get("Peer-Address")).removeprefix("::ffff:"),
+                    message,
+                )
             elif host is not None:
                 self._take_in_from(host, message, frames[-1].buffer)
         except (msgspec.MsgspecError, ValueError, LookupError) as error:

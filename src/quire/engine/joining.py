@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.config import EngineConfig
 from quire.engine.crossing import (
+    ALIVE_SHARE,
     Address,
     Carried,
     Exited,
@@ -144,7 +145,7 @@ class _Session:
     """The ranks of this machine, while there is their engine.
 
     Args:
-        timeout: seconds for which a rank may not read what it is told.
+        timeout: seconds after which an engine that says nothing is lost, or a rank that does not listen.
     """
 
     def __init__(self, machine: Machine, connection: Socket, timeout: float) -> None:
@@ -168,15 +169,19 @@ class _Session:
         self._poller.register(monitor, zmq.POLLIN)
         if self._machine.bell >= 0:
             self._poller.register(self._machine.bell, zmq.POLLIN)
+        heard = time.monotonic()
         while True:
             news = self._tell()
             if not news:
                 for mirror in self._machine.mirrors.values():
                     mirror.doze()
                 news = self._tell()
-            ready = dict(self._poller.poll(0 if news else None))
+            ready = dict(self._poller.poll(0 if news else int(self._timeout * ALIVE_SHARE * 1000)))
             if self._connection in ready:
                 self._take_in()
+                heard = time.monotonic()
+            elif time.monotonic() - heard > self._timeout:
+                return
             if self._machine.bell in ready:
                 emptied(self._machine.bell)
             for rank, link in [*self._links.items()]:
