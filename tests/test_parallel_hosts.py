@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import struct
@@ -499,3 +501,77 @@ def test_wrong_flags_of_a_machine_are_named(
 ) -> None:
     assert main(["rank", "--token-file", str(token), *arguments]) in (1, 2)
     assert message in capsys.readouterr().err
+
+
+# -- networks ------------------------------------------------------------------------------------------------
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[str, str]]:
+    """Two network namespaces that a cable joins: 10.77.0.1 and 10.77.0.2."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("network namespaces need root, and iproute2")
+    names = [f"quire-{os.getpid()}-{side}" for side in "ab"]
+    cables = [f"q{os.getpid()}{side}" for side in "ab"]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr}")
+        for number, (name, cable) in enumerate(zip(names, cables, strict=True), start=1):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+IN_A_NETWORK = """
+    import subprocess, sys, time
+    from quire import LLM, SamplingParams
+    from quire.errors import RankLostError
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with LLM("demo", threads=1) as llm:
+        [alone] = llm.generate([[5, 6, 7]], params)
+    with LLM("demo", tensor_parallel_size=2, nnodes=2, master_addr="10.77.0.1", token_file=sys.argv[1],
+             threads=1, collective_timeout_s=1.5) as llm:
+        [both] = llm.generate([[5, 6, 7]], params)
+        print(both.outputs[0].token_ids == alone.outputs[0].token_ids)
+        listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True).stdout.split()
+        print(*[each for each in listening if ":" in each and each[-1].isdigit()])
+        subprocess.run(["ip", "link", "set", sys.argv[2], "down"], check=True)
+        begin = time.monotonic()
+        try:
+            llm.generate([[5, 6, 7]], params)
+        except RankLostError as error:
+            print(error, time.monotonic() - begin < 6)
+"""
+
+
+def test_two_networks_that_a_cable_joins_until_it_is_pulled(networks: tuple[str, str], token: Path) -> None:
+    first, second = networks
+    command = [sys.executable, "-m", "quire.cli.main", "rank", "--join", "10.77.0.1:29501", "--token-file", str(token)]
+    other = subprocess.Popen(["ip", "netns", "exec", second, *command], stderr=subprocess.PIPE, text=True)
+    try:
+        script = [sys.executable, "-c", textwrap.dedent(IN_A_NETWORK), str(token), f"q{os.getpid()}a"]
+        done = subprocess.run(["ip", "netns", "exec", first, *script], capture_output=True, text=True, timeout=120)
+        lines = done.stdout.splitlines()
+        assert lines[0] == "True", done.stderr[-3000:]
+        assert lines[1].replace("[::ffff:10.77.0.1]", "10.77.0.1") == "10.77.0.1:29501"  # and nothing else
+        assert re.fullmatch(r"rank 1 on .* \(10\.77\.0\.2\) .* 1\.5 seconds \(collective_timeout_s\) True", lines[2])
+        end = time.monotonic() + 8
+        while children(other.pid) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not children(other.pid)  # it has missed the engine, too
+    finally:
+        other.terminate()
+        other.wait(10)

@@ -312,6 +312,9 @@ class Engine:
             notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
         if config.tensor_parallel_size > 1:
             notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
+        if config.nnodes > 1:
+            where = f"{config.master_addr}:{config.master_port} alone (ZeroMQ with CURVE, keys made from the token)"
+            notes.append(f"the ranks are on {config.nnodes} machines; what passes between them goes through {where}")
         if config.redundant_experts is not None:
             each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
             notes.append(f"each rank has experts of its own, which {each}")

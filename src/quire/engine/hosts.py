@@ -176,7 +176,7 @@ class Hosts:
         self.here = range(first)
         for host in self._hosts.values():
             host.ranks, first = range(first, first + len(host.ranks)), first + len(host.ranks)
-            logger.info("ranks %d to %d are on %s", host.ranks.start, host.ranks.stop - 1, host.name)
+            logger.info("%s of %d: on %s", named(host.ranks), self._config.num_ranks, host.name)
 
     def _join(self, peer: bytes, descriptor: int, address: str, hello: Hello) -> None:
         config, name = self._config, f"{hello.host} ({address})"
@@ -198,7 +198,7 @@ class Hosts:
             self._send(peer, Refused(why))
             return
         self._hosts[peer] = _Host(peer, descriptor, hello, address, ranks)
-        logger.info("%s has joined, with %d ranks", name, ranks)
+        logger.info("%s has joined", name)
 
     # -- with all of them ----------------------------------------------------------------------------------------
 
@@ -352,6 +352,11 @@ class Hosts:
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
+
+
+def named(ranks: range) -> str:
+    """For people."""
+    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start} to {ranks.stop - 1}"
 
 
 def received(link: socket.socket) -> bytes:

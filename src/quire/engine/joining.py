@@ -28,7 +28,7 @@ from quire.engine.crossing import (
     Written,
     connecting,
 )
-from quire.engine.hosts import emptied, received
+from quire.engine.hosts import emptied, named, received
 from quire.engine.machine import Machine, out_of_memory_kills
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError
@@ -111,8 +111,7 @@ class Joining:
     def _serve(self, seats: Seats, connection: Socket, monitor: Socket) -> None:
         starts = [msgspec.structs.replace(start, path=self._model) for start in seats.starts]
         config, own = EngineConfig(**starts[0].config), range(starts[0].rank, starts[-1].rank + 1)
-        which = f"rank {own.start}" if len(own) == 1 else f"ranks {own.start} to {own.stop - 1}"
-        self._tell(f"{which} of {config.num_ranks} of the engine at {self._address}: {config.model}")
+        self._tell(f"{named(own)} of {config.num_ranks} of the engine at {self._address}: {config.model}")
         machine = Machine(config, own, starts[0].matrix_bytes)
         session = _Session(machine, connection, config.collective_timeout_s)
         try:
