@@ -56,6 +56,7 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "threads": ("2", 2),
     "tensor_parallel_size": ("2", 2),
     "pipeline_parallel_size": ("1", 1),
+    "distributed_executor_backend": ("mp", "mp"),
     "nnodes": ("1", 1),
     "master_addr": ("10.0.0.1", "10.0.0.1"),
     "master_port": ("29502", 29502),

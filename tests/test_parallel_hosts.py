@@ -28,8 +28,10 @@ import zmq
 
 from quire import LLM, SamplingParams
 from quire.cli.main import main
+from quire.config import EngineConfig
 from quire.engine import crossing
 from quire.engine.crossing import read_token
+from quire.engine.placement import placed
 from quire.errors import ConfigError, RankLostError, StepGivenUpError
 from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.ops.cpu.mirror import Mirror
@@ -575,3 +577,44 @@ def test_two_networks_that_a_cable_joins_until_it_is_pulled(networks: tuple[str,
     finally:
         other.terminate()
         other.wait(10)
+
+
+# -- torchrun ------------------------------------------------------------------------------------------------
+
+LAUNCHED = """
+    import sys
+    from quire import LLM, SamplingParams
+    with LLM("demo", tensor_parallel_size=2, distributed_executor_backend="external_launcher", threads=1,
+             master_port=int(sys.argv[1]), token_file=sys.argv[2]) as llm:
+        [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+        print("tokens:", *output.outputs[0].token_ids)
+"""
+
+
+def test_processes_of_torchrun_are_the_ranks(token: Path, tmp_path: Path) -> None:
+    with LLM("demo", threads=1) as llm:
+        [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(LAUNCHED))
+    ports = [str(free_port()), str(free_port())]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    command = [sys.executable, *launcher, "--master-port", ports[0], str(script), ports[1], str(token)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [line for line in done.stdout.splitlines() if line.startswith("tokens:")]
+    assert told == [" ".join(["tokens:", *map(str, expected.outputs[0].token_ids)])]  # the first process alone goes on
+
+
+def test_what_torchrun_has_not_said_or_says_otherwise_is_named(token: Path) -> None:
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    config = EngineConfig(model="demo", token_file=str(token), **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="RANK is not set: start this program with torchrun"):
+        placed(config, {})
+    with pytest.raises(
+        ConfigError, match=r"started 3 processes \(WORLD_SIZE\) for 2 ranks: 2 \(tensor_parallel_size\)"
+    ):
+        placed(config, {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"})
+    first = placed(config, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
+    assert (first.nnodes, first.master_addr) == (2, "10.0.0.1")
+    with pytest.raises(ConfigError, match="external_launcher needs token_file"):
+        EngineConfig(model="demo", **options)  # type: ignore[arg-type]

@@ -117,6 +117,9 @@ class EngineConfig:
     eplb_interval: int = option(
         3000, "with expert parallelism: steps after which experts move where ranks have uneven work; 0: never", low=0
     )
+    distributed_executor_backend: Literal["mp", "external_launcher"] = option(
+        "mp", "who starts the ranks: Quire (on other machines 'quire rank'), or torchrun, one process for each rank"
+    )
     nnodes: int = option(
         1, "machines that have the ranks; the others bring theirs with 'quire rank --join'", low=1, high=256
     )
@@ -221,12 +224,14 @@ class EngineConfig:
                 f"nnodes={self.nnodes} machines for {self.num_ranks} ranks, and each has one at least; lower it, or "
                 "raise tensor_parallel_size or pipeline_parallel_size"
             )
-        if self.nnodes > 1 and not self.token_file:
+        launched = self.distributed_executor_backend == "external_launcher" and self.num_ranks > 1
+        several = "distributed_executor_backend=external_launcher" if launched else f"nnodes={self.nnodes}"
+        if (self.nnodes > 1 or launched) and not self.token_file:
             raise ConfigError(
-                f"nnodes={self.nnodes} needs token_file, a file with a secret that all machines have; make one with "
+                f"{several} needs token_file, a file with a secret that all machines have; make one with "
                 "'openssl rand -hex 32'"
             )
-        if self.nnodes == 1 and self.token_file:
+        if self.nnodes == 1 and not launched and self.token_file:
             raise ConfigError("token_file is for several machines; set nnodes, or leave it out")
 
     def _check_pipeline(self) -> None:

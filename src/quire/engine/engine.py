@@ -30,6 +30,7 @@ from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
+from quire.engine.placement import notes_of, placed
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.models.checkpoint import Checkpoint, resolve
@@ -182,6 +183,7 @@ class Engine:
         hash_key: bytes | None = None,
     ) -> None:
         report = on_load or (lambda phase, share: None)
+        config = placed(config)
         if config.device == "auto":
             config = replace(config, device=find_device()[0])
         self.config = config
@@ -312,9 +314,7 @@ class Engine:
             notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
         if config.tensor_parallel_size > 1:
             notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
-        if config.nnodes > 1:
-            where = f"{config.master_addr}:{config.master_port} alone (ZeroMQ with CURVE, keys made from the token)"
-            notes.append(f"the ranks are on {config.nnodes} machines; what passes between them goes through {where}")
+        notes += notes_of(config)
         if config.redundant_experts is not None:
             each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
             notes.append(f"each rank has experts of its own, which {each}")
