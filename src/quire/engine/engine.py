@@ -183,7 +183,8 @@ class Engine:
         hash_key: bytes | None = None,
     ) -> None:
         report = on_load or (lambda phase, share: None)
-        config = placed(config)
+        if config.distributed_executor_backend != "mp":
+            config = placed(config)
         if config.device == "auto":
             config = replace(config, device=find_device()[0])
         self.config = config
@@ -314,7 +315,8 @@ class Engine:
             notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
         if config.tensor_parallel_size > 1:
             notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
-        notes += notes_of(config)
+        if config.nnodes > 1:
+            notes += notes_of(config)
         if config.redundant_experts is not None:
             each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
             notes.append(f"each rank has experts of its own, which {each}")

@@ -33,8 +33,6 @@ def placed(config: EngineConfig, environment: Mapping[str, str] = os.environ) ->
         ConfigError: the processes are not as many as the ranks, or were not started by torchrun.
         SystemExit: this process was not the first one, and the engine has ended.
     """
-    if config.distributed_executor_backend != "external_launcher":
-        return config
     if missing := [name for name in LAUNCHED if not environment.get(name)]:
         raise ConfigError(
             f"distributed_executor_backend=external_launcher, but {missing[0]} is not set: start this program with "
@@ -60,9 +58,7 @@ def placed(config: EngineConfig, environment: Mapping[str, str] = os.environ) ->
 
 
 def notes_of(config: EngineConfig) -> list[str]:
-    """What a user should know of machines and their ports."""
-    if config.nnodes == 1:
-        return []
+    """What a user should know of several machines and their ports."""
     address = Address(config.master_addr, config.master_port)
     notes = [
         f"the ranks are on {config.nnodes} machines; what passes between them goes through {address} alone (ZeroMQ "
