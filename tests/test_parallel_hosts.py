@@ -32,6 +32,7 @@ from quire.config import EngineConfig
 from quire.engine import crossing
 from quire.engine.crossing import read_token
 from quire.engine.placement import placed
+from quire.engine.ranks import Ranks
 from quire.errors import ConfigError, RankLostError, StepGivenUpError
 from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.ops.cpu.mirror import Mirror
@@ -221,6 +222,7 @@ def gone(pids: list[int], seconds: float = 8.0) -> None:
 def token(tmp_path: Path) -> Path:
     file = tmp_path / "token"
     file.write_text("0123456789abcdef" * 2 + "\n")
+    file.chmod(0o600)
     return file
 
 
@@ -440,6 +442,43 @@ def test_another_checkpoint_is_refused(token: Path, tmp_path: Path) -> None:
             LLM("demo", tensor_parallel_size=2, **options)
         other.wait_said("looking for an engine", 2)
         assert not other.children()
+
+
+def test_other_kernels_are_refused(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":  # it is read once, from the environment too
+        pytest.skip("torch has no other kernels here")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    with joined(token) as (options, [other]):
+        with pytest.raises(
+            ConfigError, match=r"^rank 1 on .* computes with other kernels \(.*DEFAULT\) than the first"
+        ):
+            LLM("demo", tensor_parallel_size=2, **options)
+        other.wait_said("looking for an engine", 2)
+
+
+def test_the_least_memory_of_all_ranks_counts(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    least = 300 * 2**20
+
+    def wait_loaded(self: Ranks, kernels: str, measure: Any = Ranks.wait_loaded) -> int:
+        free = measure(self, kernels)
+        assert least < free  # what the other one has found
+        return least
+
+    monkeypatch.setattr(Ranks, "wait_loaded", wait_loaded)
+    with joined(token) as (options, _), LLM("demo", tensor_parallel_size=2, **options) as llm:
+        plan = llm._engine.memory_plan
+        assert plan.kv_bytes + plan.activations <= least
+        assert llm.generate([PROMPT], SamplingParams(max_tokens=3))[0].finished
+
+
+def test_a_token_that_everybody_can_read_is_noted(token: Path, caplog: pytest.LogCaptureFixture) -> None:
+    token.chmod(0o644)
+    read_token(str(token), "token_file")
+    assert "can be read by every user of this machine" in caplog.text
+    caplog.clear()
+    token.chmod(0o600)
+    read_token(str(token), "token_file")
+    assert not caplog.text
 
 
 def test_what_another_machine_cannot_do_is_told(token: Path) -> None:

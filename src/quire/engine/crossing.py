@@ -6,7 +6,10 @@ they share, so who has it not can neither read nor say anything, nor learn the k
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +20,8 @@ from zmq.utils import z85
 
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SHORTEST_TOKEN, LONGEST_TOKEN = 16, 4096
 """Bytes. Whoever has recorded a handshake may try tokens on it, so it must not be one that can be guessed."""
@@ -128,7 +133,7 @@ def read_token(file: str, name: str) -> bytes:
     """
     try:
         with Path(file).expanduser().open("rb") as opened:
-            token = opened.read(LONGEST_TOKEN + 1).strip()
+            token, mode = opened.read(LONGEST_TOKEN + 1).strip(), os.fstat(opened.fileno()).st_mode
     except (OSError, RuntimeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{name} {file}: {why}; make one with 'openssl rand -hex 32 > {file}'") from error
@@ -137,6 +142,8 @@ def read_token(file: str, name: str) -> bytes:
             f"{name} {file}: a token of {len(token)} bytes; allowed: {SHORTEST_TOKEN} to {LONGEST_TOKEN}; make one "
             f"with 'openssl rand -hex 32 > {file}'"
         )
+    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+        logger.warning("%s %s can be read by every user of this machine: chmod 600", name, file)
     return token
 
 
