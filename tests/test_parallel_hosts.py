@@ -657,3 +657,37 @@ def test_what_torchrun_has_not_said_or_says_otherwise_is_named(token: Path) -> N
     assert (first.nnodes, first.master_addr) == (2, "10.0.0.1")
     with pytest.raises(ConfigError, match="external_launcher needs token_file"):
         EngineConfig(model="demo", **options)  # type: ignore[arg-type]
+
+
+# -- Ray -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ray_starts_ranks_on_its_machines() -> None:
+    ray = pytest.importorskip("ray")
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    with LLM("demo", threads=1) as llm:
+        [expected] = llm.generate([PROMPT], LONG)
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    options: dict[str, Any] = {"distributed_executor_backend": "ray", "master_port": free_port(), "threads": 1}
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        with LLM("demo", tensor_parallel_size=2, nnodes=2, **options) as llm:
+            assert llm.generate([PROMPT], LONG)[0].outputs[0].token_ids == expected.outputs[0].token_ids
+            assert any("Ray listens" in note for note in llm._engine.notes)
+        with pytest.raises(ConfigError, match=r"nnodes=3: Ray has not so many machines .* within 3 seconds"):
+            LLM("demo", tensor_parallel_size=3 + 1, nnodes=3, join_timeout_s=3.0, **options)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_ray_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    with pytest.raises(ConfigError, match=r"needs Ray: .*; pip install 'quire\[ray\]'"):
+        LLM("demo", nnodes=2, **options)
+    with pytest.raises(ConfigError, match="ray starts ranks on other machines, and nnodes=1"):
+        LLM("demo", **options)

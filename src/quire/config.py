@@ -117,8 +117,8 @@ class EngineConfig:
     eplb_interval: int = option(
         3000, "with expert parallelism: steps after which experts move where ranks have uneven work; 0: never", low=0
     )
-    distributed_executor_backend: Literal["mp", "external_launcher"] = option(
-        "mp", "who starts the ranks: Quire (on other machines 'quire rank'), or torchrun, one process for each rank"
+    distributed_executor_backend: Literal["mp", "ray", "external_launcher"] = option(
+        "mp", "who starts the ranks: Quire (on other machines 'quire rank'), Ray, or torchrun, a process for each rank"
     )
     nnodes: int = option(
         1, "machines that have the ranks; the others bring theirs with 'quire rank --join'", low=1, high=256
@@ -226,7 +226,13 @@ class EngineConfig:
             )
         launched = self.distributed_executor_backend == "external_launcher" and self.num_ranks > 1
         several = "distributed_executor_backend=external_launcher" if launched else f"nnodes={self.nnodes}"
-        if (self.nnodes > 1 or launched) and not self.token_file:
+        ray = self.distributed_executor_backend == "ray"
+        if ray and self.nnodes == 1:
+            raise ConfigError(
+                "distributed_executor_backend=ray starts ranks on other machines, and nnodes=1; set nnodes to all "
+                "machines, or leave Ray out: ranks of one machine need nobody to start them"
+            )
+        if (self.nnodes > 1 or launched) and not (self.token_file or ray):
             raise ConfigError(
                 f"{several} needs token_file, a file with a secret that all machines have; make one with "
                 "'openssl rand -hex 32'"

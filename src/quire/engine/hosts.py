@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -44,10 +46,16 @@ from quire.errors import ConfigError
 from quire.ops.cpu.mirror import Mirror
 from quire.runner.start import OnLoad
 
+if TYPE_CHECKING:
+    from quire.engine.ray_machines import RayMachines
+
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 18
 """Bytes of a link that are carried at a time."""
+
+LOOK_SECONDS = 1.0
+"""Between looks at those who are to join."""
 
 EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -113,7 +121,9 @@ class Hosts:
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._groups = config, groups_of(config)
         self.here = range(config.num_ranks)
-        token = read_token(config.token_file or "", "token_file")
+        by_ray = config.distributed_executor_backend == "ray" and not config.token_file
+        token = secrets.token_hex(32).encode() if by_ray else read_token(config.token_file or "", "token_file")
+        self._token = token
         self._address = Address(config.master_addr, config.master_port)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hosts: dict[bytes, _Host] = {}
@@ -126,6 +136,7 @@ class Hosts:
         self._thread: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._refused = 0
+        self._started: RayMachines | None = None
         try:
             self._socket = listening(self._context, token, config.collective_timeout_s)
             door = Doorkeeper(self._context, token)
@@ -164,14 +175,20 @@ class Hosts:
         how = f"quire rank --join {self._address} --token-file FILE"
         logger.info("ranks of other machines join at %s (ZeroMQ, CURVE); on each: %s", self._address, how)
         end = time.monotonic() + seconds
+        if self._config.distributed_executor_backend == "ray":
+            from quire.engine.ray_machines import RayMachines
+
+            self._started = RayMachines(self._config, self._address, self._token)
         while len(self._hosts) < others:
+            if self._started is not None:
+                self._started.check()
             report(f"waiting for machines to join at {self._address}", len(self._hosts) / others)
             if (left := end - time.monotonic()) <= 0:
                 raise ConfigError(
                     f"{len(self._hosts)} of {others} other machines (nnodes={others + 1}) have joined within "
                     f"{seconds:g} seconds (join_timeout_s); on each: {how}"
                 )
-            self._turn(left)
+            self._turn(min(left, LOOK_SECONDS))
         first = self.here.stop - sum(len(host.ranks) for host in self._hosts.values())
         self.here = range(first)
         for host in self._hosts.values():
@@ -349,6 +366,9 @@ class Hosts:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
         self._context.destroy(linger=200)
+        if self._started is not None:
+            self._started.close()
+            self._started = None
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

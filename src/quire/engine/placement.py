@@ -1,4 +1,4 @@
-"""Where ranks run that another program places: processes that torchrun has started."""
+"""Where ranks run that another program places: processes that torchrun has started, or Ray's machines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ TORCHRUN = (
 def placed(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> EngineConfig:
     """The options with which this process runs the engine.
 
+    With `ray`, Ray starts `quire rank` on other machines, and knows this one's address.
     With `external_launcher`, torchrun has started as many processes as there are ranks, each a machine of its own for
     us: the first one runs the engine, and every other one brings a rank to it, and ends with it.
 
     Raises:
-        ConfigError: the processes are not as many as the ranks, or were not started by torchrun.
+        ConfigError: Ray is not there; or the processes are not as many as the ranks, or were not started by torchrun.
         SystemExit: this process was not the first one, and the engine has ended.
     """
+    if config.distributed_executor_backend == "ray":
+        from quire.engine.ray_machines import address as address_of_ray
+
+        found = address_of_ray()
+        return dataclasses.replace(config, master_addr=found) if config.master_addr == "127.0.0.1" else config
     if missing := [name for name in LAUNCHED if not environment.get(name)]:
         raise ConfigError(
             f"distributed_executor_backend=external_launcher, but {missing[0]} is not set: start this program with "
@@ -66,4 +72,8 @@ def notes_of(config: EngineConfig) -> list[str]:
     ]
     if config.distributed_executor_backend == "external_launcher":
         notes.append(TORCHRUN)
+    if config.distributed_executor_backend == "ray":
+        from quire.engine.ray_machines import PORTS
+
+        notes.append(PORTS)
     return notes
