@@ -245,26 +245,20 @@ class Hosts:
                     said = time.monotonic()
                     for host in self._hosts.values():
                         self._send(host.peer, Alive())
-                news = self._tell()
-                if not news:
-                    for mirror in self._mirrors.values():
-                        mirror.doze()
-                    news = self._tell()
-                self._turn(0.0 if news else interval)
+                self._tell()
+                self._turn(interval)
         except Exception:
             logger.exception("the other machines are let go: a bug")
         finally:
             for host in list(self._hosts.values()):
                 self._lose(host, "was let go")
 
-    def _tell(self) -> bool:
-        """Tell others what ranks of this machine have brought; whether there was any."""
-        told = False
+    def _tell(self) -> None:
+        """Tell others what ranks of this machine have brought; for what they bring after this the bell rings."""
         for group, mirror in self._mirrors.items():
+            mirror.doze()
             for rank, news in mirror.news():
                 self._pass_on(Written(group, rank), news)
-                told = True
-        return told
 
     def _pass_on(self, what: Written, news: bytes | bytearray | memoryview, source: _Host | None = None) -> None:
         """To all machines that have ranks of the group, but where it comes from."""

@@ -170,12 +170,8 @@ class _Session:
             self._poller.register(self._machine.bell, zmq.POLLIN)
         heard = time.monotonic()
         while True:
-            news = self._tell()
-            if not news:
-                for mirror in self._machine.mirrors.values():
-                    mirror.doze()
-                news = self._tell()
-            ready = dict(self._poller.poll(0 if news else int(self._timeout * ALIVE_SHARE * 1000)))
+            self._tell()
+            ready = dict(self._poller.poll(int(self._timeout * ALIVE_SHARE * 1000)))
             if self._connection in ready:
                 self._take_in()
                 heard = time.monotonic()
@@ -189,14 +185,12 @@ class _Session:
             if monitor in ready and recv_monitor_message(monitor)["event"] in ENDS:
                 return
 
-    def _tell(self) -> bool:
-        """Tell others what ranks of this machine have brought; whether there was any."""
-        told = False
+    def _tell(self) -> None:
+        """Tell others what ranks of this machine have brought; for what they bring after this the bell rings."""
         for group, mirror in self._machine.mirrors.items():
+            mirror.doze()
             for rank, news in mirror.news():
                 self._send(Written(group, rank), news)
-                told = True
-        return told
 
     def _take_in(self) -> None:
         """All that the first machine has said."""
