@@ -57,6 +57,12 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "tensor_parallel_size": ("2", 2),
     "pipeline_parallel_size": ("1", 1),
     "data_parallel_size": ("1", 1),
+    "distributed_executor_backend": ("mp", "mp"),
+    "nnodes": ("1", 1),
+    "master_addr": ("10.0.0.1", "10.0.0.1"),
+    "master_port": ("29502", 29502),
+    "token_file": ("some/file", "some/file"),
+    "join_timeout_s": ("60", 60.0),
     "collective_timeout_s": ("5.5", 5.5),
     "max_model_len": ("512", 512),
     "num_redundant_experts": ("4", 4),
@@ -113,6 +119,7 @@ SAMPLING_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_t
 NEEDED = {
     "speculative_acceptance": {"speculative_config": {"method": "ngram"}},
     "num_redundant_experts": {"enable_expert_parallel": True},
+    "token_file": {"nnodes": 2, "tensor_parallel_size": 2},
 }
 """What an option is valid with."""
 

@@ -96,9 +96,9 @@ def test_vllms_names_and_values_are_quires(theirs, ours):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nnodes": True}, "nnodes=True is not supported"),
+        ({"decode_context_parallel_size": True}, "decode_context_parallel_size=True is not supported"),
         (
-            {"nnodes": 2},
+            {"decode_context_parallel_size": 2},
             "of ranks, tensor_parallel_size, pipeline_parallel_size and data_parallel_size are there; leave it out, or "
             "set it to 1",
         ),

@@ -228,7 +228,7 @@ def test_a_rank_that_dies_while_nothing_is_computed_is_missed() -> None:
 
 def test_who_is_to_blame_for_a_rank_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody, where it was killed from outside; but the system kills, too, whoever takes all of its memory."""
-    monkeypatch.setattr(ranks_module, "_out_of_memory_kills", lambda: 3)
+    monkeypatch.setattr(ranks_module, "out_of_memory_kills", lambda: 3)
     with LLM("demo", tensor_parallel_size=3 - 1, threads=1) as llm:
         found = llm._engine._ranks
         assert found is not None
@@ -236,7 +236,7 @@ def test_who_is_to_blame_for_a_rank_that_was_lost(monkeypatch: pytest.MonkeyPatc
         assert str(first) == "rank 0 did not answer the others for 30 seconds" and first.outside
         ranks_of(llm)[0].kill()
         assert found.explained(1).outside
-        monkeypatch.setattr(ranks_module, "_out_of_memory_kills", lambda: 4)
+        monkeypatch.setattr(ranks_module, "out_of_memory_kills", lambda: 4)
         killed = found.explained(1)
         assert str(killed) == "rank 1 died (killed by SIGKILL: the system is out of memory)" and not killed.outside
 

@@ -93,14 +93,14 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(
         1,
-        "ranks (processes of this machine) that share each layer; the tokens are the same for any",
+        "ranks (processes) that share each layer; the tokens are the same for any",
         low=1,
         high=256,
         short="-tp",
     )
     pipeline_parallel_size: int = option(
         1,
-        "ranks (processes of this machine), each of which has some of the layers: so many steps are computed at once",
+        "ranks (processes), each of which has some of the layers: so many steps are computed at once",
         low=1,
         high=256,
         short="-pp",
@@ -123,6 +123,20 @@ class EngineConfig:
     )
     eplb_interval: int = option(
         3000, "with expert parallelism: steps after which experts move where ranks have uneven work; 0: never", low=0
+    )
+    distributed_executor_backend: Literal["mp", "ray", "external_launcher"] = option(
+        "mp", "who starts the ranks: Quire (on other machines 'quire rank'), Ray, or torchrun, a process for each rank"
+    )
+    nnodes: int = option(
+        1, "machines that have the ranks; the others bring theirs with 'quire rank --join'", low=1, high=256
+    )
+    master_addr: str = option("127.0.0.1", "address of this machine, the first one, where the others join")
+    master_port: int = option(29501, "port of it", low=1, high=65535)
+    token_file: str | None = option(
+        None, "file with a secret that all machines have, of 16 bytes or more; for several machines"
+    )
+    join_timeout_s: float = option(
+        600.0, "seconds for which the first machine waits until all others have joined", low=0.1, high=86400.0
     )
     collective_timeout_s: float = option(
         30.0,
@@ -211,9 +225,32 @@ class EngineConfig:
                 f"data_parallel_size={self.data_parallel_size} without enable_expert_parallel would be replicas that "
                 "share nothing: start so many servers, or set enable_expert_parallel for a model with experts"
             )
+        self._check_machines()
         self._check_pipeline()
         self._check_speculation()
         self._check_budgets()
+
+    def _check_machines(self) -> None:
+        if self.nnodes > self.num_ranks:
+            raise ConfigError(
+                f"nnodes={self.nnodes} machines for {self.num_ranks} ranks, and each has one at least; lower it, or "
+                "raise tensor_parallel_size or pipeline_parallel_size"
+            )
+        launched = self.distributed_executor_backend == "external_launcher" and self.num_ranks > 1
+        several = "distributed_executor_backend=external_launcher" if launched else f"nnodes={self.nnodes}"
+        ray = self.distributed_executor_backend == "ray"
+        if ray and self.nnodes == 1:
+            raise ConfigError(
+                "distributed_executor_backend=ray starts ranks on other machines, and nnodes=1; set nnodes to all "
+                "machines, or leave Ray out: ranks of one machine need nobody to start them"
+            )
+        if (self.nnodes > 1 or launched) and not (self.token_file or ray):
+            raise ConfigError(
+                f"{several} needs token_file, a file with a secret that all machines have; make one with "
+                "'openssl rand -hex 32'"
+            )
+        if self.nnodes == 1 and not launched and self.token_file:
+            raise ConfigError("token_file is for several machines; set nnodes, or leave it out")
 
     def _check_pipeline(self) -> None:
         stages = self.pipeline_parallel_size

@@ -61,6 +61,7 @@ _NO_LORA = "adapters are not there yet"
 VLLM_OPTIONS: dict[str, VllmOption] = {
     # the same under another name or value
     "api_server_count": VllmOption(kind=int, ours="api_workers", short=("-asc",)),
+    "distributed_executor_backend": VllmOption(kind=str, ours="distributed_executor_backend", values={"uni": "mp"}),
     "disable_log_requests": VllmOption(kind=bool, ours="log_requests", values={True: False, False: True}),
     "dtype": VllmOption(kind=str, ours="dtype", values={"half": "float16", "float": "float32"}),
     "enable_log_requests": VllmOption(kind=bool, ours="log_requests", values={True: True, False: False}),
@@ -72,10 +73,8 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     # on several devices
     "data_parallel_size_local": _one("-dpl"),
     "decode_context_parallel_size": _one("-dcp"),
-    "distributed_executor_backend": _only(str, "mp", "uni", why="ranks are processes of one machine"),
-    "nnodes": _one(),
     "prefill_context_parallel_size": _one("-pcp"),
-    "worker_use_ray": _off("ranks are processes of one machine"),
+    "worker_use_ray": _off("Quire starts its ranks without Ray: see 'quire rank --help'"),
     # what changes nothing here
     "disable_custom_all_reduce": _any(bool),
     "disable_log_stats": _any(bool),

@@ -2,7 +2,9 @@
 // tests/test_parallel_group.py compiles and runs it, with ThreadSanitizer too. The first argument names a test.
 #include "group.h"
 
+#include <atomic>
 #include <chrono>
+#include <cstring>
 #include <random>
 #include <thread>
 #include <vector>
@@ -14,7 +16,8 @@ using quire::Outcome;
 using quire::Share;
 
 extern "C" int64_t quire_group_bytes(int64_t matrix);
-extern "C" Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout);
+extern "C" Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout,
+                                   int32_t bell);
 extern "C" void quire_group_leave(Group*);
 extern "C" int32_t quire_group_check(Group*, uint64_t digest);
 extern "C" void quire_group_give_up(Group*, int64_t number);
@@ -23,22 +26,79 @@ extern "C" void quire_group_lose(Group*, int32_t rank);
 extern "C" int32_t quire_group_lost(const Group*);
 
 namespace {
+struct News;
+}
+extern "C" int32_t quire_mirror_look(Group*, int32_t first, int32_t end, uint64_t* seen, News*);
+extern "C" void quire_mirror_copy(Group*, const News*, char* out);
+extern "C" int32_t quire_mirror_bring(Group*, int32_t rank, const char* told, int64_t size);
+extern "C" void quire_mirror_ends(Group*, int64_t* ends);
+
+namespace {
 
 constexpr int64_t MATRIX = 1 << 16;
 
-// `run(group, rank)` on as many threads as there are ranks.
+// What a mirror tells: `News` in group.cpp, and its bytes.
+struct News {
+    uint64_t arrived, word;
+    int64_t begin, own, width, rows;
+};
+
+// A machine with some of the ranks: its memory, and its mirror.
+struct Machine {
+    int first, end;
+    std::vector<uint64_t> memory;
+    char* begin;
+    Group* mirror;
+    std::vector<uint64_t> seen;
+    int64_t ends[2] = {0, 0};
+
+    Machine(int first, int end, int size)
+        : first(first), end(end), memory(quire_group_bytes(MATRIX) / 8 + 8192 / 8, 0), seen(size, 0) {
+        begin = (char*)(((uintptr_t)memory.data() + 4095) / 4096 * 4096);
+        mirror = quire_group_join(begin, MATRIX, 0, size, 0, -1);
+    }
+    ~Machine() { quire_group_leave(mirror); }
+
+    // What its ranks have brought goes to the other one, and takes its time.
+    void tell(Machine& other, std::mt19937& luck) {
+        News news;
+        const int rank = quire_mirror_look(mirror, first, end, seen.data(), &news);
+        std::vector<char> told(sizeof news);
+        if (rank >= 0) {
+            told.resize(sizeof news + news.rows * news.own);
+            std::memcpy(told.data(), &news, sizeof news);
+            quire_mirror_copy(mirror, &news, told.data() + sizeof news);
+        }
+        quire_mirror_ends(mirror, ends);
+        if (luck() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(luck() % 100));
+        int64_t known[2] = {ends[0], ends[1]};
+        quire_mirror_ends(other.mirror, known);
+        if (rank >= 0) CHECK(quire_mirror_bring(other.mirror, rank, told.data(), told.size()));
+    }
+};
+
+// `run(group, rank)` on as many threads as there are ranks: on one machine, then on two.
 template <class Run>
 void on_all(int size, const Run& run, double timeout = 60) {
-    std::vector<uint64_t> memory(quire_group_bytes(MATRIX) / 8 + 8192 / 8, 0);
-    char* const begin = (char*)(((uintptr_t)memory.data() + 4095) / 4096 * 4096);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; rank++)
-        threads.emplace_back([&, rank] {
-            Group* const group = quire_group_join(begin, MATRIX, rank, size, timeout);
-            run(group, rank);
-            quire_group_leave(group);
-        });
-    for (auto& thread : threads) thread.join();
+    for (const int there : {0, 1, size / 2}) {
+        Machine here(0, size - there, size), other(size - there, size, size);
+        std::atomic<int> running{size};
+        std::vector<std::thread> threads;
+        for (int rank = 0; rank < size; rank++)
+            threads.emplace_back([&, rank] {
+                char* const memory = (rank < here.end ? here : other).begin;
+                Group* const group = quire_group_join(memory, MATRIX, rank, size, timeout, there ? 0 : -1);  // no bell rings
+                run(group, rank);
+                quire_group_leave(group);
+                running--;
+            });
+        for (std::mt19937 luck(size); there && running;) {
+            here.tell(other, luck);
+            other.tell(here, luck);
+            std::this_thread::yield();
+        }
+        for (auto& thread : threads) thread.join();
+    }
 }
 
 int number_at(int round, int64_t row, int64_t column) { return round * 7919 + (int)(row * 131 + column); }

@@ -69,6 +69,11 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
     given = given_options(args, args.words[0] if args.words else None, server=True)
     server = ServerConfig.from_options(given.server)
     engine = EngineConfig.from_options(given.engine, given.preset)
+    if engine.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "distributed_executor_backend=external_launcher is for programs that torchrun starts several times, and a "
+            "server is one: start it with --nnodes, and 'quire rank --join' on the other machines"
+        )
     if not HUB_NAME.fullmatch(engine.model):  # that may be a download: when the model is loaded
         resolve(engine.model, engine.revision)
 

@@ -31,6 +31,7 @@ from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
+from quire.engine.placement import notes_of, placed
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.models.checkpoint import Checkpoint, resolve
@@ -46,7 +47,7 @@ from quire.runner.memory_plan import MemoryPlan
 from quire.runner.model_runner import STEP_FAILED
 from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Proposer
-from quire.runner.start import OnLoad, Started, start_runner
+from quire.runner.start import OnLoad, Started, free_for_each, start_runner
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +189,8 @@ class Engine:
         hash_key: bytes | None = None,
     ) -> None:
         report = on_load or (lambda phase, share: None)
+        if config.distributed_executor_backend != "mp":
+            config = placed(config)
         if config.device == "auto":
             config = replace(config, device=find_device()[0])
         self.config = config
@@ -195,8 +198,8 @@ class Engine:
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
-        self.threads = config.threads or max(1, usable_threads() // config.num_ranks)
-        self._ranks = self._start_ranks(open_checkpoint, proposer) if config.num_ranks > 1 else None
+        self._ranks = self._start_ranks(report, open_checkpoint, proposer) if config.num_ranks > 1 else None
+        self.threads = self._ranks.threads if self._ranks else config.threads or usable_threads()
         try:
             started = self._start(report, open_checkpoint, proposer, hash_key or secrets.token_bytes(32))
         except BaseException:
@@ -233,10 +236,12 @@ class Engine:
         self.model, self.speculation = load(
             config, self.path, self.device, group, stage, report, open_checkpoint, proposer
         )
+        free = None
         if self._ranks:
             report("waiting for the other ranks", 0.0)
-            self._ranks.wait_loaded()  # they share what memory is free then
-        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
+            free = self._ranks.wait_loaded(self.model.kernels.describe(self.model.dtype))
+            free = min(free, free_for_each(self.model, self._ranks.num_here))  # now that all have loaded
+        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation, free=free)
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
@@ -270,7 +275,9 @@ class Engine:
                 self.executor = RankExecutor(self.executor, self._ranks)
         return started
 
-    def _start_ranks(self, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None) -> Ranks:
+    def _start_ranks(
+        self, report: OnLoad, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None
+    ) -> Ranks:
         """The other ranks, which load while this one does.
 
         Raises:
@@ -293,7 +300,7 @@ class Engine:
         how = config.tensor_parallel_size, config.redundant_experts, stages, config.data_parallel_size
         widest, vocabulary = check_ranks(self.path, *how)
         matrix = max(widest * config.max_num_batched_tokens, vocabulary) * torch.float32.itemsize
-        return Ranks(config, self.path, self.threads, matrix)
+        return Ranks(config, self.path, matrix, report)
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None
@@ -327,6 +334,8 @@ class Engine:
                 f"{config.data_parallel_size} replicas of attention have requests and KV of their own; limits of "
                 "requests and tokens are those of each"
             )
+        if config.nnodes > 1:
+            notes += notes_of(config)
         if config.redundant_experts is not None:
             each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
             notes.append(f"each rank has experts of its own, which {each}")

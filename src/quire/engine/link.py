@@ -1,4 +1,4 @@
-"""Messages between the ranks of one machine, over a pair of sockets: a length, and so many bytes."""
+"""Messages between the first rank and another one, over a pair of sockets: a length, and so many bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,19 @@ LENGTH_BYTES = 4
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """This rank's part of the model is there."""
+    """This rank's part of the model is there. `kernels`: what computes it, see `Kernels.describe`."""
+
+    kernels: str
+
+
+class Measure(msgspec.Struct, tag=True):
+    """All ranks have loaded: how much memory is free now?"""
+
+
+class Measured(msgspec.Struct, tag=True):
+    """So many bytes may be taken by this rank."""
+
+    free: int
 
 
 class Begin(msgspec.Struct, tag=True):
@@ -42,7 +54,7 @@ class Computed(msgspec.Struct, tag=True):
     error: str = ""
 
 
-FromRank = Loaded | Ready | Failed | Prepared | Computed
+FromRank = Loaded | Measured | Ready | Failed | Prepared | Computed
 
 
 class Link:

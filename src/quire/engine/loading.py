@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.models.checkpoint import Checkpoint
+from quire.errors import ConfigError
+from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import choose_kernels
@@ -21,26 +22,50 @@ EARLIER = 0.8
 """Of `collective_timeout_s`: those who share layers find sooner than the others which of them does not answer."""
 
 
+def contents(config: EngineConfig, path: Path) -> dict[str, str]:
+    """A hash of each checkpoint that ranks read, by the option that names it; `path`: the model's folder."""
+    found, spec = {"model": content_hash(path)}, config.speculation
+    if spec is not None and spec.model is not None:
+        found["speculative_config"] = content_hash(resolve(spec.named_model()))
+    return found
+
+
+def check_contents(config: EngineConfig, path: Path, expected: Mapping[str, str]) -> None:
+    """Whether a rank's checkpoints are those of the first one.
+
+    Raises:
+        ConfigError: one is another.
+    """
+    for name, found in contents(config, path).items() if expected else ():
+        if found != expected[name]:
+            where = path if name == "model" else config.speculation and config.speculation.model
+            raise ConfigError(
+                f"{name}: the checkpoint {where} is another one here ({found[:8]}) than on the first machine "
+                f"({expected[name][:8]}); copy that one here"
+            )
+
+
 def join(
-    config: EngineConfig, rank: int, memory: int, stage_memory: int, bytes: int
+    config: EngineConfig, rank: int, memory: int, stage_memory: int, bytes: int, bell: int = -1
 ) -> tuple[SharedGroup, Group | None]:
     """A rank's place among all ranks, and among those that share its layers, see `Model`.
 
     Args:
         memory, stage_memory: of the two, see `SharedGroup`; the second only where both kinds are more than one.
         bytes: of the largest matrix.
+        bell: see `SharedGroup`.
 
     Raises:
         ConfigError: see `SharedGroup`.
     """
     timeout, size = config.collective_timeout_s, config.tensor_parallel_size
-    everybody = SharedGroup(memory, bytes, rank, config.num_ranks, timeout)
+    everybody = SharedGroup(memory, bytes, rank, config.num_ranks, timeout, bell=bell)
     if size == config.num_ranks:
         return everybody, None
     if size == 1:
         return everybody, OneRank()
     place = rank % size
-    return everybody, SharedGroup(stage_memory, bytes, place, size, EARLIER * timeout, first=rank - place)
+    return everybody, SharedGroup(stage_memory, bytes, place, size, EARLIER * timeout, first=rank - place, bell=bell)
 
 
 def load(

@@ -1,4 +1,4 @@
-"""A rank but the first: `python -m quire.engine.rank`, started by the engine.
+"""A rank but the first: `python -m quire.engine.rank`, started by the engine, or by `quire rank` on another machine.
 
 It computes the same plans as the first rank does, with its own part of the model, and samples the same tokens.
 """
@@ -18,7 +18,7 @@ import msgspec
 from quire import child, log
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
-from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Ready
+from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Measured, Ready
 from quire.errors import DeviceLostError, QuireError, StepGivenUpError
 
 if TYPE_CHECKING:
@@ -32,24 +32,28 @@ class RankStart(msgspec.Struct, kw_only=True):
 
     Attributes:
         config: fields of `EngineConfig`.
-        path: the checkpoint's folder.
-        threads: of this rank.
+        path: the checkpoint's folder; "": what `config` names, on a machine that has its own.
+        checkpoints: what `contents` finds on the first machine.
+        threads: of this rank. local_ranks: those of its machine.
         link: descriptor of its end of the sockets, which it inherits.
-        memory, stage_memory: see `join`.
+        memory, stage_memory, bell: see `join`.
         matrix_bytes: see `SharedGroup`.
         log_format, debug: see `log.configure`.
     """
 
     config: dict[str, Any]
     path: str
-    threads: int
+    checkpoints: dict[str, str]
     rank: int
-    link: int
-    memory: int
-    stage_memory: int
     matrix_bytes: int
     log_format: Literal["text", "json"]
     debug: bool
+    threads: int = 1
+    local_ranks: int = 1
+    link: int = -1
+    memory: int = -1
+    stage_memory: int = -1
+    bell: int = -1
 
 
 def main() -> int:
@@ -132,15 +136,21 @@ def _silent(phase: str, share: float) -> None:
 
 def _load(start: RankStart, link: Link) -> ModelRunner | None:
     """What computes plans; None: the first rank has given up."""
-    from quire.engine.loading import join, load
+    from quire.engine.loading import check_contents, join, load
+    from quire.models.hub import resolve
     from quire.runner.device import open_device
-    from quire.runner.start import start_runner
+    from quire.runner.start import free_for_each, start_runner
 
     config = EngineConfig(**start.config)
-    group, stage = join(config, start.rank, start.memory, start.stage_memory, start.matrix_bytes)
+    path = Path(start.path) if start.path else resolve(config.model, config.revision)
+    check_contents(config, path, start.checkpoints)
+    group, stage = join(config, start.rank, start.memory, start.stage_memory, start.matrix_bytes, start.bell)
     device = open_device(config.device)
-    model, speculation = load(config, Path(start.path), device, group, stage, _silent)
-    link.send(msgspec.msgpack.encode(Loaded()))
+    model, speculation = load(config, path, device, group, stage, _silent)
+    link.send(msgspec.msgpack.encode(Loaded(model.kernels.describe(model.dtype))))
+    if link.receive() is None:  # `Measure`
+        return None
+    link.send(msgspec.msgpack.encode(Measured(free_for_each(model, start.local_ranks))))
     message = link.receive()
     if message is None:
         return None

@@ -1,16 +1,16 @@
-"""Several ranks on one machine: the first one is the engine's process, and starts the others, tells them its plans and
-watches them. Nothing of it has a name or a port, so nothing is left when all are gone.
+"""Several ranks: the first one is the engine's process, and starts the others, tells them its plans and watches them.
+
+On one machine nothing of it has a name or a port, so nothing is left when all are gone; of others see `hosts.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-import os
 import queue
 import selectors
-import signal
 import socket
 import subprocess
 import threading
@@ -21,24 +21,32 @@ from pathlib import Path
 
 import msgspec
 
-from quire import child, log
+from quire import log
 from quire.config import EngineConfig
 from quire.core.lockstep import LockstepPlan, joined
 from quire.core.step import StepPlan, StepResult
 from quire.engine.executor import Executor, PendingResult, T, attempt
-from quire.engine.link import Begin, Computed, Failed, FromRank, Link
-from quire.engine.loading import join
+from quire.engine.hosts import Hosts, RemoteRank
+from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, Measure, Measured
+from quire.engine.loading import contents, join
+from quire.engine.machine import Machine, how_it_ended, out_of_memory_kills
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError, QuireError, RankLostError, StepFailedError
-from quire.ops.cpu.group import new_memory
+from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
+from quire.parallel.group import Group
 from quire.runner.expert_mover import Prepared
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.pipeline_runner import PipelinedStep, PipelineRunner
+from quire.runner.start import OnLoad
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
 """A rank that has not left after so long is killed."""
+
+
+Answers = Sequence[queue.SimpleQueue[Computed | None]]
+"""By replica but the first, what came of its plans; None: a rank is lost."""
 
 
 class Ranks:
@@ -47,102 +55,95 @@ class Ranks:
     Args:
         config: the engine's options.
         path: the checkpoint's folder.
-        threads: of each rank.
         matrix_bytes: see `SharedGroup`.
+        report: told what is waited for.
 
     Attributes:
+        threads: of the first rank. num_here: ranks of this machine.
         group: the first rank's place among them. stage: among those that share its layers, see `Model`.
         prepared: what each rank has said last of experts that move.
-        computed: by replica but the first, what came of its plans; None: a rank is lost.
+        computed: what comes of the plans of other replicas.
 
     Raises:
-        ConfigError: see `SharedGroup`.
+        ConfigError: see `SharedGroup` and `Hosts`.
         OSError: the system does not start them.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, threads: int, matrix_bytes: int) -> None:
+    def __init__(self, config: EngineConfig, path: Path, matrix_bytes: int, report: OnLoad) -> None:
         self._timeout, size, width = config.collective_timeout_s, config.num_ranks, config.tensor_parallel_size
         self._width = width
-        memories = [new_memory(matrix_bytes)]
         self._links: list[Link] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | RemoteRank] = []
         self.prepared: list[Prepared | None] = [None] * size
-        self.computed = [queue.SimpleQueue[Computed | None]() for _ in range(1, config.data_parallel_size)]
-        self._out_of_memory = _out_of_memory_kills()
+        self.computed: Answers = [queue.SimpleQueue() for _ in range(1, config.data_parallel_size)]
+        self._out_of_memory = out_of_memory_kills()
         self._closing = threading.Event()
-        self.close = weakref.finalize(self, _close, self._links, self._processes, self._closing)
-        log_format, debug = log.in_use()
-        start = RankStart(
-            config=dataclasses.asdict(config),
-            path=str(path),
-            threads=threads,
-            rank=0,
-            link=-1,
-            memory=memories[0],
-            stage_memory=-1,
-            matrix_bytes=matrix_bytes,
-            log_format=log_format,
-            debug=debug,
-        )
+        hosts = [Hosts(config)] if config.nnodes > 1 else []
+        self.close = weakref.finalize(self, _close, self._links, self._processes, self._closing, hosts)
         try:
-            if 1 < width < size:
-                memories += [new_memory(matrix_bytes) for _ in range(size // width)]
-            of_stages = memories[1:] or [-1] * (size // width)
-            self.group, self.stage = join(config, 0, memories[0], of_stages[0], matrix_bytes)
-            for rank in range(1, size):
-                self._start(msgspec.structs.replace(start, rank=rank, stage_memory=of_stages[rank // width]))
+            self._start(config, path, matrix_bytes, report, hosts)
         except BaseException:
             self.close()
             raise
-        finally:
-            for memory in memories:
-                os.close(memory)
 
-    def _start(self, start: RankStart) -> None:
-        own, other = socket.socketpair()
-        with other:
-            start.link = other.fileno()
-            fds = [fd for fd in (start.link, start.memory, start.stage_memory) if fd >= 0]
-            process = child.spawn_beside(child.python("quire.engine.rank"), start, fds=fds)
-        own.settimeout(None)
-        self._links.append(Link(own))
+    def _start(
+        self, config: EngineConfig, path: Path, matrix_bytes: int, report: OnLoad, hosts: Sequence[Hosts]
+    ) -> None:
+        here = range(config.num_ranks)
+        for each in hosts:
+            each.wait_joined(report)
+            here = each.here
+        machine = Machine(config, here, matrix_bytes)
+        self.threads, self.num_here = machine.threads, len(here)
+        starts = _starts(config, path, matrix_bytes, len(here))
+        try:
+            self.group, self.stage = join(config, 0, *machine.memories(0), matrix_bytes, machine.bell)
+            for start in starts[: len(here) - 1]:
+                self._add(*machine.start(start))
+            for each in hosts:
+                for link, process in each.start(starts, machine):
+                    self._add(link, process)
+        finally:
+            machine.all_started()
+
+    def _add(self, link: socket.socket, process: subprocess.Popen[bytes] | RemoteRank) -> None:
+        self._links.append(Link(link))
         self._processes.append(process)
 
-    def wait_loaded(self) -> None:
-        """Until all have loaded.
+    def wait_loaded(self, kernels: str) -> int:
+        """Until all have loaded; bytes that each of the others may take then, at least.
+
+        Args:
+            kernels: what the first one computes with, see `Kernels.describe`.
 
         Raises:
-            ConfigError: a rank cannot start; the message is the rank's.
+            ConfigError: a rank cannot start, or computes with other kernels; the message is the rank's.
             RankLostError: it died.
         """
         for rank in range(1, self.group.size):
-            self._hear(rank)
+            loaded = self._hear(rank)
+            if isinstance(loaded, Loaded) and loaded.kernels != kernels:
+                raise ConfigError(
+                    f"rank {rank}{self._place(rank)} computes with other kernels ({loaded.kernels}) than the first one "
+                    f"({kernels}), and with other bits: install the same on all machines, and set cpu_kernels to what "
+                    "all of them have"
+                )
+        self.send(msgspec.msgpack.encode(Measure()))
+        answers = [self._hear(rank) for rank in range(1, self.group.size)]
+        return min(answer.free for answer in answers if isinstance(answer, Measured))
 
     def begin(self, plan: MemoryPlan) -> None:
         """They make their blocks as this one has planned them, and take steps from now on. Raises as `wait_loaded`."""
-        for link in self._links:
-            link.send(msgspec.msgpack.encode(Begin(plan)))
+        self.send(msgspec.msgpack.encode(Begin(plan)))
         for rank in range(1, self.group.size):
             self._hear(rank)
         for link in self._links:
             link.socket.settimeout(self._timeout)
-        watching = self._links, self._lose, self._told, self._closing
+        # Not bound: the thread must not keep this object.
+        lose = functools.partial(_lose, self.group, self.stage, self.computed)
+        told = functools.partial(_told, self.prepared, self.computed, self._width)
+        watching = self._links, lose, told, self._closing
         threading.Thread(target=_watch, args=watching, name="quire-ranks", daemon=True).start()
-
-    def _lose(self, rank: int) -> None:
-        self.group.lose(rank)
-        if self.stage is not None and rank < self.stage.size:
-            self.stage.lose(rank)
-        for computed in self.computed:
-            computed.put(None)
-
-    def _told(self, rank: int, message: bytes) -> None:
-        """What a rank says while steps are computed."""
-        match msgspec.msgpack.decode(message, type=Prepared | Computed):
-            case Prepared() as prepared:
-                self.prepared[rank] = prepared
-            case Computed() as computed:
-                self.computed[rank // self._width - 1].put(computed)
 
     def give_up(self, number: int) -> None:
         """See `Group.give_up`."""
@@ -168,15 +169,22 @@ class Ranks:
             results.append(answer.result)
         return results
 
-    def _hear(self, rank: int) -> None:
+    def _hear(self, rank: int) -> FromRank:
         """The next message of a rank that starts."""
         message = self._links[rank - 1].receive()
         if message is None:
             how, outside = self._ended(rank)
             raise RankLostError(f"rank {rank} {how} while it started", rank, outside)
-        answer = msgspec.msgpack.decode(message, type=FromRank)
+        answer: FromRank = msgspec.msgpack.decode(message, type=FromRank)
         if isinstance(answer, Failed):
-            raise (ConfigError if answer.known else QuireError)(answer.message)
+            place = f"rank {rank}{self._place(rank)}: " if self._place(rank) else ""
+            raise (ConfigError if answer.known else QuireError)(place + answer.message)
+        return answer
+
+    def _place(self, rank: int) -> str:
+        """Where a rank is, if not on this machine."""
+        process = self._processes[rank - 1]
+        return f" on {process.where}" if isinstance(process, RemoteRank) else ""
 
     def send(self, *payloads: bytes) -> None:
         """A message to every rank: one for all, or one for each replica.
@@ -188,7 +196,7 @@ class Ranks:
             try:
                 link.send(payloads[rank // self._width if len(payloads) > 1 else 0])
             except OSError:
-                self._lose(rank)
+                _lose(self.group, self.stage, self.computed, rank)
                 raise self.explained(rank) from None
 
     def check(self) -> None:
@@ -207,23 +215,61 @@ class Ranks:
 
     def _ended(self, rank: int) -> tuple[str, bool]:
         """How a rank ended, in words, and whether it was ended from outside, so that no request is to blame."""
+        process, silent = (
+            self._processes[rank - 1],
+            f"has not answered for {self._timeout:g} seconds (collective_timeout_s)",
+        )
+        if isinstance(process, RemoteRank):
+            how, outside = process.how_it_ended(0.5) or (silent, False)
+            return f"on {process.where} {how}", outside
         try:
-            code = self._processes[rank - 1].wait(0.5)
+            code = process.wait(0.5)
         except subprocess.TimeoutExpired:
-            return f"has not answered for {self._timeout:g} seconds (collective_timeout_s)", False
-        if code >= 0:
-            return f"ended with exit code {code}; its log says why", False
-        for_memory = -code == signal.SIGKILL and _out_of_memory_kills() > self._out_of_memory
-        name = f"{signal.Signals(-code).name}{': the system is out of memory' if for_memory else ''}"
-        return f"died (killed by {name})", -code in (signal.SIGKILL, signal.SIGTERM) and not for_memory
+            return silent, False
+        return how_it_ended(code, out_of_memory_kills() > self._out_of_memory)
 
 
-def _out_of_memory_kills() -> int:
-    """How many processes of this machine the system has killed for want of memory; 0 where it does not tell."""
-    with contextlib.suppress(OSError):
-        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-        return int(counters.get("oom_kill", 0))
-    return 0
+def _starts(config: EngineConfig, path: Path, matrix_bytes: int, here: int) -> list[RankStart]:
+    """What the ranks after the first are told. Those on other machines find the checkpoint themselves."""
+    log_format, debug = log.in_use()
+    start = RankStart(
+        config=dataclasses.asdict(config),
+        path=str(path),
+        checkpoints={},
+        rank=0,
+        matrix_bytes=matrix_bytes,
+        log_format=log_format,
+        debug=debug,
+    )
+    elsewhere = start
+    if here < config.num_ranks:
+        model = (
+            config.model
+            if config.model in EMBEDDED_MODELS or HUB_NAME.fullmatch(config.model)
+            else str(path.absolute())
+        )
+        told = dataclasses.asdict(dataclasses.replace(config, model=model))
+        elsewhere = msgspec.structs.replace(start, config=told, path="", checkpoints=contents(config, path))
+    replace = msgspec.structs.replace
+    return [replace(start if rank < here else elsewhere, rank=rank) for rank in range(1, config.num_ranks)]
+
+
+def _told(prepared: list[Prepared | None], computed: Answers, width: int, rank: int, message: bytes) -> None:
+    """What a rank says while steps are computed."""
+    match msgspec.msgpack.decode(message, type=Prepared | Computed):
+        case Prepared() as answer:
+            prepared[rank] = answer
+        case Computed() as answer:
+            computed[rank // width - 1].put(answer)
+
+
+def _lose(group: Group, stage: Group | None, computed: Answers, rank: int) -> None:
+    """A rank is gone; `stage`: the first rank's."""
+    group.lose(rank)
+    if stage is not None and rank < stage.size:
+        stage.lose(rank)
+    for each in computed:
+        each.put(None)
 
 
 def _watch(
@@ -244,7 +290,12 @@ def _watch(
                     lose(key.data)
 
 
-def _close(links: Sequence[Link], processes: Sequence[subprocess.Popen[bytes]], closing: threading.Event) -> None:
+def _close(
+    links: Sequence[Link],
+    processes: Sequence[subprocess.Popen[bytes] | RemoteRank],
+    closing: threading.Event,
+    hosts: Sequence[Hosts],
+) -> None:
     """Let ranks leave, or end them."""
     closing.set()
     for link in links:
@@ -257,6 +308,8 @@ def _close(links: Sequence[Link], processes: Sequence[subprocess.Popen[bytes]], 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    for each in hosts:
+        each.close()
 
 
 class RankExecutor:

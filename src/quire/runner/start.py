@@ -46,19 +46,21 @@ def start_runner(
     report: OnLoad,
     speculation: Speculation | None = None,
     plan: MemoryPlan | None = None,
+    free: int | None = None,
 ) -> Started:
     """Plan the memory and make the runner.
 
     Args:
         speculation: drafts for it.
         plan: another rank's, to be followed.
+        free: bytes that each rank may take; None: of a CPU, what this process finds.
 
     Raises:
         ConfigError: what was asked for does not fit; see `plan_memory`.
     """
     report("planning memory", 1.0)
     draft_kv = speculation.kv_shape if speculation else None
-    plan = plan or _planned(config, model, device, speculation)
+    plan = plan or _planned(config, model, device, speculation, free)
     kv = model.new_caches(
         [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
     )
@@ -83,10 +85,17 @@ def start_runner(
     return Started(runner, kv, plan, tuple(notes))
 
 
-def _planned(config: EngineConfig, model: Model, device: Device, speculation: Speculation | None) -> MemoryPlan:
-    """What the memory is used for. Ranks of one machine share what is free beside what they have in common."""
+def free_for_each(model: Model, ranks: int) -> int:
+    """Bytes that each of so many ranks of this machine may take now, beside what they have in common."""
+    return max(0, free_memory() - model.shared_bytes) // ranks
+
+
+def _planned(
+    config: EngineConfig, model: Model, device: Device, speculation: Speculation | None, free: int | None
+) -> MemoryPlan:
+    """What the memory is used for."""
     if not device.asynchronous:
-        free = max(0, free_memory() - model.shared_bytes) // model.ranks.size
+        free = free_for_each(model, 1) if free is None else free
         return plan_memory(config, model, free, speculation=speculation)
     draft_kv = speculation.kv_shape if speculation else None
     activations = _measured_activations(config, model, device, draft_kv)

@@ -7,7 +7,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from quire.parallel.group import Gather
 
 PROTOTYPES: dict[str, Prototype] = {
     "group_bytes": (I64, (I64,)),
-    "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double)),
+    "group_join": (POINTER, (POINTER, I64, I32, I32, ctypes.c_double, I32)),
     "group_leave": (None, (POINTER,)),
     "group_gather": (I32, (POINTER, POINTER, I64, POINTER, I64, POINTER)),
     "group_exchange": (I32, (POINTER, POINTER, I64, ctypes.c_uint64, POINTER)),
@@ -57,12 +57,15 @@ class SharedGroup:
         matrix_bytes: of the largest matrix that is gathered at a time; larger ones are gathered in parts.
         timeout: seconds after which a rank that does not answer is lost.
         first: what rank 0 of this group is called in errors.
+        bell: an event descriptor that wakes this machine's `Mirror`; -1: all ranks are on this machine.
 
     Raises:
         ConfigError: no kernels were compiled: they have what this is made of.
     """
 
-    def __init__(self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float, first: int = 0) -> None:
+    def __init__(
+        self, memory: int, matrix_bytes: int, rank: int, size: int, timeout: float, first: int = 0, bell: int = -1
+    ) -> None:
         self.rank, self.size, self._lib = rank, size, library()
         self._timeout, self._first = timeout, first
         self.reduced = (0, 0)
@@ -71,7 +74,7 @@ class SharedGroup:
         self._memory = mmap.mmap(memory, self.shared_bytes)
         self._anchor = ctypes.c_char.from_buffer(self._memory)
         place = ctypes.addressof(self._anchor)
-        self.address: int | None = self._lib.group_join(place, matrix_bytes, rank, size, timeout)
+        self.address: int | None = self._lib.group_join(place, matrix_bytes, rank, size, timeout, bell)
         if self.address is None:
             raise MemoryError("no memory for a group of ranks")
         weakref.finalize(self, self._lib.group_leave, self.address).atexit = False
@@ -154,13 +157,13 @@ def new_memory(matrix_bytes: int) -> int:
     return memory
 
 
-def library() -> Library:
-    """The compiled functions; they are the same in every instruction set.
+def library(more: Mapping[str, Prototype] | None = None) -> Library:
+    """The compiled functions, and `more` of them; they are the same in every instruction set.
 
     Raises:
         ConfigError: there are none.
     """
     names = usable()
     if not names:
-        raise ConfigError("several ranks on one machine need the compiled kernels; 'quire doctor' says how to get them")
-    return Library(names[0], PROTOTYPES)
+        raise ConfigError("several ranks need the compiled kernels; 'quire doctor' says how to get them")
+    return Library(names[0], {**PROTOTYPES, **(more or {})})

@@ -60,7 +60,7 @@ struct Plan {
     std::vector<int64_t> turn_of;   // [tokens, top_k]
     std::vector<int64_t> token_of;  // [turns]
     std::vector<Rows> groups;       // of this rank's slots
-    int64_t own = 0;                // turns of these
+    int64_t first = 0, own = 0;     // turns of these
 
     Plan(const Experts& e, const int64_t* ids, int64_t tokens, int64_t top_k)
         : turn_of(tokens * top_k), token_of(tokens * top_k) {
@@ -72,9 +72,10 @@ struct Plan {
         for (int64_t slot = 0; slot < count; slot++) {
             const int64_t rows = begin[slot + 1], parts = slot >= mine && slot < end ? groups_of(rows) : 0;
             begin[slot + 1] += begin[slot];
+            if (slot == mine) first = begin[slot];
             for (int64_t g = 0; g < parts; g++) {
-                const int64_t first = g * rows / parts;
-                groups.push_back({slot - mine, begin[slot] + first, (g + 1) * rows / parts - first});
+                const int64_t row = g * rows / parts;
+                groups.push_back({slot - mine, begin[slot] + row, (g + 1) * rows / parts - row});
             }
             own += parts ? rows : 0;
         }
@@ -209,7 +210,8 @@ Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     multiply_all(down);
     if (e.slots) {
         const uint64_t shape = (uint64_t)turns << 32 ^ e.slots->digest;
-        const Outcome outcome = end_parts(*e.group, shape, (turns - plan.own) * part_bytes);
+        const Outcome outcome =
+            end_parts(*e.group, shape, plan.first * part_bytes, plan.own * part_bytes, turns * part_bytes);
         if (outcome != DONE) return outcome;
     }
     parallel_each(s.tokens * columns, {SUMMED / s.top_k}, [&](int64_t i) {

@@ -8,6 +8,11 @@
 // stops waiting where a rank gave up the step, or is lost. After a step was given up, the counters differ; so all ranks
 // begin anew at the number of a plan, which is the upper half of the counters from there on: they only ever grow. Whoever
 // begins anew gives up what came before, so others do not take its counter for that of an earlier step.
+//
+// Ranks on several machines have such a memory on each of them, and a mirror on each tells the others what its own ranks
+// have written, in the order in which they wrote it: bytes, then the counter; that a step is given up, then the counter
+// of who begins anew. So what a rank sees of another machine is what was there a little earlier, and as it may come late
+// at any time, nothing above depends on how soon it is seen.
 #include "group.h"
 
 #include <limits.h>
@@ -39,20 +44,6 @@ static_assert(sizeof(Counter) == 8 && Counter::is_always_lock_free, "shared betw
 // The counter's value when a rank begins anew with the plan of this number.
 constexpr uint64_t first_of(int64_t number) { return (uint64_t)number << 32; }
 
-// One rank's, written by it alone but for `awaited`.
-struct alignas(64) Place {
-    Counter arrived;                // see above; a collective raises it by 1
-    std::atomic<uint32_t> awaited;  // somebody sleeps until it arrives
-    Counter word[2];                // see above; they take turns as the buffers do
-};
-
-// The beginning of the shared memory; zeros are its first state.
-struct Shared {
-    std::atomic<int64_t> given_up;  // all plans since those that began anew with a number below this one
-    std::atomic<int32_t> lost;      // a rank + 1
-    Place places[MOST_RANKS];
-};
-
 // A futex is 32 bits: the lower half, which comes first on the machines that there are kernels for. Of two who wait, one
 // may clear `awaited` for the other, and who begins anew changes the upper half: so nobody sleeps long.
 void sleep_while(Counter& counter, uint64_t value) {
@@ -62,6 +53,46 @@ void sleep_while(Counter& counter, uint64_t value) {
 
 void wake_all(Counter& counter) { syscall(SYS_futex, &counter, FUTEX_WAKE, INT_MAX); }
 
+// Bytes that a rank has written into a buffer: `own` of each of so many rows of `width`, from `begin` on.
+struct Region {
+    int64_t begin, own, width, rows;
+};
+constexpr Region NOTHING{0, 0, 0, 0};
+
+// A region that a mirror may read while the rank begins anew: then it is of no use, as the mirror finds out.
+struct SharedRegion {
+    std::atomic<int64_t> begin, own, width, rows;
+
+    void store(const Region& region) {
+        begin.store(region.begin, std::memory_order_release);
+        own.store(region.own, std::memory_order_release);
+        width.store(region.width, std::memory_order_release);
+        rows.store(region.rows, std::memory_order_release);
+    }
+    Region load() const { return {begin.load(), own.load(), width.load(), rows.load()}; }
+};
+
+// One rank's, written by it alone but for `awaited`; another machine's by the mirror.
+struct alignas(64) Place {
+    Counter arrived;                // see above; a collective raises it by 1
+    std::atomic<uint32_t> awaited;  // somebody sleeps until it arrives
+    Counter word[2];                // see above; they take turns as the buffers do
+    SharedRegion region[2];         // likewise
+
+    void arrive(uint64_t count) {
+        arrived.store(count);
+        if (awaited.load() && awaited.exchange(0)) wake_all(arrived);
+    }
+};
+
+// The beginning of the shared memory; zeros are its first state.
+struct Shared {
+    std::atomic<int64_t> given_up;  // all plans since those that began anew with a number below this one
+    std::atomic<int32_t> lost;      // a rank + 1
+    std::atomic<int32_t> dozing;    // the mirror, until somebody rings the bell
+    Place places[MOST_RANKS];
+};
+
 }  // namespace
 
 struct Group {
@@ -70,6 +101,7 @@ struct Group {
     int64_t bytes;  // of a buffer
     int rank, size;
     int64_t timeout_ns;
+    int bell;  // of this machine's mirror; -1: there is none
     int64_t epoch = 0;  // number of the plan with which it began anew
     uint64_t arrived = 0;
     int64_t gathers = 0, received = 0;
@@ -101,16 +133,17 @@ struct Group {
         wake();
         epoch = number;
         arrived = first_of(number);
-        return meet((uint64_t)number);
+        return meet((uint64_t)number, NOTHING);
     }
 
     // This rank has written what is its own; returns when all have.
-    Outcome meet(uint64_t word) {
+    Outcome meet(uint64_t word, const Region& region) {
         const int slot = turn();
         own().word[slot].store(word);
+        if (bell >= 0) own().region[slot].store(region);
         arrived++;
-        own().arrived.store(arrived);
-        if (own().awaited.load() && own().awaited.exchange(0)) wake_all(own().arrived);
+        own().arrive(arrived);
+        ring();
         bool same = true;
         for (int other = 0; other < size; other++) {
             Place& place = shared->places[other];
@@ -130,8 +163,14 @@ struct Group {
         while (before < number && !shared->given_up.compare_exchange_weak(before, number)) {}
     }
 
+    void ring() {
+        const uint64_t one = 1;
+        if (bell >= 0 && shared->dozing.load() && shared->dozing.exchange(0)) (void)!write(bell, &one, sizeof one);
+    }
+
     void wake() {
         for (int other = 0; other < size; other++) wake_all(shared->places[other].arrived);
+        ring();
     }
 
     // Until the other one is there.
@@ -150,7 +189,7 @@ struct Group {
                 lose(other);
                 return LOST;
             }
-            if (waited < YIELDS_NS) {
+            if (waited < YIELDS_NS && bell < 0) {  // what comes from elsewhere takes longer, and needs a processor
                 sched_yield();
                 continue;
             }
@@ -172,7 +211,7 @@ Outcome gather(Group& group, const void* own, int64_t rows, Share share, int64_t
     group.gathers++;
     group.received += rows * (width - bytes);
     *all = buffer;
-    return group.meet((uint64_t)rows << 32 | (uint64_t)width);
+    return group.meet((uint64_t)rows << 32 | (uint64_t)width, {begin, bytes, width, rows});
 }
 
 int64_t room_of(const Group& group) { return group.bytes; }
@@ -182,10 +221,10 @@ Outcome begin_parts(Group& group, int64_t bytes, char** parts) {
     return bytes > group.bytes ? TOO_LARGE : group.ended();
 }
 
-Outcome end_parts(Group& group, uint64_t shape, int64_t received) {
+Outcome end_parts(Group& group, uint64_t shape, int64_t begin, int64_t own, int64_t bytes) {
     group.gathers++;
-    group.received += received;
-    return group.meet(shape);
+    group.received += bytes - own;
+    return group.meet(shape, {begin, own, own, 1});
 }
 
 // Each rank has an equal part of the buffer, which begins with the number of its bytes.
@@ -200,7 +239,7 @@ Outcome exchange(Group& group, const Bytes* own, int64_t count, uint64_t word, B
     std::memcpy(place, &size, sizeof size);
     place += HEAD;
     for (int64_t i = 0; i < count; place += own[i++].size) std::memcpy(place, own[i].data, own[i].size);
-    if (const Outcome outcome = group.meet(~word); outcome != DONE) return outcome;
+    if (const Outcome outcome = group.meet(~word, {group.rank * room, HEAD + size, HEAD + size, 1}); outcome != DONE) return outcome;
     group.gathers++;
     for (int rank = 0; rank < group.size; rank++) {
         const char* const begin = buffer + rank * room;
@@ -220,8 +259,10 @@ QUIRE_API int64_t quire_group_bytes(int64_t matrix) {
     return (sizeof(Shared) + PAGE - 1) / PAGE * PAGE + 2 * ((matrix + PAGE - 1) / PAGE * PAGE + HEADS);
 }
 
-// A member of the group that meets in `memory`, which is zeros at first; null where there is no memory for it.
-QUIRE_API Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout) {
+// A member of the group that meets in `memory`, which is zeros at first; null where there is no memory for it. `bell`: an
+// event descriptor that wakes this machine's mirror; -1: all ranks are on this machine.
+QUIRE_API Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, int32_t size, double timeout,
+                                  int32_t bell) {
     if (size > MOST_RANKS) return nullptr;
     Group* const group = new (std::nothrow) Group;
     if (!group) return nullptr;
@@ -232,6 +273,7 @@ QUIRE_API Group* quire_group_join(char* memory, int64_t matrix, int32_t rank, in
     group->rank = rank;
     group->size = size;
     group->timeout_ns = (int64_t)(timeout * 1e9);
+    group->bell = bell;
     return group;
 }
 QUIRE_API void quire_group_leave(Group* group) { delete group; }
@@ -258,7 +300,7 @@ QUIRE_API int32_t quire_group_exchange(Group* group, const Bytes* own, int64_t c
 // Whether all ranks have the same digest of what they have computed.
 QUIRE_API int32_t quire_group_check(Group* group, uint64_t digest) {
     const Outcome outcome = group->ended();
-    return outcome == DONE ? group->meet(digest) : outcome;
+    return outcome == DONE ? group->meet(digest, NOTHING) : outcome;
 }
 
 // This rank does not compute the plan of this number, so no other can; nor those before it that have not ended.
@@ -278,3 +320,76 @@ QUIRE_API void quire_group_counts(const Group* group, int64_t* counts) {
     counts[0] = group->gathers;
     counts[1] = group->received;
 }
+
+// -- a mirror: see the head of this file. It is no member; `group` is only its way to the memory.
+
+// What a rank has brought to a collective, as other machines are told; its bytes follow.
+struct News {
+    uint64_t arrived, word;
+    Region region;
+};
+
+// Whether all of a region lies in a buffer of so many bytes.
+static bool fits(const Region& region, int64_t bytes) {
+    const auto [begin, own, width, rows] = region;
+    const bool each = begin >= 0 && own >= 0 && width >= 0 && rows >= 0 && begin <= bytes && own <= bytes;
+    return each && begin + own <= bytes && (!rows || !own || (width >= own && rows - 1 <= (bytes - begin - own) / width));
+}
+
+template <class Copy>
+static void each_row(Group* group, const News& news, const Copy& copy) {
+    char* const first = group->buffers[(news.arrived - 1) & 1] + news.region.begin;
+    for (int64_t row = 0; row < news.region.rows; row++)
+        copy(first + row * news.region.width, row * news.region.own, news.region.own);
+}
+
+// The first of the ranks from `first` to `end` that has arrived somewhere after `seen`, which is [ranks of the group], and
+// what it has brought there; -1: none. A rank may be one collective further, if all others are at this one: what it has
+// brought to both is there then. Steps that were given up are left out.
+QUIRE_API int32_t quire_mirror_look(Group* group, int32_t first, int32_t end, uint64_t* seen, News* news) {
+    for (int32_t rank = first; rank < end; rank++) {
+        const Place& place = group->shared->places[rank];
+        const uint64_t newest = place.arrived.load();
+        if (newest == seen[rank]) continue;
+        const bool anew = newest >> 32 != seen[rank] >> 32;
+        const uint64_t next = (anew ? first_of(newest >> 32) : seen[rank]) + 1;
+        const int slot = (next - 1) & 1;
+        *news = {next, place.word[slot].load(), place.region[slot].load()};
+        // Who begins anew writes over the word and the region, but has given up this step before.
+        const bool given_up = group->shared->given_up.load() > (int64_t)(next >> 32);
+        seen[rank] = given_up ? newest : next;
+        if (!given_up && fits(news->region, group->bytes + HEADS)) return rank;
+    }
+    return -1;
+}
+
+// The bytes of it, rows * own.
+QUIRE_API void quire_mirror_copy(Group* group, const News* news, char* out) {
+    each_row(group, *news, [&](const char* row, int64_t at, int64_t bytes) { std::memcpy(out + at, row, bytes); });
+}
+
+// What a rank of another machine has brought: News and its bytes, `size` in all. 0: that cannot be.
+QUIRE_API int32_t quire_mirror_bring(Group* group, int32_t rank, const char* told, int64_t size) {
+    News news;
+    if (rank < 0 || rank >= group->size || size < (int64_t)sizeof news) return 0;
+    std::memcpy(&news, told, sizeof news);
+    const char* const data = told + sizeof news;
+    if (!fits(news.region, group->bytes + HEADS) || size - (int64_t)sizeof news != news.region.rows * news.region.own) return 0;
+    Place& place = group->shared->places[rank];
+    if (news.arrived <= place.arrived.load()) return 0;
+    each_row(group, news, [&](char* row, int64_t at, int64_t bytes) { std::memcpy(row, data + at, bytes); });
+    place.word[(news.arrived - 1) & 1].store(news.word);
+    place.arrive(news.arrived);
+    return 1;
+}
+
+// Why nobody may wait any more: see `Shared`. In `ends`: what is known elsewhere; then what is known here, too.
+QUIRE_API void quire_mirror_ends(Group* group, int64_t* ends) {
+    if (ends[0] > group->shared->given_up.load()) group->give_up(ends[0] - 1);
+    if (ends[1] && !group->shared->lost.load()) group->lose((int)ends[1] - 1);
+    ends[0] = group->shared->given_up.load();
+    ends[1] = group->shared->lost.load();
+}
+
+// The mirror sleeps, unless it finds something after this; the bell wakes it.
+QUIRE_API void quire_mirror_doze(Group* group) { group->shared->dozing.store(1); }

@@ -27,9 +27,9 @@ struct Share {
 Outcome gather(Group&, const void* own, int64_t rows, Share, int64_t item, const char** all);
 
 // A matrix whose rows the ranks write where it lies, each its own. It is whole after `end_parts`, until the next but one
-// collective. `shape`: the same on all ranks; `received`: bytes of the others' rows.
+// collective. `shape`: the same on all ranks; `begin`, `own`: of its `bytes`, those that this rank has written.
 Outcome begin_parts(Group&, int64_t bytes, char** parts);
-Outcome end_parts(Group&, uint64_t shape, int64_t received);
+Outcome end_parts(Group&, uint64_t shape, int64_t begin, int64_t own, int64_t bytes);
 int64_t room_of(const Group&);  // bytes of the largest matrix
 
 // What every rank brings, of any size; `own`: this one's, side by side. `parts`: where each rank's lie until the next but

@@ -1,0 +1,56 @@
+"""Bring ranks of this machine to an engine on another one, and wait for the next engine when it ends.
+
+The engine is started with '--nnodes', '--master-addr' and '--token-file'; that file is the same on all machines. The
+engine's options come from there; the checkpoint is read here, and must be the same."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from types import FrameType
+
+from quire.errors import ConfigError
+
+MOST_RANKS = 255
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `quire rank`."""
+    parser.usage = "quire rank --join HOST:PORT --token-file FILE [options]"
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the engine's master_addr and master_port")
+    parser.add_argument(
+        "--token-file", required=True, metavar="FILE", help="the same secret as the engine's token_file"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="how many this machine brings (default: all machines the same number)"
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="folder of the checkpoint here (default: as the engine names it)"
+    )
+    parser.add_argument("--once", action="store_true", help="leave when the engine ends")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve engines until a signal ends it."""
+    if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks {args.ranks} is out of range; allowed: from 1 to {MOST_RANKS}")
+
+    from quire.engine.crossing import Address, read_token
+    from quire.engine.joining import Joining
+    from quire.models.hub import resolve
+
+    address, token = Address.read(args.join, "--join"), read_token(args.token_file, "--token-file")
+    model = "" if args.model is None else str(resolve(args.model).absolute())
+    signal.signal(signal.SIGTERM, _terminated)
+    joining = Joining(
+        address, token, args.ranks or 0, model, lambda what: print(f"quire rank: {what}", file=sys.stderr)
+    )
+    joining.run_once()
+    while not args.once:
+        joining.run_once()
+    return 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,238 @@
+"""A machine that brings ranks to an engine on another one: see `hosts.py` for the other side."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quire.config import EngineConfig
+from quire.engine.crossing import (
+    ALIVE_SHARE,
+    Address,
+    Carried,
+    Exited,
+    FromFirst,
+    Hello,
+    Refused,
+    Seats,
+    Socket,
+    ToFirst,
+    Written,
+    connecting,
+)
+from quire.engine.hosts import emptied, named, received
+from quire.engine.machine import Machine, out_of_memory_kills
+from quire.engine.rank import RankStart
+from quire.errors import ConfigError
+
+RETRY_SECONDS = 0.5
+"""Between attempts to connect."""
+
+ENDS = zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED
+REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+REFUSALS = 3
+"""So many handshakes in a row that fail are no accident, such as an engine that ends meanwhile."""
+
+LEAVE_SECONDS = 2.0
+"""A rank that has not left so long after its engine is killed."""
+
+Context = zmq.Context[Socket]
+
+
+class Joining:
+    """Brings ranks of this machine to the engine at an address.
+
+    Args:
+        address: of the first machine.
+        token: see `read_token`.
+        ranks: how many; 0: as many as the first machine says.
+        model: the checkpoint's folder here; "": what the engine's options name.
+        tell: told, for people, what happens.
+    """
+
+    def __init__(self, address: Address, token: bytes, ranks: int, model: str, tell: Callable[[str], None]) -> None:
+        self._address, self._token, self._ranks, self._model, self._tell = address, token, ranks, model, tell
+
+    def run_once(self) -> None:
+        """Wait for an engine, and serve it until it ends.
+
+        Raises:
+            ConfigError: it refuses this machine; the message says why.
+        """
+        context: Context = zmq.Context()
+        try:
+            connection, monitor = self._connected(context)
+            hello = Hello(version("quire"), socket.gethostname(), self._ranks)
+            connection.send_multipart([msgspec.msgpack.encode(hello), b""])
+            self._tell(f"joined the engine at {self._address}; it begins when all machines have")
+            for message, _ in _messages(connection, monitor):
+                if isinstance(message, Refused):
+                    raise ConfigError(message.message)
+                if isinstance(message, Seats):
+                    self._serve(message, connection, monitor)
+                    break
+            self._tell(f"the engine at {self._address} has ended")
+        finally:
+            context.destroy(linger=200)
+
+    def _connected(self, context: Context) -> tuple[Socket, Socket]:
+        """A connection to an engine, once there is one, and what tells of its end."""
+        self._tell(f"looking for an engine at {self._address}")
+        refusals = 0
+        while True:
+            connection = connecting(context, self._token)
+            monitor = connection.get_monitor_socket()
+            connection.connect(self._address.resolved("--join"))
+            event = recv_monitor_message(monitor)["event"]
+            while event not in (*ENDS, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+                refusals += event in REFUSING
+                event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return connection, monitor
+            if refusals >= REFUSALS:
+                raise ConfigError(
+                    f"whoever listens at {self._address} does not take this token; give --join the engine's "
+                    "master_addr and master_port, and both machines the same --token-file"
+                )
+            connection.disable_monitor()
+            connection.close()
+            monitor.close()
+            time.sleep(RETRY_SECONDS)
+
+    def _serve(self, seats: Seats, connection: Socket, monitor: Socket) -> None:
+        starts = [msgspec.structs.replace(start, path=self._model) for start in seats.starts]
+        config, own = EngineConfig(**starts[0].config), range(starts[0].rank, starts[-1].rank + 1)
+        self._tell(f"{named(own)} of {config.num_ranks} of the engine at {self._address}: {config.model}")
+        machine = Machine(config, own, starts[0].matrix_bytes)
+        session = _Session(machine, connection, config.collective_timeout_s)
+        try:
+            session.start(starts)
+            session.run(monitor)
+        finally:
+            session.close()
+
+
+def _messages(connection: Socket, monitor: Socket) -> Iterator[tuple[FromFirst, memoryview]]:
+    """What the first machine says, until the connection ends."""
+    poller = zmq.Poller()
+    poller.register(connection, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if connection in ready:
+            yield _message(connection)
+        elif recv_monitor_message(monitor)["event"] in ENDS:
+            return
+
+
+def _message(connection: Socket, flags: int = 0) -> tuple[FromFirst, memoryview]:
+    """The next message. Raises zmq.Again with `zmq.NOBLOCK`, where there is none."""
+    head, body = connection.recv_multipart(flags, copy=False)
+    return msgspec.msgpack.decode(head.buffer, type=FromFirst), body.buffer
+
+
+class _Session:
+    """The ranks of this machine, while there is their engine.
+
+    Args:
+        timeout: seconds after which an engine that says nothing is lost, or a rank that does not listen.
+    """
+
+    def __init__(self, machine: Machine, connection: Socket, timeout: float) -> None:
+        self._machine, self._connection, self._timeout = machine, connection, timeout
+        self._links: dict[int, socket.socket] = {}  # by rank
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._out_of_memory = out_of_memory_kills()
+        self._poller = zmq.Poller()
+
+    def start(self, starts: Sequence[RankStart]) -> None:
+        for start in starts:
+            link, self._processes[start.rank] = self._machine.start(start)
+            link.settimeout(self._timeout)
+            self._links[start.rank] = link
+            self._poller.register(link, zmq.POLLIN)
+        self._machine.all_started()
+
+    def run(self, monitor: Socket) -> None:
+        """Until the engine ends, or is lost."""
+        self._poller.register(self._connection, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        if self._machine.bell >= 0:
+            self._poller.register(self._machine.bell, zmq.POLLIN)
+        heard = time.monotonic()
+        while True:
+            self._tell()
+            ready = dict(self._poller.poll(int(self._timeout * ALIVE_SHARE * 1000)))
+            if self._connection in ready:
+                self._take_in()
+                heard = time.monotonic()
+            elif time.monotonic() - heard > self._timeout:
+                return
+            if self._machine.bell in ready:
+                emptied(self._machine.bell)
+            for rank, link in [*self._links.items()]:
+                if link.fileno() in ready:
+                    self._carry(rank, link)
+            if monitor in ready and recv_monitor_message(monitor)["event"] in ENDS:
+                return
+
+    def _tell(self) -> None:
+        """Tell others what ranks of this machine have brought; for what they bring after this the bell rings."""
+        for group, mirror in self._machine.mirrors.items():
+            mirror.doze()
+            for rank, news in mirror.news():
+                self._send(Written(group, rank), news)
+
+    def _take_in(self) -> None:
+        """All that the first machine has said."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message, body = _message(self._connection, zmq.NOBLOCK)
+                if isinstance(message, Written):
+                    self._machine.mirrors[message.group].bring(message.rank, body)
+                elif isinstance(message, Carried) and (link := self._links.get(message.rank)):
+                    with contextlib.suppress(OSError):  # it has ended, or hangs: others wait for it, and are told so
+                        link.sendall(body) if len(body) else link.shutdown(socket.SHUT_RDWR)
+                elif isinstance(message, Refused):
+                    raise ConfigError(message.message)
+
+    def _carry(self, rank: int, link: socket.socket) -> None:
+        """What a rank has said; or that it has ended."""
+        if data := received(link):
+            self._send(Carried(rank), data)
+            return
+        self._poller.unregister(link)
+        self._links.pop(rank).close()
+        code = _code_of(self._processes[rank])
+        self._send(Exited(rank, code, out_of_memory_kills() > self._out_of_memory))
+
+    def _send(self, message: ToFirst, body: bytes | bytearray = b"") -> None:
+        with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor will say
+            self._connection.send_multipart([msgspec.msgpack.encode(message), body], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Let all ranks leave, or end them."""
+        for link in self._links.values():
+            link.close()
+        end = time.monotonic() + LEAVE_SECONDS
+        for process in self._processes.values():
+            _code_of(process, max(0.0, end - time.monotonic()))
+        self._machine.close()
+
+
+def _code_of(process: subprocess.Popen[bytes], seconds: float = LEAVE_SECONDS) -> int:
+    """How a rank ended that does not answer any more; after so many seconds it is killed."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -1,0 +1,116 @@
+"""The ranks of one machine: what they have in common, and how they are started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from quire import child
+from quire.config import EngineConfig
+from quire.engine.rank import RankStart
+from quire.ops.cpu.group import new_memory
+from quire.ops.cpu.mirror import Mirror
+from quire.ops.threads import usable_threads
+
+
+def groups_of(config: EngineConfig) -> list[range]:
+    """The ranks of each group that gathers: all; then those of each stage, where both kinds are more than one."""
+    size, width = config.num_ranks, config.tensor_parallel_size
+    return [range(size), *(range(first, first + width) for first in range(0, size, width) if 1 < width < size)]
+
+
+def meets(some: range, others: range) -> bool:
+    """Whether there is a rank in both."""
+    return some.start < others.stop and others.start < some.stop
+
+
+class Machine:
+    """The ranks of this machine.
+
+    Args:
+        config: the engine's options.
+        own: which of all ranks are here.
+        matrix_bytes: see `SharedGroup`.
+
+    Attributes:
+        bell: see `SharedGroup`.
+        mirrors: of the groups that have ranks elsewhere, by number.
+        threads: of each rank here.
+
+    Raises:
+        ConfigError: see `SharedGroup`.
+    """
+
+    def __init__(self, config: EngineConfig, own: range, matrix_bytes: int) -> None:
+        self.own, self.threads = own, config.threads or max(1, usable_threads() // len(own))
+        self._matrix_bytes, self._width = matrix_bytes, config.tensor_parallel_size
+        groups = {number: ranks for number, ranks in enumerate(groups_of(config)) if meets(ranks, own)}
+        self._memories = {number: new_memory(matrix_bytes) for number in groups}
+        self.mirrors: dict[int, Mirror] = {}
+        for number, ranks in groups.items():
+            here = range(max(own.start, ranks.start) - ranks.start, min(own.stop, ranks.stop) - ranks.start)
+            if len(here) < len(ranks):
+                self.mirrors[number] = Mirror(self._memories[number], matrix_bytes, len(ranks), here)
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK) if self.mirrors else -1
+
+    def memories(self, rank: int) -> tuple[int, int]:
+        """Descriptors of a rank's `memory` and `stage_memory`, see `join`."""
+        return self._memories[0], self._memories.get(1 + rank // self._width, -1)
+
+    def start(self, start: RankStart) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        """A rank's process, and this end of its link.
+
+        Raises:
+            OSError: the system does not start it.
+        """
+        memory, stage_memory = self.memories(start.rank)
+        own, other = socket.socketpair()
+        with other:
+            here = {"link": other.fileno(), "memory": memory, "stage_memory": stage_memory, "bell": self.bell}
+            start = msgspec.structs.replace(start, threads=self.threads, local_ranks=len(self.own), **here)
+            fds = [fd for fd in here.values() if fd >= 0]
+            process = child.spawn_beside(child.python("quire.engine.rank"), start, fds=fds)
+        own.settimeout(None)
+        return own, process
+
+    def all_started(self) -> None:
+        """Who was started has the memory open; nobody else will."""
+        for memory in self._memories.values():
+            os.close(memory)
+        self._memories.clear()
+
+    def close(self) -> None:
+        """Free what no rank needs any more; the mirrors are used no longer."""
+        self.all_started()
+        self.mirrors.clear()
+        if self.bell >= 0:
+            os.close(self.bell)
+            self.bell = -1
+
+
+def out_of_memory_kills() -> int:
+    """How many processes of this machine the system has killed for want of memory; 0 where it does not tell."""
+    with contextlib.suppress(OSError):
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counters.get("oom_kill", 0))
+    return 0
+
+
+def how_it_ended(code: int, out_of_memory: bool) -> tuple[str, bool]:
+    """How a rank ended, in words, and whether it was ended from outside, so that no request is to blame.
+
+    Args:
+        code: as `Popen.wait` gives it.
+        out_of_memory: the system has killed processes for want of memory meanwhile.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}; its log says why", False
+    for_memory = -code == signal.SIGKILL and out_of_memory
+    name = f"{signal.Signals(-code).name}{': the system is out of memory' if for_memory else ''}"
+    return f"died (killed by {name})", -code in (signal.SIGKILL, signal.SIGTERM) and not for_memory

@@ -1,0 +1,89 @@
+"""Ray finds the other machines and starts `quire rank` on them. Nothing else goes through it: what ranks are told, and
+what they gather, passes as it does without Ray. Imported where it is asked for, and `ray` with it (`quire[ray]`).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.crossing import Address
+from quire.errors import ConfigError
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ConfigError(f"distributed_executor_backend=ray needs Ray: {error}; pip install 'quire[ray]'") from error
+
+PORTS = (
+    "Ray listens at ports of its own on all addresses, and whoever reaches them can run programs; let no other network "
+    "reach them"
+)
+
+
+def address() -> str:
+    """Of this machine, as Ray knows it; connects to the cluster that Ray finds (`ray start`, RAY_ADDRESS)."""
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False)
+    return str(ray.util.get_node_ip_address())
+
+
+class Starter:
+    """Runs in a process of Ray's on another machine."""
+
+    def run(self, address: str, token: bytes) -> int:
+        """`quire rank` until the engine ends; its exit code."""
+        command = [sys.executable, "-P", "-m", "quire.cli.main", "rank", "--join", address, "--once"]
+        process = subprocess.Popen([*command, "--token-file", "/dev/stdin"], stdin=subprocess.PIPE)
+        process.communicate(token)
+        return process.returncode
+
+
+class RayMachines:
+    """Has machines of Ray's cluster join the engine at an address, one less than `nnodes`; they leave when it ends.
+
+    Raises:
+        ConfigError: the cluster has not so many machines.
+    """
+
+    def __init__(self, config: EngineConfig, address: Address, token: bytes) -> None:
+        here = {"CPU": 1.0, f"node:{address.host}": 0.001}
+        bundles = [here, *[{"CPU": 1.0}] * (config.nnodes - 1)]
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
+        if not self._group.wait(config.join_timeout_s):
+            remove_placement_group(self._group)
+            raise ConfigError(
+                f"nnodes={config.nnodes}: Ray has not so many machines with a free CPU each, this one among them, "
+                f"within {config.join_timeout_s:g} seconds (join_timeout_s); it has {len(ray.nodes())}"
+            )
+        self._ends: list[Any] = []
+        self._actors = []
+        for bundle in range(1, config.nnodes):
+            where = PlacementGroupSchedulingStrategy(self._group, bundle)
+            actor = ray.remote(num_cpus=1, scheduling_strategy=where)(Starter).remote()
+            self._actors.append(actor)
+            self._ends.append(actor.run.remote(str(address), token))
+
+    def check(self) -> None:
+        """Whether they are still about to join.
+
+        Raises:
+            ConfigError: one has ended.
+        """
+        ended, _ = ray.wait(self._ends, timeout=0)
+        if ended:
+            try:
+                how = f"ended with exit code {ray.get(ended[0])}"
+            except Exception as error:
+                how = f"could not be started: {error}"
+            raise ConfigError(f"'quire rank' {how} on a machine of Ray's; Ray's log of its workers says why")
+
+    def close(self) -> None:
+        """Give Ray's processes back; what they have started ends with the engine."""
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
