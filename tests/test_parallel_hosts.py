@@ -312,6 +312,18 @@ def test_who_is_killed_on_another_machine_is_missed_at_once_and_the_machine_wait
                 assert llm.generate([PROMPT], SamplingParams(max_tokens=3))[0].finished
 
 
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_machine_that_is_told_to_leave(how: signal.Signals, code: int, token: Path) -> None:
+    with joined(token) as (options, [other]), LLM("demo", tensor_parallel_size=2, **options) as llm:
+        llm.generate([PROMPT], SamplingParams(max_tokens=3))
+        own = other.children()
+        other.process.send_signal(how)
+        assert other.process.wait(10) == code
+        gone(own)
+        with pytest.raises(RankLostError, match=r"^rank 1 on .*"):
+            llm.generate([PROMPT], LONG)
+
+
 def test_a_rank_that_is_killed_while_nothing_is_computed_is_missed(token: Path) -> None:
     with joined(token) as (options, [other]), LLM("demo", tensor_parallel_size=2, **options) as llm:
         llm.generate([PROMPT], SamplingParams(max_tokens=3))

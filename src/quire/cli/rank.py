@@ -6,13 +6,13 @@ engine's options come from there; the checkpoint is read here, and must be the s
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import sys
-from types import FrameType
 
 from quire.errors import ConfigError
 
 MOST_RANKS = 255
+INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +42,14 @@ def run(args: argparse.Namespace) -> int:
 
     address, token = Address.read(args.join, "--join"), read_token(args.token_file, "--token-file")
     model = "" if args.model is None else str(resolve(args.model).absolute())
-    signal.signal(signal.SIGTERM, _terminated)
     joining = Joining(
         address, token, args.ranks or 0, model, lambda what: print(f"quire rank: {what}", file=sys.stderr)
     )
-    joining.run_once()
-    while not args.once:
+    try:
         joining.run_once()
+        while not args.once:
+            joining.run_once()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        os._exit(INTERRUPTED)  # ZeroMQ might wait for what was interrupted; the ranks have ended, or do now
     return 0
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
