@@ -46,7 +46,7 @@ from quire.models.checkpoint import resolve
 from quire.runner.proposer import Drafts
 from quire.text.tokenizer import Tokenizer
 
-TURNS = 5
+TURNS = 3
 WHOLE, AGAIN = "nothing", "nothing, again"
 GREEDY = SamplingParams(temperature=0.0, seed=1, ignore_eos=True).resolved()
 SAMPLED = SamplingParams(seed=1, ignore_eos=True).resolved()
@@ -104,9 +104,6 @@ def _start_apart(self: DraftLengths, *_: Any) -> None:
 
 WITHOUT: dict[str, Sequence[Patch]] = {
     "the margin of 3 %": [constant("_MARGIN", 1.0)],
-    "resting: old verdicts count less": [(Average, "rest", lambda self, least: None)],
-    "of old verdicts, some at least": [constant("_FEW", 0.01)],
-    "a second look a standard error better": [after(DraftState, "rate", _setting("at_best", (0, 0)))],
     "what other requests have shown": [before(DraftLengths, "start", _start_apart)],
     "greedy and sampled apart": [
         (DraftLengths, "start", lambda self, state, greedy, n, w=DraftLengths.start: w(self, state, True, n))
@@ -219,27 +216,27 @@ class Case:
     spec: dict[str, Any]
     params: SamplingParams = GREEDY
     together: int = 1
-    prompts: int = 4
-    length: int = 112
+    prompts: int = 3
+    length: int = 90
     spoiled: Callable[[int, int], bool] | None = None
 
 
 NGRAM, EAGLE, MODEL = {"method": "ngram"}, {"method": "eagle"}, {"method": "draft_model"}
 TREES = {"method": "eagle", "tree_width": 4}
 CASES = {
-    "n-grams": Case(NGRAM, length=160),
+    "n-grams": Case(NGRAM, length=120),
     "n-grams, sampled": Case(NGRAM, SAMPLED),
     "eagle": Case(EAGLE),
     "eagle, sampled": Case(EAGLE, SAMPLED),
     "draft model": Case(MODEL),
     "draft model, sampled": Case(MODEL, SAMPLED),
     "trees": Case(TREES),
-    "8: n-grams": Case(NGRAM, together=8, prompts=16, length=80),
-    "8: eagle": Case(EAGLE, together=8, prompts=16, length=80),
-    "8: eagle, sampled": Case(EAGLE, SAMPLED, together=8, prompts=16, length=80),
+    "8: n-grams": Case(NGRAM, together=8, prompts=8, length=90),
+    "8: eagle": Case(EAGLE, together=8, prompts=8, length=90),
+    "8: eagle, sampled": Case(EAGLE, SAMPLED, together=8, prompts=8, length=90),
     "never": Case(EAGLE, spoiled=lambda request, position: True),
-    "never, then": Case(EAGLE, prompts=1, length=600, spoiled=lambda request, position: position < 250),
-    "then never": Case(EAGLE, prompts=1, length=600, spoiled=lambda request, position: position >= 250),
+    "never, then": Case(EAGLE, prompts=1, length=400, spoiled=lambda request, position: position < 180),
+    "then never": Case(EAGLE, prompts=1, length=400, spoiled=lambda request, position: position >= 180),
     "4: every other": Case(EAGLE, together=4, length=160, spoiled=lambda request, position: request % 2 == 0),
 }
 

@@ -26,12 +26,6 @@ _FORGET = 0.95
 _POOL_FORGET = 0.98
 """As `_FORGET`, of what all requests of a kind have shown: some 50 verdicts count."""
 
-_REST = 0.8
-"""Weight that verdicts keep in a turn without new ones."""
-
-_FEW = 4.0
-"""Trials that old verdicts are worth at least."""
-
 _PRIOR = 8.0
 """Trials of other requests that count beside a request's own."""
 
@@ -85,12 +79,10 @@ class Average:
     Attributes:
         value: from 0 to 1 (for trees: to as many as one has).
         weight: trials that back it.
-        fresh: there were some since it last rested.
     """
 
     value: float = _OPTIMISM
     weight: float = _PRIOR
-    fresh: bool = False
 
     def learn(self, trials: int, successes: int, forget: float) -> None:
         """Of so many trials, some succeeded."""
@@ -98,13 +90,6 @@ class Average:
             kept = self.weight * forget**trials
             self.weight = kept + trials
             self.value = (kept * self.value + successes) / self.weight
-            self.fresh = True
-
-    def rest(self, least: float) -> None:
-        """A turn went by: without new trials old ones count less, so that a few new ones can turn it."""
-        if not self.fresh:
-            self.weight = max(least, _REST * self.weight)
-        self.fresh = False
 
 
 @dataclass(slots=True)
@@ -129,7 +114,6 @@ class DraftState:
         pool: what is known of all requests of its kind.
         chances: of the first draft and of each later one to be accepted, in parts of `_LEVELS`, by what this request
             and others of its kind have shown.
-        at_best: the chances, a standard error better.
         idle: steps since it was given drafts.
         empty: the proposer had none when it was.
         drafting_enabled: whether it can be drafted; once that was dropped, it never can.
@@ -138,7 +122,6 @@ class DraftState:
     first: Average = field(default_factory=lambda: Average(weight=0.0))
     pool: Pool = field(default_factory=Pool)
     chances: _Chances = (round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
-    at_best: _Chances = (0, 0)
     idle: int = 0
     empty: bool = False
     drafting_enabled: bool = True
@@ -158,20 +141,6 @@ class DraftState:
         weight = own.weight + _PRIOR
         first, later = (own.weight * own.value + _PRIOR * pool.first.value) / weight, pool.later.value
         self.chances = round(_LEVELS * first), round(_LEVELS * later)
-        self.at_best = self.chances
-        if own.weight >= _PRIOR and own.value >= 0.5:  # it has said enough, and something good
-            first, later = first + _error(first, weight), later + _error(later, pool.later.weight)
-            self.at_best = round(_LEVELS * first), round(_LEVELS * later)
-
-    def rest(self) -> None:
-        """A turn went by."""
-        self.first.rest(0.0)
-        self.rate()
-
-
-def _error(share: float, trials: float) -> float:
-    """The standard error of a share that so many trials show; of a tree's mean number, which may be above 1, none."""
-    return math.sqrt(max(0.0, share * (1 - share)) / trials)
 
 
 class _Times:
@@ -368,11 +337,8 @@ class DraftLengths:
         """
         self._steps += 1
         if self._steps % _TURN == 0:
-            for pool in self._pools.values():
-                pool.first.rest(_FEW)
-                pool.later.rest(_FEW)
-            for state in states:
-                state.rest()
+            for state in states:  # others have learned
+                state.rate()
         lengths = [0] * len(states)
         if states and budget > 0 and self._verifying.knows(base_rows):
             self._step_seconds = self._verifying.at(base_rows)
@@ -382,9 +348,6 @@ class DraftLengths:
                 for state, drafts in zip(states, room, strict=True)
             ]
             lengths = self._best([state.chances for state in states], room, budget, base_rows)
-            if lengths == [0] and not states[0].idle:
-                # Drafts that pay may look for a while as if they did not; without them, nothing would show it.
-                lengths = self._best([states[0].at_best], room, budget, base_rows)
             pause = _EXPLORE if any(lengths) else 0 if self._again or self._trial else _TURN
             self._again = False
             if self._steps - self._explored >= pause:
