@@ -53,9 +53,6 @@ _MARGIN = 1.03
 _SHORTEST = 1e-6
 """Seconds that a step takes at least: a coarse clock may see none of it."""
 
-_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Depths that are looked at, beside the deepest."""
-
 _TURN = 8
 """Steps from one look at what was measured to the next, at most."""
 
@@ -226,7 +223,7 @@ class DraftLengths:
             raise ValueError(f"most is {most}; it must be at least 1 (without drafts there is nothing to decide)")
         self._most = most
         self._tree_mode = tree_mode
-        self._depths = (most,) if tree_mode else (*(depth for depth in _DEPTHS if depth < most), most)
+        self._depths = (most,) if tree_mode else range(1, most + 1)
         self._verifying = _Times(once=most)  # by rows
         self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
         self._steps = self._explored = 0
