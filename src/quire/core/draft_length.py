@@ -47,20 +47,14 @@ _RECENT = 8
 _FREE_ROWS = 1.5
 """So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
 
-_MARGIN = 1.03
-"""Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
-
 _SHORTEST = 1e-6
 """Seconds that a step takes at least: a coarse clock may see none of it."""
 
 _TURN = 8
 """Steps from one look at what was measured to the next, at most."""
 
-_EXPLORE = 32
-"""Steps from one exploring to the next, where drafts pay."""
-
-_PATIENCE = 4
-"""Steps without drafts after which a request may be let go."""
+_EXPLORE = 128
+"""Steps from one without drafts to the next, where they pay."""
 
 _SHARE = 0.01
 """Of all time, so much may be lost by following and exploring."""
@@ -310,7 +304,7 @@ class DraftLengths:
         """Which of these requests is followed without a gain, and loses its drafting; None: none."""
         if self._credit >= 0 or self._cheap:
             return None
-        idle = [(state.chances, i) for i, state in enumerate(states) if state.idle >= _PATIENCE]
+        idle = [(state.chances, i) for i, state in enumerate(states) if state.idle]
         if not idle:
             return None
         states[min(idle)[1]].drafting_enabled = False
@@ -364,7 +358,7 @@ class DraftLengths:
     def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
         """Those worth the most first, down to each depth: how many of them make the most tokens a second."""
         items = self._items(kinds, room)
-        best, depth, least = _MARGIN * base / self._verifying.at(base), 0, 2.0
+        best, depth, least = base / self._verifying.at(base), 0, 2.0
         for deepest in self._depths:
             rows, tokens, drafting = base, float(base), self._drafting.at(deepest)
             for chance, places in items:
@@ -406,20 +400,18 @@ class DraftLengths:
     ) -> list[int]:
         """Something else than what is best as far as is known, to see what it brings.
 
-        Where drafts pay: none, more or fewer of them, in turns. Else, while there is credit, those requests that have
-        had none for longest get as many as would pay if nothing were known of drafts.
+        Where drafts pay: none. Else, while there is credit, those requests that have had none for longest get as many
+        as would pay if nothing were known of drafts.
         """
+        other = [0] * len(states)
         if not any(best):
             if self._credit <= 0 and not self._trial:
                 return best
             self._trial = False
-            wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
-            longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
-            other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
-        else:
-            kind = self._steps % 3
-            other = [(0, min(most, 2 * n), n // 2)[kind] for n, most in zip(best, room, strict=True)]
-        if self._tree_mode:
-            other = [self._most if n and most == self._most else 0 for n, most in zip(other, room, strict=True)]
+            wanted = self._most
+            if not self._tree_mode:
+                wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
+            for i in sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]:
+                other[i] = 0 if self._tree_mode and room[i] < wanted else min(room[i], wanted)
         self._explored = self._steps
         return other if sum(other) <= budget else best
