@@ -6,7 +6,7 @@
    Decisions are made as they are, by times that others on the machine disturb. What came of them is told apart from
    that: a run's time is the number of its steps of each kind (requests, those followed, drafts, the most of one) by
    the median time of such a step among all runs of the sitting.
-2. **Simulated machines**: which tests of core/draft_length.py fail, of those on simulated machines.
+2. **Simulated machines**: which of tests/core/test_draft_length.py fail.
 
 A mechanism is switched off by replacing a constant or a method while a run lasts. `--only` names some of them,
 `--cases` some of the cases; `--turns` says how often each is run. Times are the CPU time of one thread, or with
@@ -397,7 +397,7 @@ def _failing(mechanism: str) -> list[str]:
             if report.failed:
                 self.names.append(report.nodeid.partition("::")[2])
 
-    files = ["tests/core/test_draft_length.py", "tests/core/test_self_tuning.py"]
+    files = ["tests/core/test_draft_length.py"]
     failed = Failed()
     with without(mechanism), redirect_stdout(io.StringIO()):
         pytest.main(["-q", "-p", "no:cacheprovider", *files], plugins=[failed])
