@@ -357,32 +357,26 @@ class DraftLengths:
 
     def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
         """Those worth the most first, down to each depth: how many of them make the most tokens a second."""
-        items = self._items(kinds, room)
+        alike = Counter(zip(kinds, room, strict=True))
         best, depth, least = base / self._verifying.at(base), 0, 2.0
         for deepest in self._depths:
+            counts: Counter[float] = Counter()
+            for (chances, drafts), count in alike.items():
+                for worth in self._worth(chances, min(drafts, deepest)):
+                    counts[worth] += count
             rows, tokens, drafting = base, float(base), self._drafting.at(deepest)
-            for chance, places in items:
-                count = sum(places[place] for place in places if place <= deepest)
+            for worth, count in sorted(counts.items(), reverse=True):
                 rows += count
-                tokens += count * chance
+                tokens += count * worth
                 if rows > base + budget:
                     break
                 rate = tokens / (self._verifying.at(rows) + drafting)
                 if rate > best:
-                    best, depth, least = rate, deepest, chance
+                    best, depth, least = rate, deepest, worth
         return [
             sum(worth >= least for worth in self._worth(chances, min(drafts, depth)))
             for chances, drafts in zip(kinds, room, strict=True)
         ]
-
-    def _items(self, kinds: Sequence[_Chances], room: Sequence[int]) -> list[tuple[float, dict[int, int]]]:
-        """All drafts that may be made, those worth most first: what one is worth; by its place, how many there are."""
-        items: dict[float, dict[int, int]] = {}
-        for (chances, drafts), count in Counter(zip(kinds, room, strict=True)).items():
-            for place, worth in enumerate(self._worth(chances, drafts), start=1):
-                places = items.setdefault(worth, {})
-                places[place] = places.get(place, 0) + count
-        return sorted(items.items(), reverse=True)
 
     def _worth(self, chances: _Chances, count: int) -> list[float]:
         """How likely each of so many drafts of a request is to be accepted; of a tree, of each draft the same."""
