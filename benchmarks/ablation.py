@@ -103,6 +103,7 @@ def _start_apart(self: DraftLengths, *_: Any) -> None:
 
 
 WITHOUT: dict[str, Sequence[Patch]] = {
+    "the margin of 3 %": [constant("_MARGIN", 1.0)],
     "what other requests have shown": [before(DraftLengths, "start", _start_apart)],
     "greedy and sampled apart": [
         (DraftLengths, "start", lambda self, state, greedy, n, w=DraftLengths.start: w(self, state, True, n))

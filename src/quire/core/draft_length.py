@@ -47,14 +47,17 @@ _RECENT = 8
 _FREE_ROWS = 1.5
 """So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
 
+_MARGIN = 1.03
+"""Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
+
 _SHORTEST = 1e-6
 """Seconds that a step takes at least: a coarse clock may see none of it."""
 
 _TURN = 8
 """Steps from one look at what was measured to the next, at most."""
 
-_EXPLORE = 128
-"""Steps from one without drafts to the next, where they pay."""
+_EXPLORE = 32
+"""Steps from one exploring to the next, where drafts pay."""
 
 _SHARE = 0.01
 """Of all time, so much may be lost by following and exploring."""
@@ -358,7 +361,7 @@ class DraftLengths:
     def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
         """Those worth the most first, down to each depth: how many of them make the most tokens a second."""
         alike = Counter(zip(kinds, room, strict=True))
-        best, depth, least = base / self._verifying.at(base), 0, 2.0
+        best, depth, least = _MARGIN * base / self._verifying.at(base), 0, 2.0
         for deepest in self._depths:
             counts: Counter[float] = Counter()
             for (chances, drafts), count in alike.items():
@@ -394,18 +397,20 @@ class DraftLengths:
     ) -> list[int]:
         """Something else than what is best as far as is known, to see what it brings.
 
-        Where drafts pay: none. Else, while there is credit, those requests that have had none for longest get as many
-        as would pay if nothing were known of drafts.
+        Where drafts pay: none, more or fewer of them, in turns. Else, while there is credit, those requests that have
+        had none for longest get as many as would pay if nothing were known of drafts.
         """
-        other = [0] * len(states)
         if not any(best):
             if self._credit <= 0 and not self._trial:
                 return best
             self._trial = False
-            wanted = self._most
-            if not self._tree_mode:
-                wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
-            for i in sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]:
-                other[i] = 0 if self._tree_mode and room[i] < wanted else min(room[i], wanted)
+            wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
+            longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
+            other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
+        else:
+            kind = self._steps % 3
+            other = [(0, min(most, 2 * n), n // 2)[kind] for n, most in zip(best, room, strict=True)]
+        if self._tree_mode:
+            other = [self._most if n and most == self._most else 0 for n, most in zip(other, room, strict=True)]
         self._explored = self._steps
         return other if sum(other) <= budget else best
