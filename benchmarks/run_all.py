@@ -22,6 +22,7 @@ NAMES = (
     "busy",
     "sparse",
     "speculation",
+    "ablation",
     "profile_step",
     "quality",
     "ranks",

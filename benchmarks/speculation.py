@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from benchmarks.common import Options, Result, checkpoint, main, tell
+from benchmarks.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -38,7 +39,6 @@ from quire.engine.engine import Engine
 from quire.runner.proposer import Computed, Proposer, Wanted
 from quire.runner.sampler import Sampled, Sampler
 from quire.speculate.ngram import NgramProposer
-from quire.speculate.replay import ReplayProposer
 from quire.text.tokenizer import Tokenizer
 
 PROMPT, OUTPUT, DRAFTS, TURNS = 128, 128, 4, 4

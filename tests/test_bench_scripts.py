@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import (
+    ablation,
     batching,
     chunked_prefill,
     kv_waste,
@@ -91,6 +92,26 @@ def test_a_part_of_a_profile_is_without_what_it_calls(monkeypatch: pytest.Monkey
     inner = profile.timed("kernels", "inner", lambda: None)
     profile.timed("rest", "outer", inner)()
     assert profile.seconds == {("kernels", "inner"): 3.0, ("rest", "outer"): 3.0}
+
+
+@pytest.mark.parametrize("mechanism", ablation.WITHOUT)
+def test_a_mechanism_of_the_self_tuning_is_off_for_a_while(mechanism: str) -> None:
+    places = [(owner, name) for owner, name, _ in ablation.WITHOUT[mechanism]]
+    whole = [getattr(*place) for place in places]
+    with ablation.without(mechanism):
+        assert all(getattr(*place) is not was for place, was in zip(places, whole, strict=True))
+    assert all(getattr(*place) is was for place, was in zip(places, whole, strict=True))
+
+
+def test_an_ablation_compares_each_mechanism_with_the_whole(options: Options) -> None:
+    made = ablation.run(options, only=["drop_drafting"], cases=["never"], simulate=False)
+    assert [raw["what"] for raw in made.raw] == [
+        "the whole, of plain",
+        "the best fixed length, of plain",
+        ablation.AGAIN,
+        "drop_drafting",
+    ]
+    assert all(0 < gain < 2 for raw in made.raw[:2] for gain in raw["gains"].values())
 
 
 def test_a_section_is_replaced_and_the_rest_is_kept() -> None:

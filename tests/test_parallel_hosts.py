@@ -41,6 +41,7 @@ from tests.oracle import save_checkpoint
 from tests.test_parallel_group import all_of
 
 MATRIX = 4096
+ROOM = MATRIX + 2 * 256 * 64  # with the heads of what is exchanged
 
 
 @contextmanager
@@ -141,8 +142,8 @@ def test_a_mirror_takes_nothing_that_does_not_fit(tmp_path: Path) -> None:
         (1, good[:-1]),
         (1, good[:20]),
         (1, struct.pack("<QQqqqq", 1, 7, -8, 8, 8, 1) + bytes(8)),
-        (1, struct.pack("<QQqqqq", 1, 7, MATRIX - 7, 8, 8, 1) + bytes(8)),
-        (1, struct.pack("<QQqqqq", 1, 7, 0, 8, MATRIX, 2) + bytes(16)),
+        (1, struct.pack("<QQqqqq", 1, 7, ROOM - 7, 8, 8, 1) + bytes(8)),
+        (1, struct.pack("<QQqqqq", 1, 7, 0, 8, ROOM, 2) + bytes(16)),
         (1, struct.pack("<QQqqqq", 1, 7, 0, 8, 4, 2) + bytes(16)),
         (1, struct.pack("<QQqqqq", 1, 7, 0, 2**62, 2**62, 4) + bytes(8)),
     ]

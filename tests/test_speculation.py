@@ -291,7 +291,7 @@ def test_requests_that_are_let_go_give_the_same_tokens_beside_those_that_are_dra
         return [0 if state.idle else min(most, draw.randrange(5)) for state, most in zip(states, room, strict=True)]
 
     def drop_drafting(lengths: Any, states: list[DraftState]) -> int | None:
-        idle = [i for i, state in enumerate(states) if state.idle >= draft_length._PATIENCE]
+        idle = [i for i, state in enumerate(states) if state.idle >= 4]
         if not idle or draw.random() < 0.6:
             return None
         states[idle[0]].drafting_enabled = False

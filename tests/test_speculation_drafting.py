@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.models.registry import load_model
@@ -22,7 +23,9 @@ from quire.ops.ragged import Trees
 from quire.ops.sampling import Filters, Purpose, noise_key, sample
 from quire.runner.draft_context import Line
 from quire.runner.proposer import Branch, Computed, Drafts, Row, Wanted
-from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
+from quire.speculate.config import SpeculativeConfig
+from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel
+from quire.speculate.methods import make_speculation
 from quire.speculate.tree import TreeShape
 from tests.oracle import VOCAB, Driver, greedy, load_reference, random_prompt, reference_greedy, save_checkpoint
 from tests.test_models_deepseek import save_with_mtp
@@ -549,7 +552,7 @@ def test_deepseeks_layer_behind_the_last_drafts_from_a_cache_of_its_own(tmp_path
             hidden["target"] = model.forward([context.batch([0], [0], [text])], model.new_caches([8], BLOCK_SIZE))
         return hidden["target"]
 
-    stand = Stand(MtpHead(model), 1, features)
+    stand = Stand(model.mtp, 1, features)
     stand.admit(0, text)
     for end in (20, 21, 50):
         stand.compute((0, end))
@@ -568,8 +571,9 @@ def test_deepseeks_layer_behind_the_last_drafts_from_a_cache_of_its_own(tmp_path
 
 def test_a_model_without_a_layer_behind_the_last_is_refused(tmp_path: Path) -> None:
     model = load_model(save_checkpoint(tmp_path, "deepseek_v3"))
+    config = EngineConfig(model=str(tmp_path), speculative_config={"method": "mtp"})
     with pytest.raises(ValueError, match="mtp=True"):
-        MtpHead(model)
+        make_speculation(SpeculativeConfig(method="mtp", num_speculative_tokens=1), model, tmp_path, config)
 
 
 # What is asked for

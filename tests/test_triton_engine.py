@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from benchmarks.replay import ReplayProposer
 
 from quire.config import EngineConfig
 from quire.core.request import Request
@@ -29,7 +30,6 @@ from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_context import DraftContext
 from quire.runner.proposer import Branch, Drafts, Proposer, Row, Wanted
 from quire.runner.sampler import Sampler
-from quire.speculate.replay import ReplayProposer
 from tests.devices import DelayedDevice, on_device
 from tests.oracle import VOCAB, save_checkpoint
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu.engines import engine
 from benchmarks.gpu.job import Job
+from benchmarks.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.models.random_checkpoint import model_config
 from quire.runner.proposer import Proposer
-from quire.speculate.replay import ReplayProposer
 
 MAX_TOKENS = 12
 VOCAB = 500

@@ -416,7 +416,7 @@ def test_the_choice_is_the_best_of_all_where_the_times_are_known() -> None:
 
         best = max(rate((a, b, c)) for a in range(4) for b in range(4) for c in range(4))
         chosen = lengths.choose(states, [most] * 3, 100, 3)
-        assert rate(chosen) >= best / 1.035  # drafts must gain 3 %
+        assert rate(chosen) >= best / 1.035
 
 
 def test_a_tree_is_drafted_whole_and_only_where_it_pays() -> None:

@@ -26,12 +26,6 @@ _FORGET = 0.95
 _POOL_FORGET = 0.98
 """As `_FORGET`, of what all requests of a kind have shown: some 50 verdicts count."""
 
-_REST = 0.8
-"""Weight that verdicts keep in a turn without new ones."""
-
-_FEW = 4.0
-"""Trials that old verdicts are worth at least."""
-
 _PRIOR = 8.0
 """Trials of other requests that count beside a request's own."""
 
@@ -59,17 +53,11 @@ _MARGIN = 1.03
 _SHORTEST = 1e-6
 """Seconds that a step takes at least: a coarse clock may see none of it."""
 
-_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Depths that are looked at, beside the deepest."""
-
 _TURN = 8
 """Steps from one look at what was measured to the next, at most."""
 
 _EXPLORE = 32
 """Steps from one exploring to the next, where drafts pay."""
-
-_PATIENCE = 4
-"""Steps without drafts after which a request may be let go."""
 
 _SHARE = 0.01
 """Of all time, so much may be lost by following and exploring."""
@@ -85,12 +73,10 @@ class Average:
     Attributes:
         value: from 0 to 1 (for trees: to as many as one has).
         weight: trials that back it.
-        fresh: there were some since it last rested.
     """
 
     value: float = _OPTIMISM
     weight: float = _PRIOR
-    fresh: bool = False
 
     def learn(self, trials: int, successes: int, forget: float) -> None:
         """Of so many trials, some succeeded."""
@@ -98,13 +84,6 @@ class Average:
             kept = self.weight * forget**trials
             self.weight = kept + trials
             self.value = (kept * self.value + successes) / self.weight
-            self.fresh = True
-
-    def rest(self, least: float) -> None:
-        """A turn went by: without new trials old ones count less, so that a few new ones can turn it."""
-        if not self.fresh:
-            self.weight = max(least, _REST * self.weight)
-        self.fresh = False
 
 
 @dataclass(slots=True)
@@ -129,7 +108,6 @@ class DraftState:
         pool: what is known of all requests of its kind.
         chances: of the first draft and of each later one to be accepted, in parts of `_LEVELS`, by what this request
             and others of its kind have shown.
-        at_best: the chances, a standard error better.
         idle: steps since it was given drafts.
         empty: the proposer had none when it was.
         drafting_enabled: whether it can be drafted; once that was dropped, it never can.
@@ -138,7 +116,6 @@ class DraftState:
     first: Average = field(default_factory=lambda: Average(weight=0.0))
     pool: Pool = field(default_factory=Pool)
     chances: _Chances = (round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
-    at_best: _Chances = (0, 0)
     idle: int = 0
     empty: bool = False
     drafting_enabled: bool = True
@@ -158,20 +135,6 @@ class DraftState:
         weight = own.weight + _PRIOR
         first, later = (own.weight * own.value + _PRIOR * pool.first.value) / weight, pool.later.value
         self.chances = round(_LEVELS * first), round(_LEVELS * later)
-        self.at_best = self.chances
-        if own.weight >= _PRIOR and own.value >= 0.5:  # it has said enough, and something good
-            first, later = first + _error(first, weight), later + _error(later, pool.later.weight)
-            self.at_best = round(_LEVELS * first), round(_LEVELS * later)
-
-    def rest(self) -> None:
-        """A turn went by."""
-        self.first.rest(0.0)
-        self.rate()
-
-
-def _error(share: float, trials: float) -> float:
-    """The standard error of a share that so many trials show; of a tree's mean number, which may be above 1, none."""
-    return math.sqrt(max(0.0, share * (1 - share)) / trials)
 
 
 class _Times:
@@ -257,7 +220,7 @@ class DraftLengths:
             raise ValueError(f"most is {most}; it must be at least 1 (without drafts there is nothing to decide)")
         self._most = most
         self._tree_mode = tree_mode
-        self._depths = (most,) if tree_mode else (*(depth for depth in _DEPTHS if depth < most), most)
+        self._depths = (most,) if tree_mode else range(1, most + 1)
         self._verifying = _Times(once=most)  # by rows
         self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
         self._steps = self._explored = 0
@@ -344,7 +307,7 @@ class DraftLengths:
         """Which of these requests is followed without a gain, and loses its drafting; None: none."""
         if self._credit >= 0 or self._cheap:
             return None
-        idle = [(state.chances, i) for i, state in enumerate(states) if state.idle >= _PATIENCE]
+        idle = [(state.chances, i) for i, state in enumerate(states) if state.idle]
         if not idle:
             return None
         states[min(idle)[1]].drafting_enabled = False
@@ -368,11 +331,8 @@ class DraftLengths:
         """
         self._steps += 1
         if self._steps % _TURN == 0:
-            for pool in self._pools.values():
-                pool.first.rest(_FEW)
-                pool.later.rest(_FEW)
-            for state in states:
-                state.rest()
+            for state in states:  # others have learned
+                state.rate()
         lengths = [0] * len(states)
         if states and budget > 0 and self._verifying.knows(base_rows):
             self._step_seconds = self._verifying.at(base_rows)
@@ -382,9 +342,6 @@ class DraftLengths:
                 for state, drafts in zip(states, room, strict=True)
             ]
             lengths = self._best([state.chances for state in states], room, budget, base_rows)
-            if lengths == [0] and not states[0].idle:
-                # Drafts that pay may look for a while as if they did not; without them, nothing would show it.
-                lengths = self._best([states[0].at_best], room, budget, base_rows)
             pause = _EXPLORE if any(lengths) else 0 if self._again or self._trial else _TURN
             self._again = False
             if self._steps - self._explored >= pause:
@@ -403,32 +360,26 @@ class DraftLengths:
 
     def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
         """Those worth the most first, down to each depth: how many of them make the most tokens a second."""
-        items = self._items(kinds, room)
+        alike = Counter(zip(kinds, room, strict=True))
         best, depth, least = _MARGIN * base / self._verifying.at(base), 0, 2.0
         for deepest in self._depths:
+            counts: Counter[float] = Counter()
+            for (chances, drafts), count in alike.items():
+                for worth in self._worth(chances, min(drafts, deepest)):
+                    counts[worth] += count
             rows, tokens, drafting = base, float(base), self._drafting.at(deepest)
-            for chance, places in items:
-                count = sum(places[place] for place in places if place <= deepest)
+            for worth, count in sorted(counts.items(), reverse=True):
                 rows += count
-                tokens += count * chance
+                tokens += count * worth
                 if rows > base + budget:
                     break
                 rate = tokens / (self._verifying.at(rows) + drafting)
                 if rate > best:
-                    best, depth, least = rate, deepest, chance
+                    best, depth, least = rate, deepest, worth
         return [
             sum(worth >= least for worth in self._worth(chances, min(drafts, depth)))
             for chances, drafts in zip(kinds, room, strict=True)
         ]
-
-    def _items(self, kinds: Sequence[_Chances], room: Sequence[int]) -> list[tuple[float, dict[int, int]]]:
-        """All drafts that may be made, those worth most first: what one is worth; by its place, how many there are."""
-        items: dict[float, dict[int, int]] = {}
-        for (chances, drafts), count in Counter(zip(kinds, room, strict=True)).items():
-            for place, worth in enumerate(self._worth(chances, drafts), start=1):
-                places = items.setdefault(worth, {})
-                places[place] = places.get(place, 0) + count
-        return sorted(items.items(), reverse=True)
 
     def _worth(self, chances: _Chances, count: int) -> list[float]:
         """How likely each of so many drafts of a request is to be accepted; of a tree, of each draft the same."""

@@ -326,24 +326,17 @@ class Scheduler:
             return
         step.tuned = sum(step.chosen.values()) == len(step.chosen)
         room = [min(most, request.num_draftable) for request in decodes]
+        if self._lengths and not step.tuned:
+            return
         if self._lengths:
-            room = self._self_tuned(self._lengths, step, decodes, room) if step.tuned else [0] * len(decodes)
+            states = [request.draft_state for request in decodes]
+            room = self._lengths.choose(states, room, step.budget, len(step.chosen))
+            vain = self._lengths.drop_drafting(states)
+            if vain is not None:
+                self._drop_drafting.append(decodes[vain].id)
         for request, count in zip(decodes, room, strict=True):
-            count = min(count, step.budget)
-            if count > 0:
-                count = self._reserve_drafts(request, count)
-                step.choose(request, count)
-
-    def _self_tuned(
-        self, lengths: DraftLengths, step: PendingStep, decodes: list[Request], room: list[int]
-    ) -> list[int]:
-        """How many drafts each of them gets in a step that is tuned."""
-        states = [request.draft_state for request in decodes]
-        counts = lengths.choose(states, room, step.budget, len(step.chosen))
-        vain = lengths.drop_drafting(states)
-        if vain is not None:
-            self._drop_drafting.append(decodes[vain].id)
-        return counts
+            if (count := min(count, step.budget)) > 0:
+                step.choose(request, self._reserve_drafts(request, count))
 
     def _reserve_drafts(self, request: Request, count: int) -> int:
         """How many of `count` drafts have blocks; no request is preempted for them."""

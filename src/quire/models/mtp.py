@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,9 @@ class MultiTokenPrediction:
         config: of the model.
         weights: the checkpoint's.
         model: whose embedding, rotary tables and head are shared.
+
+    Attributes:
+        kv_shape: of a token's KV.
     """
 
     def __init__(self, config: DecoderConfig, weights: Weights, model: Model) -> None:
@@ -35,6 +39,11 @@ class MultiTokenPrediction:
         self.eh_proj = own.linear("eh_proj")
         self.layer = DecoderLayer(config.layer, own, layer=0, window=None)
         self.norm = own.norm("shared_head.norm", eps)
+        self.kv_shape = dataclasses.replace(model.kv_shape(), layers=1)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] what the model's `forward` gave: what `forward` takes in their place."""
+        return features
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
         """One step.

@@ -192,17 +192,7 @@ def wanting(wanted: Sequence[Wanted]) -> list[int]:
 class DeviceContext(DraftContext):
     """The same where only the device knows where texts end, and what is drafted after them."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv: Sequence[KVCache],
-        sampler: Sampler,
-        forward: DeviceForward,
-        row_of: Callable[[int], int],
-        device: Device,
-    ) -> None:
-        super().__init__(model, kv, sampler, forward, row_of, device)
-        self._forward = forward
+    _tables: DeviceForward
 
     @property
     def recent(self) -> Tensor:
@@ -210,16 +200,16 @@ class DeviceContext(DraftContext):
 
         `batch` takes from there where a token is -1 (the one of the row's position) or -2 (the next one).
         """
-        return self._forward.recent
+        return self._tables.recent
 
     def ends(self, requests: Sequence[int]) -> Ends:
         """Where the texts of these requests end."""
         [rows] = self.upload(self.rows_of(requests).astype(np.int32))
-        return Ends(rows, self._forward.lengths.index_select(0, rows).long())
+        return Ends(rows, self._tables.lengths.index_select(0, rows).long())
 
     def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
         """A row a request, `offset` positions after its last known token: `tokens` [requests] int64."""
-        return self._forward.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
+        return self._tables.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
 
     def draw_ahead(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
         """As `draw`: the tokens [requests] after `drafts` [requests, count], which stay on the device."""
@@ -233,7 +223,7 @@ class DeviceContext(DraftContext):
         rows, keeps = self.rows_of(requests), self.recent.shape[1]
         places = rows * keeps + (lengths - 1) % keeps
         sent = self.upload(rows, lengths.astype(np.int32), places, last)
-        self._forward.lengths.index_copy_(0, *sent[:2])
+        self._tables.lengths.index_copy_(0, *sent[:2])
         self.recent.view(-1).index_copy_(0, *sent[2:])
 
     def places(self, ends: Ends, count: int) -> Tensor:
@@ -261,6 +251,6 @@ class DeviceContext(DraftContext):
 
         def put() -> None:
             recent.index_copy_(0, places, tokens)
-            self._forward.lengths.index_copy_(0, rows, lengths)
+            self._tables.lengths.index_copy_(0, rows, lengths)
 
         return put

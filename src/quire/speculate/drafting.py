@@ -36,7 +36,7 @@ NOTHING = torch.empty(0, 0)
 
 
 class DraftingModel(Protocol):
-    """What drafts are computed with; EAGLE's heads are such, and `DraftModel` and `MtpHead` make others so.
+    """What drafts are computed with; EAGLE's heads and `Model.mtp` are such, and `DraftModel` makes a whole model so.
 
     Attributes:
         kv_shape: of a token's KV.
@@ -84,32 +84,6 @@ class DraftModel:
         """See `DraftingModel`."""
         logits = self._model.logits(out)
         return F.pad(logits, (0, self._more), value=float("-inf")) if self._more else logits
-
-
-class MtpHead:
-    """The layer of DeepSeek V3 that predicts one token more, with a cache of its own.
-
-    Raises:
-        ValueError: the model was loaded without it.
-    """
-
-    def __init__(self, model: Model) -> None:
-        if model.mtp is None:
-            raise ValueError("the model has no multi-token-prediction layer: load it with mtp=True")
-        self.kv_shape = dataclasses.replace(model.kv_shape(), layers=1)
-        self._mtp = model.mtp
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """See `DraftingModel`: the target's hidden states serve as they are."""
-        return features
-
-    def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        """See `DraftingModel`."""
-        return self._mtp.forward(hidden, batch, kv)
-
-    def logits(self, out: Tensor) -> Tensor:
-        """See `DraftingModel`."""
-        return self._mtp.logits(out)
 
 
 @dataclass(slots=True)

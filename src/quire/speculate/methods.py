@@ -11,7 +11,7 @@ from quire.models.model import Model
 from quire.runner.proposer import Speculation
 from quire.speculate.config import SpeculativeConfig
 from quire.speculate.device_drafting import DeviceDraftingProposer
-from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel, MtpHead
+from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.tree import TreeShape
@@ -52,7 +52,9 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
 def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int, str]:
     """The model that drafts, layers whose input it is fed, bytes of its own weights, and a name for them."""
     if spec.method == "mtp":
-        return MtpHead(target), (), 0, "mtp"
+        if target.mtp is None:
+            raise ValueError("the model has no multi-token-prediction layer: load it with mtp=True")
+        return target.mtp, (), 0, "mtp"
     try:
         path = resolve(spec.named_model())
     except CheckpointError as error:
