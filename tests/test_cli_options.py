@@ -63,6 +63,7 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "block_size": ("32", 32),
     "num_kv_blocks": ("100", 100),
     "kv_cache_memory": ("1GiB", "1GiB"),
+    "host_kv_memory": ("16GiB", "16GiB"),
     "gpu_memory_utilization": ("0.5", 0.5),
     "cuda_graphs": ("off", "off"),
     "profile": ("some/folder", "some/folder"),

@@ -25,6 +25,7 @@ from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.tier import Tier
 from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
@@ -32,6 +33,7 @@ from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
+from quire.kv.host import HostTier
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.fields import Fields
 from quire.models.registry import check_ranks
@@ -99,6 +101,9 @@ class EngineStats:
         drafted, accepted: drafts that were verified, and those of them that were sampled too.
         accepted_by_position: how often at least so many drafts of a span were accepted, from 1 on.
         peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
+        host_saved, host_loaded: blocks that went to the host tier, and came from it.
+        host_bad_loads: blocks of it whose bytes were not those that had been saved; they were computed.
+        kv_block_bytes: of each of these.
     """
 
     steps: int = 0
@@ -118,6 +123,10 @@ class EngineStats:
     num_blocks: int = 0
     running: int = 0
     waiting: int = 0
+    host_saved: int = 0
+    host_loaded: int = 0
+    host_bad_loads: int = 0
+    kv_block_bytes: int = 0
 
     def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
         """Take in a step and what it yielded."""
@@ -125,6 +134,8 @@ class EngineStats:
         sampled = sum(len(update.tokens) for update in updates)
         self.output_tokens += sampled
         drafts = sum(max(0, span.num_sampled - 1) for span in plan.spans)
+        if not plan.spans:
+            return
         if plan.num_tokens - drafts > len(plan.spans):
             self.prefill_tokens += plan.num_tokens - drafts
             self.prefill_seconds += result.seconds
@@ -230,7 +241,7 @@ class Engine:
         if self._ranks:
             report("waiting for the other ranks", 0.0)
             self._ranks.wait_loaded()  # they share what memory is free then
-        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation)
+        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation, kv_key=hash_key)
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
@@ -248,8 +259,10 @@ class Engine:
             prepared = self._ranks.prepared
             mover.on_prepared = functools.partial(operator.setitem, prepared, 0)
             self.expert_balancer = ExpertBalancer(self.model, prepared, config.eplb_interval)
-        self._stats = EngineStats(num_blocks=self.memory_plan.num_usable)
-        self.scheduler = Scheduler(config, self._kv_manager(hash_key), self.max_model_len)
+        self._stats = EngineStats(
+            num_blocks=self.memory_plan.num_usable, kv_block_bytes=self.kv_cache[0].bytes_per_block
+        )
+        self.scheduler = Scheduler(config, self._kv_manager(hash_key, started.runner.host), self.max_model_len)
         runner = started.runner
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(runner)
@@ -332,7 +345,7 @@ class Engine:
                 notes.append(f"{each.name}={value} changes nothing on a CPU")
         return notes
 
-    def _kv_manager(self, hash_key: bytes) -> KVManager:
+    def _kv_manager(self, hash_key: bytes, host: HostTier | None) -> KVManager:
         config, speculation = self.config, self.speculation
         # All that a block's bytes depend on beside its tokens.
         system = fingerprint.system(self.path, self.model, config.kv_cache_dtype)
@@ -342,7 +355,8 @@ class Engine:
         ahead = speculation is not None and speculation.needs_next_token
         windows = retentions(self.model, speculation)
         groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
-        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead)
+        tier = None if host is None else Tier(host.num_slots)
+        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier)
 
     @property
     def stats(self) -> EngineStats:
@@ -351,6 +365,9 @@ class Engine:
             scheduler = self.scheduler
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
+            fetches = scheduler.kv.fetches
+            self._stats.host_saved, self._stats.host_loaded = fetches.saved, fetches.loaded
+            self._stats.host_bad_loads = fetches.bad_loads
         return self._stats
 
     @property
