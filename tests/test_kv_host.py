@@ -77,6 +77,11 @@ def make(options: dict[str, Any], **more: Any) -> Engine:
     return Engine(config, hash_key=bytes(32))
 
 
+def hosted(engine: Engine) -> dict[str, int]:
+    """What the host tier has stored, loaded, and found bad."""
+    return engine.stats.kv_tiers["host"]
+
+
 def emptied(engine: Engine) -> None:
     """Nothing is left in the pool that might be found there."""
     engine.scheduler.kv.cache.clear()
@@ -91,8 +96,8 @@ def test_who_gives_way_comes_back_with_the_tokens_and_log_probabilities_of_a_roo
     roomy.close()
     engine = make(options, num_kv_blocks=24, host_kv_memory="64MiB", async_scheduling=overlap)
     assert run(engine, prompts()) == expected
-    stats = engine.stats
-    assert stats.preemptions and stats.host_saved and stats.host_loaded and not stats.host_bad_loads
+    counts = hosted(engine)
+    assert engine.stats.preemptions and counts["stored"] and counts["loaded"] and not counts["bad"]
     assert run(engine, prompts(), first_id=100) == expected
     engine.close()
 
@@ -105,7 +110,7 @@ def filled() -> Iterator[Engine]:
         run(engine, prompts(4)[1:], first_id=first, most=2)
     emptied(engine)
     run(engine, [[5] * 5], first_id=50, most=2)
-    assert engine.stats.host_saved >= 4 and not engine.stats.host_loaded
+    assert hosted(engine)["stored"] >= 4 and not hosted(engine)["loaded"]
     yield engine
     engine.close()
 
@@ -113,7 +118,7 @@ def filled() -> Iterator[Engine]:
 def test_a_head_that_was_evicted_is_loaded_and_counted_as_cached(filled: Engine) -> None:
     cached = filled.stats.cached_tokens
     assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
-    assert filled.stats.host_loaded >= 4 and filled.stats.cached_tokens - cached >= 64
+    assert hosted(filled)["loaded"] >= 4 and filled.stats.cached_tokens - cached >= 64
 
 
 def _cold(texts: list[list[int]], most: int) -> list[Outcome]:
@@ -132,7 +137,7 @@ def test_one_flipped_bit_in_a_slot_is_one_bad_load_and_no_other_token(filled: En
     slot = tier.find(request.hashes)[2]
     host.memory[slot, place] ^= bit
     assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
-    assert (filled.stats.host_bad_loads, filled.stats.host_loaded) == (1, 2)
+    assert (hosted(filled)["bad"], hosted(filled)["loaded"]) == (1, 2)
     assert len(tier.find(request.hashes)) == 2
 
 
@@ -148,7 +153,7 @@ def test_a_step_that_fails_while_blocks_are_loaded_is_given_up_with_them(filled:
 
     host.load = fails_once
     assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
-    assert sum(count > 0 for count in calls) == 2 and filled.stats.host_loaded >= 4
+    assert sum(count > 0 for count in calls) == 2 and hosted(filled)["loaded"] >= 4
 
 
 def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> None:

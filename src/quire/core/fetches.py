@@ -75,6 +75,13 @@ class Fetches:
         self._in_flight: deque[tuple[int, list[Move], list[Fetch]]] = deque()
 
     @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """By tier, blocks that were stored there and loaded from there, and those that were bad."""
+        if not self.tier.num_slots:
+            return {}
+        return {"host": {"stored": self.saved, "loaded": self.loaded, "bad": self.bad_loads}}
+
+    @property
     def has_loads(self) -> bool:
         """The next plan is to load something."""
         return bool(self._begun)

@@ -101,9 +101,9 @@ class EngineStats:
         drafted, accepted: drafts that were verified, and those of them that were sampled too.
         accepted_by_position: how often at least so many drafts of a span were accepted, from 1 on.
         peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
-        host_saved, host_loaded: blocks that went to the host tier, and came from it.
-        host_bad_loads: blocks of it whose bytes were not those that had been saved; they were computed.
-        kv_block_bytes: of each of these.
+        kv_tiers: of each tier beside the pool, blocks `stored` in it and `loaded` from it, and `bad` ones, whose bytes
+            were not those that had been stored: they were computed.
+        kv_block_bytes: of each block.
     """
 
     steps: int = 0
@@ -123,9 +123,7 @@ class EngineStats:
     num_blocks: int = 0
     running: int = 0
     waiting: int = 0
-    host_saved: int = 0
-    host_loaded: int = 0
-    host_bad_loads: int = 0
+    kv_tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_block_bytes: int = 0
 
     def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
@@ -365,9 +363,7 @@ class Engine:
             scheduler = self.scheduler
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
-            fetches = scheduler.kv.fetches
-            self._stats.host_saved, self._stats.host_loaded = fetches.saved, fetches.loaded
-            self._stats.host_bad_loads = fetches.bad_loads
+            self._stats.kv_tiers = scheduler.kv.fetches.counts
         return self._stats
 
     @property
