@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from quire.core.cost import Costs
 from quire.core.prefix_cache import Node
-from quire.core.step import Move, StepResult
+from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import Tier
 
 WORTH = 2
@@ -63,7 +64,7 @@ class Fetches:
     """
 
     def __init__(self, tier: Tier) -> None:
-        self.tier = tier
+        self.tier, self.costs = tier, Costs()
         self.saved = self.loaded = self.bad_loads = 0
         self.reset()
 
@@ -103,7 +104,7 @@ class Fetches:
 
     def worth(self, num_blocks: int, block_size: int, first: int) -> bool:
         """Whether so many blocks of a chain, from its block `first` on, are better loaded than computed."""
-        return num_blocks >= LEAST_FETCH
+        return num_blocks >= LEAST_FETCH and self.costs.prefers_load(num_blocks, block_size, first)
 
     def evicted(self, node: Node, block: int) -> None:
         """A block goes from the pool: the next plan saves it, before anything is written into it, if it is worth it."""
@@ -123,9 +124,11 @@ class Fetches:
             self._in_flight.append((number, saves, begun))
         return saves, [move for fetch in begun for move in fetch.moves]
 
-    def committed(self, number: int, result: StepResult) -> list[Fetch]:
-        """Plan `number` has committed. Returns its fetches; each has come up to its `num_published`."""
-        if not self._in_flight or self._in_flight[0][0] != number:
+    def committed(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
+        """A plan has committed. Returns its fetches; each has come up to its `num_published`."""
+        if self.tier.num_slots:
+            self.costs.observe(plan, result)
+        if not self._in_flight or self._in_flight[0][0] != plan.number:
             return []
         _, saves, fetches = self._in_flight.popleft()
         bad_loads = set(result.bad_loads)

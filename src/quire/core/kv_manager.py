@@ -14,7 +14,7 @@ from quire.core.fetches import WORTH, Fetch, Fetches
 from quire.core.kv_group import KVGroup, peak_blocks
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
-from quire.core.step import Move, StepResult
+from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import Tier
 
 
@@ -292,9 +292,9 @@ class KVManager:
         request.num_fetches += 1
         return fetch
 
-    def loaded(self, step: int, result: StepResult) -> list[Fetch]:
-        """Step `step` has committed: what it loaded is in the prefix cache. Returns what has ended."""
-        fetches = self.fetches.committed(step, result)
+    def loaded(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
+        """A plan has committed: what it loaded is in the prefix cache from now on. Returns what has ended."""
+        fetches = self.fetches.committed(plan, result)
         for fetch in fetches:
             tip = fetch.parent
             for key, move in list(zip(fetch.keys, fetch.moves, strict=True))[: fetch.num_published]:

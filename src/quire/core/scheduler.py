@@ -146,7 +146,7 @@ class Scheduler:
             raise RuntimeError(f"step {flight.number} must commit next, not plan {plan.number} / {result.number}")
         for request, _ in flight.requests:
             request.num_in_flight -= 1
-        for fetch in self.kv.loaded(plan.number, result):
+        for fetch in self.kv.loaded(plan, result):
             for event in self._leaders.published(fetch.hashes[: fetch.num_published]) + self._leaders.abandoned(fetch):
                 self.arrived(event)
         self.kv.step_committed(plan.number)
