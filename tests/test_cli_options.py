@@ -64,6 +64,8 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "num_kv_blocks": ("100", 100),
     "kv_cache_memory": ("1GiB", "1GiB"),
     "host_kv_memory": ("16GiB", "16GiB"),
+    "disk_kv_path": ("some/folder", "some/folder"),
+    "disk_kv_memory": ("100GiB", "100GiB"),
     "gpu_memory_utilization": ("0.5", 0.5),
     "cuda_graphs": ("off", "off"),
     "profile": ("some/folder", "some/folder"),
@@ -113,6 +115,8 @@ SAMPLING_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_t
 NEEDED = {
     "speculative_acceptance": {"speculative_config": {"method": "ngram"}},
     "num_redundant_experts": {"enable_expert_parallel": True},
+    "disk_kv_path": {"host_kv_memory": "1GiB"},
+    "disk_kv_memory": {"host_kv_memory": "1GiB", "disk_kv_path": "some/folder"},
 }
 """What an option is valid with."""
 

@@ -40,7 +40,7 @@ DEVICE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What unset options are on a device, where it is not what `EngineConfig` says."""
 
-SIZES = ("kv_cache_memory", "host_kv_memory")
+SIZES = ("kv_cache_memory", "host_kv_memory", "disk_kv_memory")
 """Options that are sizes in bytes."""
 
 _SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
@@ -142,6 +142,10 @@ class EngineConfig:
     host_kv_memory: str | None = option(
         None, "host memory for KV blocks that the KV memory has no room for, e.g. 16GiB; default: none"
     )
+    disk_kv_path: str | None = option(
+        None, "folder for KV blocks of the host memory that are to outlive the engine; default: none"
+    )
+    disk_kv_memory: str | None = option(None, "bytes of that folder at most, e.g. 100GiB; default: 16GiB")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(
         "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
@@ -222,7 +226,14 @@ class EngineConfig:
             raise ConfigError(f"pipeline_parallel_size={stages} with {found[0]}: not yet; leave one of them out")
 
     def _check_tiers(self) -> None:
+        if self.disk_kv_memory is not None and self.disk_kv_path is None:
+            raise ConfigError(f"disk_kv_memory={self.disk_kv_memory} names no folder; set disk_kv_path too")
         if self.host_kv_memory is None:
+            if self.disk_kv_path is not None:
+                raise ConfigError(
+                    f"disk_kv_path={self.disk_kv_path}: blocks go to a disk and come back through host memory; set "
+                    "host_kv_memory too, such as host_kv_memory=1GiB"
+                )
             return
         beside = {
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
@@ -299,6 +310,11 @@ class EngineConfig:
     def host_kv_bytes(self) -> int:
         """`host_kv_memory` in bytes."""
         return 0 if self.host_kv_memory is None else parse_size(self.host_kv_memory)
+
+    @property
+    def disk_kv_bytes(self) -> int:
+        """`disk_kv_memory` in bytes."""
+        return parse_size(self.disk_kv_memory or "16GiB")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], preset: str | None = None) -> EngineConfig:

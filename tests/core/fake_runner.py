@@ -15,6 +15,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.cache_events import CacheEvents
+from quire.core.fetches import Forget, Read, Write
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
@@ -63,6 +64,42 @@ def often_right(context: list[int], count: int, windows: Windows = ALL) -> list[
 
 class StepFailed(Exception):
     """The step came to nothing."""
+
+
+class FakeDisk:
+    """Carries out a scheduler's orders for the disk, one a call of `work`; what it has is `blocks`, by name."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, tuple[list[int], list[int]]] = {}  # tokens, and their check
+        self.orders: list[Write | Read | Forget] = []
+        self.fails = False
+
+    def take(self, scheduler: Scheduler) -> None:
+        """What was ordered."""
+        for order in scheduler.kv.fetches.orders:
+            if isinstance(order, Forget):
+                self.blocks.pop(order.hash, None)
+            else:
+                self.orders.append(order)
+        scheduler.kv.fetches.orders.clear()
+
+    def work(self, scheduler: Scheduler, runner: FakeRunner) -> None:
+        """Carry out the oldest order."""
+        order = self.orders.pop(0)
+        if isinstance(order, Write):
+            name, tokens, check = runner.slots[order.slot]
+            assert name == order.hash, "a slot that is written stays as it is"
+            if not self.fails:
+                self.blocks[order.hash] = tokens, check
+            scheduler.kv.fetches.written(order.slot, not self.fails)
+        elif isinstance(order, Read):
+            count = 0
+            for slot, name in order.blocks:
+                if self.fails or name not in self.blocks:
+                    break
+                runner.slots[slot] = name, *self.blocks[name]
+                count += 1
+            scheduler.read_ended(order.number, count, 0.001 * count)
 
 
 class FakeRunner:
@@ -195,6 +232,7 @@ def make_scheduler(
     needs_next_token: bool = False,
     events: CacheEvents | None = None,
     num_slots: int = 0,
+    disk: FakeDisk | None = None,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
     """A scheduler and the runner that goes with it; options are `EngineConfig`'s.
@@ -202,7 +240,7 @@ def make_scheduler(
     Args:
         num_blocks: of each KV group, or of all of them the same.
         windows: of each group.
-        num_slots: of the host tier.
+        num_slots: of the host tier. disk: behind it.
     """
     if drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
@@ -211,7 +249,16 @@ def make_scheduler(
     hasher = BlockHasher(bytes(32), "fake")
     sizes = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
     groups = [KVGroup(count, window) for count, window in zip(sizes, windows, strict=True)]
-    kv = KVManager(groups, block_size, config.prefix_cache, hasher, needs_next_token, events, Tier(num_slots))
+    kv = KVManager(
+        groups,
+        block_size,
+        config.prefix_cache,
+        hasher,
+        needs_next_token,
+        events,
+        Tier(num_slots),
+        None if disk is None else disk.blocks,
+    )
     return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)
 
 

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
+from quire.core.fetches import DISK_SECONDS
 from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
-from tests.core.fake_runner import FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
+from tests.core.fake_runner import FakeDisk, FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
 
 HEAD = list(range(20, 41))
 """Five blocks of 4 tokens, and one more."""
@@ -167,16 +168,92 @@ def test_blocks_are_loaded_only_where_the_pool_has_room_for_the_request():
     assert outputs(updates)[301] == expected_output([*HEAD, *[9] * 30], 2)
 
 
+def stored(num_slots: int = 12) -> tuple[Scheduler, FakeRunner, FakeDisk]:
+    """A scheduler of which the disk has a head, and nothing else has it."""
+    disk = FakeDisk()
+    scheduler, runner = used_thrice(num_slots, disk=disk)
+    disk.take(scheduler)
+    while disk.orders:
+        disk.work(scheduler, runner)
+    assert scheduler.kv.fetches.stored == 5 == len(disk.blocks)
+    scheduler.kv.reset()  # as after a restart
+    return scheduler, runner, disk
+
+
+def test_what_was_used_twice_is_on_the_disk_before_it_is_evicted_and_read_when_it_is_wanted():
+    scheduler, runner, disk = stored()
+    for id in (101, 102):
+        scheduler.add(make_request(id, [*HEAD, id], 2))
+    assert scheduler.schedule(0.0) is None and scheduler.expects_others
+    disk.take(scheduler)
+    assert len(disk.orders) == 1
+    check(scheduler)
+    disk.work(scheduler, runner)
+    updates = run_all(scheduler, runner)
+    assert outputs(updates) == {id: expected_output([*HEAD, id], 2) for id in (101, 102)}
+    assert {update.cached_tokens for update in updates} == {20}
+    assert scheduler.kv.fetches.read == 5 == scheduler.kv.fetches.loaded
+    assert not scheduler.kv.fetches.orders, "what is on the disk is not written again"
+
+
+def test_nobody_waits_for_the_disk_after_its_deadline_and_what_comes_late_changes_nothing():
+    scheduler, runner, disk = stored()
+    scheduler.add(make_request(101, [*HEAD, 1], 2))
+    assert scheduler.schedule(0.0) is None
+    disk.take(scheduler)
+    plan = scheduler.schedule(DISK_SECONDS + 1)
+    assert plan is not None and plan.num_tokens == 22
+    assert scheduler.kv.fetches.tier.counts["quarantined"] == 5
+    updates = scheduler.commit(plan, runner.run(plan), 22.0)
+    check(scheduler)
+    disk.work(scheduler, runner)
+    assert scheduler.kv.fetches.tier.counts["quarantined"] == 0
+    scheduler.read_ended(77, 3, 0.1)  # of which nobody knows
+    check(scheduler)
+    updates += run_all(scheduler, runner)
+    assert outputs(updates)[101] == expected_output([*HEAD, 1], 2)
+
+
+def test_a_block_that_is_bad_on_the_disk_is_forgotten_there_and_computed():
+    scheduler, runner, disk = stored()
+    name = list(disk.blocks)[2]
+    tokens, saved = disk.blocks[name]
+    disk.blocks[name] = [token + 1 for token in tokens], saved
+    scheduler.add(make_request(101, [*HEAD, 1], 2))
+    scheduler.schedule(0.0)
+    disk.take(scheduler)
+    disk.work(scheduler, runner)
+    updates = run_all(scheduler, runner)
+    assert outputs(updates)[101] == expected_output([*HEAD, 1], 2) and updates[0].cached_tokens == 8
+    disk.take(scheduler)
+    assert name not in disk.blocks and scheduler.kv.fetches.bad_loads == 1
+
+
+def test_what_is_there_of_a_read_that_ends_early_is_loaded():
+    scheduler, runner, disk = stored()
+    gone = list(disk.blocks)[1]  # the fourth: tails are saved first
+    scheduler.add(make_request(101, [*HEAD, 1], 2))
+    scheduler.schedule(0.0)
+    disk.take(scheduler)
+    del disk.blocks[gone]
+    disk.work(scheduler, runner)
+    updates = run_all(scheduler, runner)
+    assert outputs(updates)[101] == expected_output([*HEAD, 1], 2) and updates[0].cached_tokens == 12
+    check(scheduler)
+
+
 class Run:
     """One seeded schedule: requests, steps, aborts, evictions, flipped bits, lost steps, in any order."""
 
     def __init__(self, seed: int) -> None:
         self.rnd = rnd = random.Random(seed)
+        self.disk = rnd.choice([None, FakeDisk()])
         self.depth, self.block_size = rnd.choice([0, 0, 1, 2]), rnd.choice([2, 4])
         self.scheduler, self.runner = make_scheduler(
             num_blocks=rnd.choice([40, 60, 100]) // self.block_size + 2,
             block_size=self.block_size,
             num_slots=rnd.choice([2, 8, 40, 40]),
+            disk=self.disk,
             prefix_cache=rnd.choice(["radix", "hash"]),
             max_num_seqs=rnd.choice([2, 6]),
             max_num_batched_tokens=rnd.choice([12, 64]),
@@ -184,7 +261,7 @@ class Run:
             needs_next_token=rnd.random() < 0.3,
             scheduling_policy=rnd.choice(["fcfs", "priority"]),
         )
-        self.heads = [[rnd.randrange(5) for _ in range(rnd.randrange(8, 30))] for _ in range(3)]
+        self.heads = [[rnd.randrange(5) for _ in range(rnd.randrange(12, 30))] for _ in range(2)]
         self.prompts: dict[int, list[int]] = {}
         self.flying: list = []
         self.updates: list = []
@@ -203,6 +280,8 @@ class Run:
 
     def step(self) -> bool:
         self.now += 1
+        if self.disk is not None:
+            self.disk.take(self.scheduler)
         plan = self.scheduler.schedule(self.now)
         if plan:
             self.counts["alone"] += bool(plan.loads and not plan.spans)
@@ -214,7 +293,10 @@ class Run:
 
     def event(self) -> None:
         rnd, kv = self.rnd, self.scheduler.kv
-        what = rnd.choices(["add", "step", "abort", "evict", "clear", "flip", "lose"], [20, 60, 3, 6, 3, 2, 2])[0]
+        [what] = rnd.choices(
+            ["add", "step", "abort", "evict", "clear", "flip", "lose", "disk", "fault", "late", "restart"],
+            [20, 60, 3, 6, 3, 2, 2, 30, 1, 0.5, 2],
+        )
         if what == "add" and len(self.prompts) < 30:
             self.add()
         elif what == "step":
@@ -229,11 +311,41 @@ class Run:
             self.runner.flip(rnd.choice(sorted(kv.fetches.tier.kept.values())))
         elif what == "lose":
             self.flying.clear()
-            self.scheduler.restart(failed=rnd.random() < 0.3, whole=rnd.random() < 0.8)
+            self.scheduler.restart(failed=rnd.random() < 0.3)
+        elif what == "restart":  # the disk does nothing any more of what it was asked for
+            self.flying.clear()
+            if self.disk is not None:
+                self.disk.orders.clear()
+            self.scheduler.restart(whole=False)
+        elif what == "late":
+            self.now += 30
+        elif self.disk is not None and what == "fault":
+            self.disk_fault(rnd.choice(["fails", "flip", "gone"]))
+        elif self.disk is not None and what == "disk":
+            self.work()
+
+    def disk_fault(self, what: str) -> None:
+        assert self.disk is not None
+        if what == "fails":
+            self.disk.fails = not self.disk.fails
+        elif self.disk.blocks:
+            name = self.rnd.choice(sorted(self.disk.blocks))
+            tokens, saved = self.disk.blocks.pop(name)
+            if what == "flip":
+                self.disk.blocks[name] = [token + 1 for token in tokens], saved
+
+    def work(self) -> bool:
+        """The disk carries out one order."""
+        if self.disk is not None:
+            self.disk.take(self.scheduler)
+            if self.disk.orders:
+                self.disk.work(self.scheduler, self.runner)
+                return True
+        return False
 
     def end(self) -> None:
         for _ in range(5000):
-            if not self.step():
+            if not self.step() and not self.work():
                 break
             check(self.scheduler)
         self.updates += self.scheduler.take_updates()
@@ -245,6 +357,7 @@ class Run:
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
         fetches = kv.fetches
         self.counts.update(saved=fetches.saved, loaded=fetches.loaded, bad=fetches.bad_loads)
+        self.counts.update(stored=fetches.stored, read=fetches.read)
 
 
 def run_schedules(seeds: range) -> Counter[str]:
@@ -265,6 +378,7 @@ def run_schedules(seeds: range) -> Counter[str]:
 def test_whatever_happens_around_them_moves_change_no_token_and_lose_no_block_and_no_slot():
     total = run_schedules(range(60))
     assert total["saved"] > 300 and total["loaded"] > 150 and total["bad"] > 5 and total["alone"] > 5, total
+    assert total["stored"] > 100 and total["read"] > 20, total
 
 
 @pytest.mark.slow

@@ -26,13 +26,12 @@ class Costs:
 
     def __init__(self) -> None:
         self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
-        self._blocks = self._seconds = 0.0
+        self._loads: dict[str, tuple[float, float]] = {}  # by where from: blocks, and seconds that they took
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step."""
         if plan.loads:
-            self._blocks = self._blocks * _FORGET + len(plan.loads)
-            self._seconds = self._seconds * _FORGET + result.loading
+            self.moved("host", len(plan.loads), result.loading)
         if plan.saves or not any(len(span.tokens) >= LEAST_TOKENS for span in plan.spans):
             return
         x = float(plan.num_tokens)
@@ -54,17 +53,24 @@ class Costs:
                 a, b = (base, slope) if base > 0.0 else (0.0, self._zy / self._zz)
         return tokens * (a + b * (context + tokens / 2))
 
-    def load_seconds(self, blocks: int) -> float | None:
-        """To load so many blocks; None: not known yet."""
-        return blocks * self._seconds / self._blocks if self._blocks else None
+    def moved(self, source: str, blocks: int, seconds: float) -> None:
+        """So many blocks came from "host" or "disk" in so many seconds."""
+        before = self._loads.get(source, (0.0, 0.0))
+        self._loads[source] = _later(before[0], blocks), _later(before[1], seconds)
 
-    def prefers_load(self, blocks: int, block_size: int, first: int) -> bool:
+    def load_seconds(self, source: str, blocks: int) -> float | None:
+        """To load so many blocks; None: not known yet."""
+        known, seconds = self._loads.get(source, (0.0, 0.0))
+        return blocks * seconds / known if known else None
+
+    def prefers_load(self, source: str, blocks: int, block_size: int, first: int) -> bool:
         """Whether to load so many blocks, which follow `first` others. What is not known yet is found out."""
-        load = self.load_seconds(blocks)
+        load = self.load_seconds(source, blocks)
         compute = self.compute_seconds(blocks * block_size, first * block_size)
         if load is None or compute is None or load < MARGIN * compute:
             return True
-        self._seconds *= _RETRY
+        known, seconds = self._loads[source]
+        self._loads[source] = known, seconds * _RETRY
         return False
 
 

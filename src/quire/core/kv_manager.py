@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
-from quire.core.fetches import WORTH, Fetch, Fetches
+from quire.core.fetches import WORTH, DiskFetch, Fetch, Fetches
 from quire.core.kv_group import KVGroup, peak_blocks
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
@@ -47,6 +47,7 @@ class KVManager:
             token of a cached prefix is computed again.
         events: gets what is stored in the prefix cache and removed from it.
         tier: the host tier, for models with one group that keeps all positions.
+        disk: names of the blocks on the disk behind it.
 
     Attributes:
         fetches: what moves between the pool and the tier.
@@ -62,6 +63,7 @@ class KVManager:
         needs_next_token: bool = False,
         events: CacheEvents | None = None,
         tier: Tier | None = None,
+        disk: Container[bytes] | None = None,
     ) -> None:
         self.needs_next_token = needs_next_token
         self.block_size = block_size
@@ -69,7 +71,7 @@ class KVManager:
         self.events = events
         self._prefix_cache = prefix_cache
         self.groups = groups
-        self.fetches = Fetches(tier or Tier())
+        self.fetches = Fetches(tier or Tier(), disk)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self.reset()
 
@@ -202,7 +204,7 @@ class KVManager:
         request.num_committed = request.num_computed
         request.num_sent = request.num_fetches = 0
         for node in match.nodes():
-            node.uses += 1
+            self.fetches.used(node, node.blocks[0])
 
     def copied(self, request: Request, step: int) -> None:
         """The request's copies are in step `step`; their sources stay locked until it has committed."""
@@ -257,6 +259,20 @@ class KVManager:
 
     # -- host tier -----------------------------------------------------------------------------------------
 
+    def bring(
+        self, request: Request, first: int, last: int, needed: int, step: int, now: float
+    ) -> Fetch | DiskFetch | None:
+        """Begin to bring a waiting request's blocks nearer: from the disk to the host tier, or from there; see `fetch`.
+
+        Args:
+            now: the scheduler's time.
+        """
+        fetch: Fetch | DiskFetch | None
+        fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
+        fetch = fetch or self.fetch(request, first, last, needed, step)
+        request.num_fetches += fetch is not None
+        return fetch
+
     def fetch(self, request: Request, first: int, last: int, needed: int, step: int) -> Fetch | None:
         """Begin to load a waiting request's blocks `first` to `last - 1`, as far as the tier has them, in step `step`.
 
@@ -289,7 +305,6 @@ class KVManager:
         keys = request.block_keys(first, first + len(slots), self.block_size)
         fetch = Fetch(parent, request.scope, keys, moves, needed - len(moves))
         self.fetches.begin(fetch)
-        request.num_fetches += 1
         return fetch
 
     def loaded(self, plan: StepPlan, result: StepResult) -> list[Fetch]:

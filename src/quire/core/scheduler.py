@@ -18,7 +18,7 @@ from quire.core.fetches import MOST_FETCHES
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
-from quire.core.prefix_leaders import BLOCK, PrefixLeaders
+from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.spans import next_span, unverified
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
@@ -102,6 +102,12 @@ class Scheduler:
             else:
                 self.fail(request.id, error, now)
 
+    def read_ended(self, number: int, count: int, seconds: float) -> None:
+        """The disk has read so many blocks of what it was asked for into the host tier, in so many seconds."""
+        fetch = self.kv.fetches.read_ended(number, count, seconds)
+        if fetch is not None:
+            self._abandon(fetch)
+
     def _line_up(self, request: Request) -> None:
         if request.awaits is not None or self.trials.admits(request):
             self._waiting.push(request)
@@ -127,6 +133,8 @@ class Scheduler:
         """The next step, or None where nothing can run now."""
         if self.trials.advance():
             self.restart()
+        for late in self.kv.fetches.expired(now):
+            self._abandon(late)
         step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -147,8 +155,9 @@ class Scheduler:
         for request, _ in flight.requests:
             request.num_in_flight -= 1
         for fetch in self.kv.loaded(plan, result):
-            for event in self._leaders.published(fetch.hashes[: fetch.num_published]) + self._leaders.abandoned(fetch):
+            for event in self._leaders.published(fetch.hashes[: fetch.num_published]):
                 self.arrived(event)
+            self._abandon(fetch)
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
             if request.status is not Status.FINISHED:
@@ -216,7 +225,7 @@ class Scheduler:
     def expects_others(self) -> bool:
         """Others are to bring an event, or to release blocks: where nothing can run, that is why."""
         awaiting, held = self._waiting.num_awaiting, self.kv.num_held
-        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP]
+        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or bool(self.kv.fetches.reads)
 
     @property
     def has_updates(self) -> bool:
@@ -349,7 +358,7 @@ class Scheduler:
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
-        request.awaits = self._awaited(request, match, seats_taken)
+        request.awaits = self._awaited(request, match, seats_taken, now)
         if request.awaits is not None:
             self._waiting.push(request)
             return False
@@ -358,7 +367,7 @@ class Scheduler:
             match = self.kv.match(request, whole=True)  # copying holds a block more: not in a tight pool
         return self._admit_match(request, match, step, now, seats_taken)
 
-    def _awaited(self, request: Request, match: Match, seats_taken: bool) -> Event | None:
+    def _awaited(self, request: Request, match: Match, seats_taken: bool, now: float) -> Event | None:
         """What a request waits for: another one computes its next blocks, or a fetch brings them."""
         if request.params.prompt_logprobs is not None:
             return None
@@ -369,13 +378,13 @@ class Scheduler:
         event = self._leaders.awaited(request, cached, last)
         if event is None and not seats_taken and request.num_fetches < MOST_FETCHES:
             [needed, *_] = self._blocks_to_start(request, match, len(request.tokens))
-            fetch = self.kv.fetch(request, cached, last, needed, self._next_number)
+            fetch = self.kv.bring(request, cached, last, needed, self._next_number, now)
             if fetch is not None:
                 self._leaders.claim(fetch)
                 return Event(BLOCK, fetch.hashes[-1])
         return event
 
-    def _abandon(self, leader: Request) -> None:
+    def _abandon(self, leader: Leader) -> None:
         """It computes no further blocks: whoever waits for one of them does without."""
         for event in self._leaders.abandoned(leader):
             self.arrived(event)

@@ -67,6 +67,10 @@ class Tier:
             slots.append(slot)
         return slots
 
+    def slot(self, block_hash: bytes) -> int | None:
+        """Where a block is kept."""
+        return self._kept.get(block_hash)
+
     def take(self, block_hash: bytes) -> int | None:
         """A slot for a block, filling from now on; None: the block is here or on its way, or no slot may give way."""
         if block_hash in self._filling:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from quire.engine.executor import Executor, InlineExecutor, PendingResult, Threa
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
+from quire.engine.tiers import KVTiers
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.kv.host import HostTier
 from quire.models.checkpoint import Checkpoint, resolve
@@ -200,9 +200,11 @@ class Engine:
         self.device = open_device(config.device)
         self.threads = config.threads or max(1, usable_threads() // config.num_ranks)
         self._ranks = self._start_ranks(open_checkpoint, proposer) if config.num_ranks > 1 else None
+        self._tiers = KVTiers(config, hash_key)
         try:
-            started = self._start(report, open_checkpoint, proposer, hash_key or secrets.token_bytes(32))
+            started = self._start(report, open_checkpoint, proposer, self._tiers.key)
         except BaseException:
+            self._tiers.close()
             if self._ranks:
                 self._ranks.close()
             raise
@@ -218,7 +220,13 @@ class Engine:
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
         self.blocked = False
-        self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
+        self.notes = (
+            *self.model.notes,
+            *self.memory_plan.notes,
+            *started.notes,
+            *self._tiers.notes,
+            *self._own_notes(),
+        )
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)
         report("ready", 1.0)
@@ -354,7 +362,9 @@ class Engine:
         windows = retentions(self.model, speculation)
         groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
         tier = None if host is None else Tier(host.num_slots)
-        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier)
+        self._tiers.open(host)
+        disk = self._tiers.disk.index if self._tiers.disk else None
+        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier, disk=disk)
 
     @property
     def stats(self) -> EngineStats:
@@ -440,6 +450,7 @@ class Engine:
     def _advance(self) -> None:
         # 1. Decide what the next step computes.
         begin = time.monotonic()
+        self._tiers.exchange(self.scheduler)
         plan = self.scheduler.schedule(begin)
         # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
@@ -452,7 +463,7 @@ class Engine:
             self._in_flight.append((plan, self._compute(lambda: self.executor.submit(plan))))
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
-        elif not self._in_flight and not self.scheduler.idle:
+        elif not self._in_flight and not self.scheduler.idle and not self._tiers.waits(self.scheduler):
             self.blocked = self.scheduler.expects_others
             if not self.blocked:
                 self._end_stalled()
@@ -470,6 +481,8 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self.executor.close()
+            self._tiers.exchange(self.scheduler)
+            self._tiers.close()
             if self._timeline:
                 self._timeline.close()
             del self.model, self.scheduler, self.executor, self.kv_cache, self.speculation, self._ranks
@@ -509,6 +522,8 @@ class Engine:
         whole, self._computing = self._computing, False
         ended, self._committing = self._committing, []
         self._in_flight.clear()
+        if not whole:
+            self._tiers.reset()
         culprit = self.scheduler.restart(failed=failed is not None, whole=whole)
         if failed is not None:
             self._log_failure(failed, culprit)
