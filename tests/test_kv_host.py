@@ -17,6 +17,7 @@ from quire.core.step import Move
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, MemoryPlanError
 from quire.kv.host import HostTier
+from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -99,6 +100,19 @@ def test_who_gives_way_comes_back_with_the_tokens_and_log_probabilities_of_a_roo
     counts = hosted(engine)
     assert engine.stats.preemptions and counts["stored"] and counts["loaded"] and not counts["bad"]
     assert run(engine, prompts(), first_id=100) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_device_that_computes_by_itself_moves_blocks_in_the_order_of_its_steps(tmp_path: Path, overlap: bool) -> None:
+    model = {"model": str(save_checkpoint(tmp_path, "qwen3")), "threads": 1, "async_scheduling": overlap}
+    with on_device(DelayedDevice(), SpanKernels()):
+        roomy = make(model, num_kv_blocks=200, max_num_batched_tokens=64)
+        expected = run(roomy, prompts())
+        engine = make(model, num_kv_blocks=24, host_kv_memory="16MiB", max_num_batched_tokens=64)
+        assert run(engine, prompts()) == expected
+    assert engine.stats.preemptions and hosted(engine)["loaded"] and not hosted(engine)["bad"]
+    roomy.close()
     engine.close()
 
 
