@@ -69,7 +69,7 @@ def open_folder(path: str) -> tuple[Path, bytes, int]:
     Raises:
         DiskTierError: it is not ours, cannot be written, or is in use.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (owner := folder.stat().st_uid) != os.geteuid():
