@@ -15,7 +15,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.core.request import Request
-from quire.core.step import Move
+from quire.core.step import Move, StepPlan
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.disk import HEADER, DiskTier, DiskTierError, open_folder
@@ -248,7 +248,22 @@ def _open_key(folder: Path) -> None:
     (folder / "key").chmod(0o666)
 
 
-@pytest.mark.parametrize(("spoil", "says"), [(_not_a_folder, "File exists"), (_open_key, "read by others")])
+def _anothers(folder: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_not_a_folder, "File exists"),
+        (_open_key, "read by others"),
+        pytest.param(_anothers, "belongs to user 12345", marks=AS_ROOT),
+    ],
+)
 def test_a_folder_that_cannot_be_used_is_one_line_and_serving_goes_on(
     folder: Path, spoil: Callable[[Path], None], says: str, expected: list[Outcome]
 ) -> None:
@@ -271,6 +286,42 @@ def test_a_disk_that_fails_costs_hits_and_nothing_else(filled: Path, expected: l
     disk._fill = disk._append = fails  # type: ignore[method-assign]
     assert run(engine, prompts(4)[1:], most=8) == expected
     assert disk.failures and on_disk(engine)["loaded"] == 0
+    engine.close()
+
+
+def test_a_folder_that_is_read_only_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Any, flags: int, *mode: Any, **more: Any) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(DiskTierError, match="cannot be used: Read-only file system"):
+        open_folder(str(folder))
+
+
+def test_books_that_are_made_anew_while_the_disk_reads_lose_no_slot(filled: Path, expected: list[Outcome]) -> None:
+    engine = make(filled)
+    schedule, reads = engine.scheduler.schedule, []
+
+    def interrupted(now: float) -> StepPlan | None:
+        plan = schedule(now)
+        if engine.scheduler.kv.fetches.reads and not reads:
+            reads.append(len(engine.scheduler.kv.fetches.reads))
+            raise MemoryError
+        return plan
+
+    engine.scheduler.schedule = interrupted  # type: ignore[method-assign]
+    engine.add(Request(90, prompts(4)[1], params(0), max_tokens=8))
+    with pytest.raises(MemoryError):
+        while True:
+            engine.step()
+    outcomes: list[Outcome] = [[]]
+    while not engine.idle:
+        for update in engine.step():
+            outcomes[0] += [
+                (token, tuple(entry.values)) for token, entry in zip(update.tokens, update.logprobs or [], strict=True)
+            ]
+    assert outcomes == expected[:1]
+    assert run(engine, prompts(4)[1:], first_id=100, most=8) == expected
     engine.close()
 
 
