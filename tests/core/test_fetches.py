@@ -153,6 +153,22 @@ def test_no_more_than_a_quarter_of_the_pool_is_loaded_at_once():
     assert sizes == [8, 8, 4, 0]
 
 
+def test_each_fetch_keeps_room_for_its_own_request_and_for_nothing_else():
+    scheduler, runner = make_scheduler(num_slots=40, num_blocks=80, prefix_cache="hash")
+    for head in (1, 2, 3):
+        for last in range(3):
+            served(scheduler, runner, [*([head] * 20), last])
+    scheduler.kv.cache.clear()
+    served(scheduler, runner, [7, 7, 7])
+    for head in (1, 2, 3):
+        scheduler.add(make_request(400 + head, [*([head] * 20), *([9] * 10)], 2))  # 8 blocks, of which 5 are loaded
+    plan = scheduler.schedule(0.0)
+    assert len(plan.loads) == 15 and scheduler.kv.fetches.promised == 9
+    scheduler.commit(plan, runner.run(plan), 0.0)
+    assert scheduler.kv.fetches.promised == 0
+    assert len(outputs(run_all(scheduler, runner))) == 3
+
+
 def test_blocks_are_loaded_only_where_the_pool_has_room_for_the_request():
     scheduler, runner = used_thrice()
     scheduler.kv.cache.clear()

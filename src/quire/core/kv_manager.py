@@ -264,10 +264,15 @@ class KVManager:
     ) -> Fetch | DiskFetch | None:
         """Begin to bring a waiting request's blocks nearer: from the disk to the host tier, or from there; see `fetch`.
 
+        None, and nothing is weighed, where the pool has no room for all that the request needs to begin: what was
+        loaded would soon be evicted.
+
         Args:
             now: the scheduler's time.
         """
         fetch: Fetch | DiskFetch | None
+        if not self.fetches.tier.num_slots or self.groups[0].num_available < needed:
+            return None
         fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
         fetch = fetch or self.fetch(request, first, last, needed, step)
         request.num_fetches += fetch is not None
@@ -276,22 +281,20 @@ class KVManager:
     def fetch(self, request: Request, first: int, last: int, needed: int, step: int) -> Fetch | None:
         """Begin to load a waiting request's blocks `first` to `last - 1`, as far as the tier has them, in step `step`.
 
-        None where that is not worth it, or where the pool has no room for all that the request needs to begin: what
-        was loaded would soon be evicted. No more than a quarter of the pool is loaded at once.
+        None where that is not worth it, or the pool has no room. No more than a quarter of it is loaded at once.
 
         Args:
             first: so many of its blocks are in the prefix cache.
-            needed: blocks that it needs to begin, those of the fetch among them.
+            needed: blocks that it needs to begin, those of the fetch among them, and those promised to others.
         """
         group, tier = self.groups[0], self.fetches.tier
         slots = tier.find(request.hashes[first : min(last, first + group.num_usable // 4)])
-        if not tier.num_slots or not self.fetches.worth(len(slots), self.block_size, first):
+        if not self.fetches.worth(len(slots), self.block_size, first):
             return None
         parent = self.cache.find(request.hashes[first - 1]) if first else None
         handle, chain = Handle(STEP, step), list(Match(parent).nodes())
         for node in chain:
             group.retain(node.blocks[0])
-        needed = max(needed, len(slots))
         if group.num_available < needed:
             for node in chain:
                 group.release(node.blocks[0])
@@ -303,7 +306,7 @@ class KVManager:
         for block in [*(move.block for move in reversed(moves)), *(node.blocks[0] for node in chain)]:
             self._hand_over(0, block, handle)
         keys = request.block_keys(first, first + len(slots), self.block_size)
-        fetch = Fetch(parent, request.scope, keys, moves, needed - len(moves))
+        fetch = Fetch(parent, request.scope, keys, moves, needed - len(moves) - self.fetches.promised)
         self.fetches.begin(fetch)
         return fetch
 

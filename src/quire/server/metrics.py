@@ -227,8 +227,8 @@ class Metrics:
 
         Args:
             engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, of a model with
-                experts their load and its balance, and where tokens are drafted `draft_depth`; None while there is no
-                engine to ask. What is missing is left out.
+                experts their load and its balance, where tokens are drafted `draft_depth`, and what moved between
+                the pool and its tiers; None while there is no engine to ask. What is missing is left out.
             state: the engine's, one of `STATES`. restarts: how often it was started again.
         """
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
