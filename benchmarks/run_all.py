@@ -30,6 +30,7 @@ NAMES = (
     "batching",
     "chunked_prefill",
     "prefix_cache",
+    "kv",
     "kv_waste",
     "server",
 )

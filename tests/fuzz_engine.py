@@ -75,6 +75,7 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
     "overlap": [{"async_scheduling": False}, {"async_scheduling": True}],
     "pace": [{}, {}, {"target_itl_ms": 1.0}],
     "threads": [{"threads": 1}, {"threads": 1}, {"threads": 3}],
+    "tiers": [{}, {"host_kv_memory": "256KiB"}, {"host_kv_memory": "4MiB"}, {"host_kv_memory": "4MiB"}],
     "ranks": [
         *[{}] * 8,
         {"tensor_parallel_size": 2},
@@ -120,7 +121,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 def fit(switches: dict[str, Any], model: str) -> None:
-    """Leave out what there is not yet beside a pipeline, and experts' ranks where there are no experts."""
+    """Leave out what there is not yet beside a pipeline or tiers, and experts' ranks where there are no experts."""
     if model not in SPARSE:
         switches.pop("enable_expert_parallel", None)
         switches.pop("data_parallel_size", None)
@@ -128,6 +129,9 @@ def fit(switches: dict[str, Any], model: str) -> None:
         switches["async_scheduling"] = False
         if "speculative_config" in switches or model == "some windows":
             del switches["pipeline_parallel_size"]
+    several = {"pipeline_parallel_size", "tensor_parallel_size"} & switches.keys()
+    if several or "window" in model or switches["prefix_cache"] == "off":
+        switches.pop("host_kv_memory", None)
 
 
 @dataclass
@@ -298,6 +302,7 @@ class Fuzz:
         self.seen["several owners"] += len({ask.owner for ask in case.asks}) > 1
         self.seen["preempted"] += stats.preemptions
         self.seen["cached tokens"] += stats.cached_tokens
+        self.seen["loaded"] += stats.kv_tiers.get("host", {}).get("loaded", 0)
         self.seen["drafted"] += stats.drafted
         self.seen["accepted"] += stats.accepted
 

@@ -10,6 +10,7 @@ from benchmarks import (
     ablation,
     batching,
     chunked_prefill,
+    kv,
     kv_waste,
     prefix_cache,
     profile_step,
@@ -42,6 +43,11 @@ def test_radix_finds_what_hash_does_and_partial_blocks_too(options: Options) -> 
     assert cached["off", 16] == 0
     assert 0 < cached["hash", 64] < cached["hash", 16] < cached["radix", 16]
     assert cached["radix", 64] == cached["radix", 16]
+
+
+def test_tiers_serve_a_prefix_from_everywhere_and_bring_back_who_gave_way(options: Options) -> None:
+    rows = [row["what"] for row in kv.run(options).raw]  # which sees to it that tokens are the same
+    assert len(rows) == 7 and sum("from a disk" in row for row in rows) == 1
 
 
 def test_paged_kv_wastes_less_the_smaller_its_blocks(options: Options) -> None:

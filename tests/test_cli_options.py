@@ -70,6 +70,9 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "block_size": ("32", 32),
     "num_kv_blocks": ("100", 100),
     "kv_cache_memory": ("1GiB", "1GiB"),
+    "host_kv_memory": ("16GiB", "16GiB"),
+    "disk_kv_path": ("some/folder", "some/folder"),
+    "disk_kv_memory": ("100GiB", "100GiB"),
     "gpu_memory_utilization": ("0.5", 0.5),
     "cuda_graphs": ("off", "off"),
     "profile": ("some/folder", "some/folder"),
@@ -120,6 +123,8 @@ NEEDED = {
     "speculative_acceptance": {"speculative_config": {"method": "ngram"}},
     "num_redundant_experts": {"enable_expert_parallel": True},
     "token_file": {"nnodes": 2, "tensor_parallel_size": 2},
+    "disk_kv_path": {"host_kv_memory": "1GiB"},
+    "disk_kv_memory": {"host_kv_memory": "1GiB", "disk_kv_path": "some/folder"},
 }
 """What an option is valid with."""
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.core import scheduler
 from quire.core.invariants import check
 from quire.core.kv_manager import KVManager
 from quire.core.request import RequestUpdate
@@ -222,7 +223,7 @@ def test_whatever_comes_out_of_a_step_the_next_one_goes_on_without_it(folder, ou
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Scheduler, "_plan"), (Scheduler, "_span"), (KVManager, "reserve"), (KVManager, "admit")]
+    ("owner", "name"), [(Scheduler, "_plan"), (scheduler, "next_span"), (KVManager, "reserve"), (KVManager, "admit")]
 )
 def test_a_step_that_cannot_be_planned_leaves_no_trace(folder, outcomes, owner, name, monkeypatch):
     engine = start(folder, outcomes, "thread", drafts=3, max_num_batched_tokens=64)

@@ -162,6 +162,17 @@ def test_what_passes_between_ranks_is_counted() -> None:
     assert value(text, "quire:rank_imbalance_after_move") == 1.25
 
 
+def test_tiers_of_kv_count_blocks_and_bytes():
+    assert "kv_tier" not in text_of(Metrics(), engine=ENGINE)
+    told = {"kv_tiers": {"host": {"stored": 5, "loaded": 3, "bad": 1}}, "kv_block_bytes": 1000}
+    text = text_of(Metrics(), engine=ENGINE | told)
+    assert value(text, "quire:kv_tier_blocks_total", tier="host", event="bad") == 1
+    assert value(text, "quire:kv_tier_bytes_total", tier="host", event="loaded") == 3000
+    assert (
+        types_in(text)["quire:kv_tier_blocks_total"] == "counter" and 'event="bad"' not in text.split("tier_bytes")[-1]
+    )
+
+
 def test_how_busy_the_stages_of_a_pipeline_are() -> None:
     text = text_of(Metrics(), engine=ENGINE | {"stage_busy": [0.75, 0.5]})
     assert value(text, "quire:stage_busy", stage="0") == 0.75

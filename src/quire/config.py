@@ -40,6 +40,9 @@ DEVICE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What unset options are on a device, where it is not what `EngineConfig` says."""
 
+SIZES = ("kv_cache_memory", "host_kv_memory", "disk_kv_memory")
+"""Options that are sizes in bytes."""
+
 _SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
 _SIZE_UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
 
@@ -157,6 +160,13 @@ class EngineConfig:
     kv_cache_memory: str | None = option(
         None, "memory for KV, e.g. 4GiB (of each rank); default: a fair share of what is free"
     )
+    host_kv_memory: str | None = option(
+        None, "host memory for KV blocks that the KV memory has no room for, e.g. 16GiB; default: none"
+    )
+    disk_kv_path: str | None = option(
+        None, "folder for KV blocks of the host memory that are to outlive the engine; default: none"
+    )
+    disk_kv_memory: str | None = option(None, "bytes of that folder at most, e.g. 100GiB; default: 16GiB")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(
         "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
@@ -204,8 +214,9 @@ class EngineConfig:
             check_field(field, hints[field.name], getattr(self, field.name))
         if not self.model:
             raise ConfigError("model is empty; give a folder, org/name, or 'demo'")
-        if self.kv_cache_memory is not None:
-            parse_size(self.kv_cache_memory)
+        for name in SIZES:
+            if (size := getattr(self, name)) is not None:
+                parse_size(size)
         if self.quantization == "int8" and self.quantization_group_size is not None:
             raise ConfigError(
                 f"quantization_group_size={self.quantization_group_size} is for int4, but quantization=int8 has one "
@@ -227,6 +238,7 @@ class EngineConfig:
             )
         self._check_machines()
         self._check_pipeline()
+        self._check_tiers()
         self._check_speculation()
         self._check_budgets()
 
@@ -261,6 +273,28 @@ class EngineConfig:
         }
         if stages > 1 and (found := [name for name, there in beside.items() if there]):
             raise ConfigError(f"pipeline_parallel_size={stages} with {found[0]}: not yet; leave one of them out")
+
+    def _check_tiers(self) -> None:
+        if self.disk_kv_memory is not None and self.disk_kv_path is None:
+            raise ConfigError(f"disk_kv_memory={self.disk_kv_memory} names no folder; set disk_kv_path too")
+        if self.host_kv_memory is None:
+            if self.disk_kv_path is not None:
+                raise ConfigError(
+                    f"disk_kv_path={self.disk_kv_path}: blocks go to a disk and come back through host memory; set "
+                    "host_kv_memory too, such as host_kv_memory=1GiB"
+                )
+            return
+        beside = {
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
+            f"data_parallel_size={self.data_parallel_size}": self.data_parallel_size > 1,
+        }
+        if found := [name for name, there in beside.items() if there]:
+            raise ConfigError(f"host_kv_memory with {found[0]}: not yet; leave one of them out")
+        if self.prefix_cache == "off":
+            raise ConfigError(
+                "host_kv_memory with prefix_cache=off: blocks come back through the prefix cache; leave one of them out"
+            )
 
     def _check_speculation(self) -> None:
         spec = self.speculation
@@ -322,6 +356,16 @@ class EngineConfig:
         """`kv_cache_memory` in bytes, or None where the memory plan decides."""
         return None if self.kv_cache_memory is None else parse_size(self.kv_cache_memory)
 
+    @property
+    def host_kv_bytes(self) -> int:
+        """`host_kv_memory` in bytes."""
+        return 0 if self.host_kv_memory is None else parse_size(self.host_kv_memory)
+
+    @property
+    def disk_kv_bytes(self) -> int:
+        """`disk_kv_memory` in bytes."""
+        return parse_size(self.disk_kv_memory or "16GiB")
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any], preset: str | None = None) -> EngineConfig:
         """A configuration from named options, as keyword arguments or YAML keys give them.
@@ -345,8 +389,9 @@ class EngineConfig:
         }
         if "model" not in given:
             raise ConfigError("no model was named; give a folder, org/name, or 'demo'")
-        if type(given.get("kv_cache_memory")) is int:  # YAML reads a plain number of bytes as one
-            given["kv_cache_memory"] = str(given["kv_cache_memory"])
+        for name in SIZES:
+            if type(given.get(name)) is int:  # YAML reads a plain number of bytes as one
+                given[name] = str(given[name])
         if given.get("device", "auto") == "auto":
             given["device"], _ = find_device()
         defaults = DEVICE_DEFAULTS.get(str(given["device"]), {})

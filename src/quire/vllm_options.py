@@ -55,7 +55,7 @@ def _any(kind: Any) -> VllmOption:
 
 
 _OWN = "a checkpoint's own is used"
-_NO_SWAP = "a request that lost its blocks is computed again, and nothing is moved out of the device's memory"
+_NO_SWAP = "a request that gave way is computed again, or comes back from host_kv_memory, where that is set"
 _NO_LORA = "adapters are not there yet"
 
 VLLM_OPTIONS: dict[str, VllmOption] = {

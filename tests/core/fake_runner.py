@@ -15,12 +15,14 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.cache_events import CacheEvents
+from quire.core.fetches import Forget, Read, Write
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepPlan, StepResult, TokenLogprobs
+from quire.core.tier import Tier
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 Windows = tuple[int | None, ...]
@@ -64,6 +66,42 @@ class StepFailed(Exception):
     """The step came to nothing."""
 
 
+class FakeDisk:
+    """Carries out a scheduler's orders for the disk, one a call of `work`; what it has is `blocks`, by name."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, tuple[list[int], list[int]]] = {}  # tokens, and their check
+        self.orders: list[Write | Read | Forget] = []
+        self.fails = False
+
+    def take(self, scheduler: Scheduler) -> None:
+        """What was ordered."""
+        for order in scheduler.kv.fetches.orders:
+            if isinstance(order, Forget):
+                self.blocks.pop(order.hash, None)
+            else:
+                self.orders.append(order)
+        scheduler.kv.fetches.orders.clear()
+
+    def work(self, scheduler: Scheduler, runner: FakeRunner) -> None:
+        """Carry out the oldest order."""
+        order = self.orders.pop(0)
+        if isinstance(order, Write):
+            name, tokens, check = runner.slots[order.slot]
+            assert name == order.hash, "a slot that is written stays as it is"
+            if not self.fails:
+                self.blocks[order.hash] = tokens, check
+            scheduler.kv.fetches.written(order.slot, not self.fails)
+        elif isinstance(order, Read):
+            count = 0
+            for slot, name in order.blocks:
+                if self.fails or name not in self.blocks:
+                    break
+                runner.slots[slot] = name, *self.blocks[name]
+                count += 1
+            scheduler.read_ended(order.number, count, 0.001 * count)
+
+
 class FakeRunner:
     """With a `drafter`, drafts are verified as a real runner does: given tokens so far and how many are wanted."""
 
@@ -80,6 +118,7 @@ class FakeRunner:
         self.block_size = block_size
         self.windows = windows
         self.memory = [[[POISON] * block_size for _ in range(count)] for count in num_blocks]  # of each group
+        self.slots: dict[int, tuple[bytes, list[int], list[int]]] = {}  # the host tier: name, tokens, and their check
         self.tables: dict[int, list[list[int]]] = {}
         self.next_number = 0
         self.broken: set[int] = set()  # requests whose logits are not finite
@@ -103,11 +142,28 @@ class FakeRunner:
         for info in plan.started:
             self.tables[info.request] = [[] for _ in self.windows]
             self.texts[info.request] = [*info.prompt_token_ids, *info.output_token_ids]
+        for block, slot, name in plan.saves:
+            tokens = list(self.memory[0][block])
+            assert POISON not in tokens, "what is saved is full"
+            self.slots[slot] = name, tokens, tokens
+        bad_loads = [slot for block, slot, name in plan.loads if not self._load(block, slot, name)]
         for span in plan.spans:
             for group, source, target, tokens in span.copies:
                 memory = self.memory[group]
                 memory[target] = memory[source][:tokens] + [POISON] * (self.block_size - tokens)
-        return StepResult(plan.number, [self._run_span(span) for span in plan.spans], seconds=0.001)
+        spans = [self._run_span(span) for span in plan.spans]
+        return StepResult(plan.number, spans, seconds=0.001, bad_loads=bad_loads, loading=1e-5 * len(plan.loads))
+
+    def _load(self, block: int, slot: int, name: bytes) -> bool:
+        """Whether the bytes are those that were saved."""
+        saved, tokens, check = self.slots[slot]
+        self.memory[0][block] = list(tokens)
+        return saved == name and check == tokens
+
+    def flip(self, slot: int) -> None:
+        """Something else stands in a slot from now on."""
+        name, tokens, check = self.slots[slot]
+        self.slots[slot] = name, [token + 1 for token in tokens], check
 
     def _run_span(self, span) -> SpanResult:
         tables = self.tables[span.request]
@@ -175,6 +231,8 @@ def make_scheduler(
     adaptive: bool = False,
     needs_next_token: bool = False,
     events: CacheEvents | None = None,
+    num_slots: int = 0,
+    disk: FakeDisk | None = None,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
     """A scheduler and the runner that goes with it; options are `EngineConfig`'s.
@@ -182,6 +240,7 @@ def make_scheduler(
     Args:
         num_blocks: of each KV group, or of all of them the same.
         windows: of each group.
+        num_slots: of the host tier. disk: behind it.
     """
     if drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
@@ -190,7 +249,16 @@ def make_scheduler(
     hasher = BlockHasher(bytes(32), "fake")
     sizes = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
     groups = [KVGroup(count, window) for count, window in zip(sizes, windows, strict=True)]
-    kv = KVManager(groups, block_size, config.prefix_cache, hasher, needs_next_token, events)
+    kv = KVManager(
+        groups,
+        block_size,
+        config.prefix_cache,
+        hasher,
+        needs_next_token,
+        events,
+        Tier(num_slots),
+        None if disk is None else disk.blocks,
+    )
     return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)
 
 

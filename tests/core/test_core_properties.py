@@ -48,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
             needs_next_token=draw(st.booleans()),
             events=CacheEvents(),
+            num_slots=draw(st.sampled_from([0, 3, 10, 40])) if self.windows == ALL else 0,
         )
         luck, spoilt = random.Random(draw(st.integers(0, 99))), draw(st.sampled_from([0.0, 0.0, 0.3]))
         self.runner.spoils = lambda: luck.random() < spoilt
@@ -156,6 +157,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.kv.release(handle)
             self.scheduler.kv.release(handle)
 
+    @rule(which=st.integers(0, 1000))
+    def flip(self, which):
+        """Bytes of a slot of the host tier change."""
+        kept = sorted(self.scheduler.kv.fetches.tier.kept.values())
+        if kept:
+            self.runner.flip(kept[which % len(kept)])
+
     @rule()
     def evict_all(self):
         self.scheduler.kv.cache.clear()
@@ -229,7 +237,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_plan(self, plan):
         config = self.scheduler.config
         assert plan.num_tokens == sum(len(span.tokens) for span in plan.spans)
-        assert 0 < plan.num_tokens <= config.max_num_batched_tokens
+        assert plan.spans or plan.loads
+        assert len(plan.spans) <= plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.spans) <= config.max_num_seqs
         assert len({span.request for span in plan.spans}) == len(plan.spans)
         assert not any(span.num_sampled for span in plan.spans if not self.max_tokens[span.request])

@@ -23,6 +23,14 @@ Prefix caches
                     published when its request has finished, and copied to be used. The oldest idle leaf goes first.
     last token      A prompt that is cached as a whole computes at least its last token.
 
+Host tier
+    one slot        A slot is free, or filling, or kept, or in quarantine; a block that is kept is found by its hash in
+                    one slot. A slot is filling exactly for a save or a read under way, and pinned as often
+                    as it is read.
+    plan order      What is saved or loaded is not touched beside the steps, and is published when its step has
+                    committed.
+    checked bytes   What was loaded is used only if it is what was saved; else it is computed.
+
 Scheduler
     progress        While there is work, a request finishes, gets further than ever, or fails, within a bounded number
                     of steps.
@@ -79,6 +87,7 @@ def check(scheduler: Scheduler | Lockstep) -> None:
     kv = scheduler.kv
     _check_blocks(kv, scheduler.running)
     _check_tree(kv)
+    _check_tier(kv)
     _check_tables(kv, scheduler.running)
     orders = [request.order for request in scheduler.running]
     _must(orders == sorted(orders), f"running requests are out of order: {orders}")
@@ -139,6 +148,23 @@ def _check_tree(kv: KVManager) -> None:
             stack.append(child)
     cached = sum(len(group.cached) for group in kv.groups)
     _must(seen == cached, f"the tree has {seen} blocks and the groups know of {cached}")
+
+
+def _check_tier(kv: KVManager) -> None:
+    """One slot."""
+    tier, fetches = kv.fetches.tier, kv.fetches
+    counts = tier.counts
+    _must(sum(counts.values()) == tier.num_slots, f"{counts} are not {tier.num_slots} slots")
+    waiting = [each for each in fetches.reads.values() if not each.late]
+    filling = [move.slot for move in fetches.saves_under_way] + [slot for each in waiting for slot in each.filling]
+    _must(len(set(filling)) == len(filling) == counts["filling"], f"slots {filling} are saved into, {counts}")
+    read = Counter(move.slot for fetch in fetches.under_way for move in fetch.moves) + Counter(fetches.writes)
+    read.update(slot for each in waiting for slot in each.pinned)
+    late = {slot for each in fetches.reads.values() if each.late for slot in each.filling}
+    _must(counts["quarantined"] >= len(late), f"slots {late} may still be written, {counts}")
+    _must(read == Counter(tier.pins), f"slots {dict(read)} are read, and pinned are {tier.pins}")
+    kept = set(tier.kept.values())
+    _must(set(tier.idle_slots) == kept - set(read), f"slots {tier.idle_slots} may give way of {kept}, read are {read}")
 
 
 def _check_part(group: KVGroup, block: int, above: int | None, node: Node) -> None:

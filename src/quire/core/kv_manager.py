@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
+from quire.core.fetches import WORTH, DiskFetch, Fetch, Fetches
 from quire.core.kv_group import KVGroup, peak_blocks
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
+from quire.core.step import Move, StepPlan, StepResult
+from quire.core.tier import Tier
 
 
 class Handle(NamedTuple):
@@ -43,8 +46,11 @@ class KVManager:
         needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
             token of a cached prefix is computed again.
         events: gets what is stored in the prefix cache and removed from it.
+        tier: the host tier, for models with one group that keeps all positions.
+        disk: names of the blocks on the disk behind it.
 
     Attributes:
+        fetches: what moves between the pool and the tier.
         num_held: blocks that are held beside the requests, by the kind of their handles.
     """
 
@@ -56,6 +62,8 @@ class KVManager:
         hasher: BlockHasher,
         needs_next_token: bool = False,
         events: CacheEvents | None = None,
+        tier: Tier | None = None,
+        disk: Container[bytes] | None = None,
     ) -> None:
         self.needs_next_token = needs_next_token
         self.block_size = block_size
@@ -63,6 +71,7 @@ class KVManager:
         self.events = events
         self._prefix_cache = prefix_cache
         self.groups = groups
+        self.fetches = Fetches(tier or Tier(), disk)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self.reset()
 
@@ -70,7 +79,8 @@ class KVManager:
         """Every block is free, and nothing is cached, whatever was written in the books before."""
         for group in self.groups:
             group.reset()
-        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events)
+        self.fetches.reset()
+        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events, self.fetches.evicted)
         if self.events is not None:
             self.events.add("cleared")
         self.num_held: Counter[str] = Counter()
@@ -197,7 +207,9 @@ class KVManager:
                 request.copies.append((number, source, table[-1], match.partial_tokens))
             request.num_computed += match.partial_tokens
         request.num_committed = request.num_computed
-        request.num_sent = 0
+        request.num_sent = request.num_fetches = 0
+        for node in match.nodes():
+            self.fetches.used(node, node.blocks[0])
 
     def copied(self, request: Request, step: int) -> None:
         """The request's copies are in step `step`; their sources stay locked until it has committed."""
@@ -249,6 +261,75 @@ class KVManager:
         if have < count:
             parent = request.hashes[-1] if have else self.hasher.root(request.scope)
             request.hashes += self.hasher.chain(parent, request.block_keys(have, count, self.block_size))
+
+    # -- host tier -----------------------------------------------------------------------------------------
+
+    def bring(
+        self, request: Request, first: int, last: int, needed: int, step: int, now: float
+    ) -> Fetch | DiskFetch | None:
+        """Begin to bring a waiting request's blocks nearer: from the disk to the host tier, or from there; see `fetch`.
+
+        None, and nothing is weighed, where the pool has no room for all that the request needs to begin: what was
+        loaded would soon be evicted.
+
+        Args:
+            now: the scheduler's time.
+        """
+        fetch: Fetch | DiskFetch | None
+        if not self.fetches.tier.num_slots or self.groups[0].num_available < needed:
+            return None
+        fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
+        fetch = fetch or self.fetch(request, first, last, needed, step)
+        request.num_fetches += fetch is not None
+        return fetch
+
+    def fetch(self, request: Request, first: int, last: int, needed: int, step: int) -> Fetch | None:
+        """Begin to load a waiting request's blocks `first` to `last - 1`, as far as the tier has them, in step `step`.
+
+        None where that is not worth it, or the pool has no room. No more than a quarter of it is loaded at once.
+
+        Args:
+            first: so many of its blocks are in the prefix cache.
+            needed: blocks that it needs to begin, those of the fetch among them, and those promised to others.
+        """
+        group, tier = self.groups[0], self.fetches.tier
+        slots = tier.find(request.hashes[first : min(last, first + group.num_usable // 4)])
+        if not self.fetches.worth(len(slots), self.block_size, first):
+            return None
+        parent = self.cache.find(request.hashes[first - 1]) if first else None
+        handle, chain = Handle(STEP, step), list(Match(parent).nodes())
+        for node in chain:
+            group.retain(node.blocks[0])
+        if group.num_available < needed:
+            for node in chain:
+                group.release(node.blocks[0])
+            return None
+        for slot in slots:
+            tier.pin(slot)
+        hashes = request.hashes[first : first + len(slots)]
+        moves = [Move(self._take(0), slot, name) for slot, name in zip(slots, hashes, strict=True)]
+        for block in [*(move.block for move in reversed(moves)), *(node.blocks[0] for node in chain)]:
+            self._hand_over(0, block, handle)
+        keys = request.block_keys(first, first + len(slots), self.block_size)
+        fetch = Fetch(parent, request.scope, keys, moves, needed - len(moves) - self.fetches.promised)
+        self.fetches.begin(fetch)
+        return fetch
+
+    def loaded(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
+        """A plan has committed: what it loaded is in the prefix cache from now on. Returns what has ended."""
+        fetches = self.fetches.committed(plan, result)
+        for fetch in fetches:
+            tip = fetch.parent
+            for key, move in list(zip(fetch.keys, fetch.moves, strict=True))[: fetch.num_published]:
+                tip = tip or self.cache.root(fetch.scope, self.hasher.root(fetch.scope))
+                tip = self.cache.insert(tip, key, [move.block], move.hash)
+                tip.uses = max(tip.uses, WORTH)
+        return fetches
+
+    def preempted(self, request: Request) -> None:
+        """What a request leaves in the prefix cache when it gives way is worth a place in the tier."""
+        for node in Match(request.tip).nodes():
+            node.uses = max(node.uses, WORTH)
 
     # -- tables --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import cast
 
-from quire.core.kv_manager import Handle, KVManager
+from quire.core.kv_manager import KVManager
 from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
@@ -104,11 +104,6 @@ class Lockstep:
         """See `Scheduler.failed`."""
         for scheduler in self.schedulers:
             scheduler.failed(event, now, error)
-
-    def release(self, handle: Handle) -> None:
-        """See `KVManager.release`."""
-        for kv in self.kvs:
-            kv.release(handle)
 
     # -- steps ---------------------------------------------------------------------------------------------
 

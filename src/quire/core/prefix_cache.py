@@ -40,9 +40,10 @@ class Node:
             there are others below it.
         children: by key. `order` has the same keys sorted, so that a key's neighbours are found by bisection.
         attached: False once the node is no longer in the tree.
+        uses: how often a request that was admitted took it from the cache.
     """
 
-    __slots__ = ("attached", "blocks", "children", "hash", "key", "order", "parent", "scope")
+    __slots__ = ("attached", "blocks", "children", "hash", "key", "order", "parent", "scope", "uses")
 
     def __init__(self, parent: Node | None, key: bytes, num_parts: int, hash: bytes, scope: str) -> None:
         self.parent = parent
@@ -53,6 +54,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.order: list[bytes] = []
         self.attached = True
+        self.uses = 0
 
 
 @dataclass(slots=True)
@@ -87,13 +89,21 @@ class PrefixCache:
     Args:
         groups: whose blocks they are.
         events: gets an event for each full block that is stored or removed.
+        evicted: told of each block that the cache gives up, and of its node.
     """
 
     caching = True
     keeps_partial = False
 
-    def __init__(self, groups: Sequence[KVGroup], block_size: int, events: CacheEvents | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        block_size: int,
+        events: CacheEvents | None = None,
+        evicted: Callable[[Node, int], None] = lambda node, block: None,
+    ) -> None:
         self.groups = groups
+        self._evicted = evicted
         self._events = events
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
@@ -112,6 +122,10 @@ class PrefixCache:
         """
         count = longest_run(hashes, limit // self.block_size, self._by_hash.__contains__)
         return self._shortened(Match(self._by_hash[hashes[count - 1]], count), back) if count else Match()
+
+    def find(self, block_hash: bytes) -> Node | None:
+        """The node of a full block."""
+        return self._by_hash.get(block_hash)
 
     def _shortened(self, match: Match, back: int) -> Match:
         """Up to where a match may end."""
@@ -229,6 +243,7 @@ class PrefixCache:
         """Take one part out of a node, if it is there."""
         block, node.blocks[number] = node.blocks[number], NULL_BLOCK
         if block != NULL_BLOCK:
+            self._evicted(node, block)
             self.groups[number].uncache(block)
             if self._events is not None and node.hash:
                 self._events.add("removed", node.hash, group=number)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from quire.core.prefix_cache import longest_run
 from quire.core.request import Event, Request
 
@@ -9,14 +12,25 @@ BLOCK = "block"
 """Kind of the events that blocks are there, by their hashes."""
 
 
+class Leader(Protocol):
+    """Who brings blocks: a request that computes them, or a fetch that loads them."""
+
+    @property
+    def order(self) -> tuple[float, int, int]: ...
+    @property
+    def hashes(self) -> Sequence[bytes]: ...
+    @property
+    def num_published(self) -> int: ...
+
+
 class PrefixLeaders:
     """Who computes which blocks. A running request claims those of its prompt that are not in the cache yet."""
 
     def __init__(self) -> None:
-        self._computing: dict[bytes, Request] = {}  # by a block's hash, who computes it: the first in order
+        self._computing: dict[bytes, Leader] = {}  # by a block's hash, who computes it: the first in order
 
-    def claim(self, leader: Request) -> None:
-        """A request that begins to run will compute the blocks that it has not published."""
+    def claim(self, leader: Leader) -> None:
+        """A request that begins to run will compute the blocks that it has not published; a fetch will load them."""
         for block_hash in leader.hashes[leader.num_published :]:
             other = self._computing.get(block_hash)
             if other is None or leader.order < other.order:
@@ -37,8 +51,8 @@ class PrefixLeaders:
             self._computing.pop(block_hash, None)
         return [Event(BLOCK, block_hash) for block_hash in hashes]
 
-    def abandoned(self, leader: Request) -> list[Event]:
-        """A request computes no further blocks. Returns the events that it will not bring."""
+    def abandoned(self, leader: Leader) -> list[Event]:
+        """It brings no further blocks. Returns the events that it will not bring."""
         lost = [each for each in leader.hashes[leader.num_published :] if self._computing.get(each) is leader]
         for block_hash in lost:
             del self._computing[block_hash]

@@ -108,6 +108,7 @@ class Request:
         draft_state: how well drafts of it have done.
         num_in_flight: steps in flight that hold a span of this request; `last_step` is the newest one's number.
         num_scored: rows whose prompt log-probability was asked for already.
+        num_fetches: fetches that it has begun since it was last admitted.
     """
 
     __slots__ = (
@@ -126,6 +127,7 @@ class Request:
         "num_cached",
         "num_committed",
         "num_computed",
+        "num_fetches",
         "num_in_flight",
         "num_pending",
         "num_prompt",
@@ -185,6 +187,7 @@ class Request:
         self.num_cached = 0
         self.high_water = 0
         self.num_scored = num_scored
+        self.num_fetches = 0
         self.known_to_runner = False
         self.draft_state = DraftState(drafting_enabled=params.speculate)
 

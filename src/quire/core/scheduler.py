@@ -14,12 +14,14 @@ from operator import attrgetter
 
 from quire.config import EngineConfig
 from quire.core.draft_length import DraftLengths
-from quire.core.kv_manager import STEP, Handle, KVManager
+from quire.core.fetches import MOST_FETCHES
+from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
-from quire.core.prefix_leaders import BLOCK, PrefixLeaders
+from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
-from quire.core.step import DRAFT, FROM_PREVIOUS, Span, SpanResult, StepPlan, StepResult
+from quire.core.spans import next_span, unverified
+from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
 from quire.core.turns import Turns
@@ -100,6 +102,12 @@ class Scheduler:
             else:
                 self.fail(request.id, error, now)
 
+    def read_ended(self, number: int, count: int, seconds: float) -> None:
+        """The disk has read so many blocks of what it was asked for into the host tier, in so many seconds."""
+        fetch = self.kv.fetches.read_ended(number, count, seconds)
+        if fetch is not None:
+            self._abandon(fetch)
+
     def _line_up(self, request: Request) -> None:
         if request.awaits is not None or self.trials.admits(request):
             self._waiting.push(request)
@@ -129,6 +137,8 @@ class Scheduler:
 
     def next_step(self, now: float) -> StepPlan | None:
         """See `schedule`; it is known which requests may run now."""
+        for late in self.kv.fetches.expired(now):
+            self._abandon(late)
         step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -139,7 +149,7 @@ class Scheduler:
             self._choose_prefills(step, None)  # some may have given way: what is left over is theirs
         if self._speculation is not None:
             self._choose_drafts(step, self._speculation.num_speculative_tokens)
-        return self._plan(step) if step.chosen else None
+        return self._plan(step) if step.chosen or self.kv.fetches.has_loads else None
 
     def empty_step(self) -> StepPlan:
         """A step that computes nothing: others compute theirs in it."""
@@ -152,6 +162,10 @@ class Scheduler:
             raise RuntimeError(f"step {flight.number} must commit next, not plan {plan.number} / {result.number}")
         for request, _ in flight.requests:
             request.num_in_flight -= 1
+        for fetch in self.kv.loaded(plan, result):
+            for event in self._leaders.published(fetch.hashes[: fetch.num_published]):
+                self.arrived(event)
+            self._abandon(fetch)
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
             if request.status is not Status.FINISHED:
@@ -186,6 +200,7 @@ class Scheduler:
         if whole:
             for request in self.running:
                 self.kv.free(request)
+            self.kv.fetches.given_up()
             for flight in self.in_flight:
                 self.kv.step_committed(flight.number)
         else:
@@ -209,10 +224,6 @@ class Scheduler:
 
     # -- what the outside may know -------------------------------------------------------------------------
 
-    def release(self, handle: Handle) -> None:
-        """See `KVManager.release`."""
-        self.kv.release(handle)
-
     @property
     def kvs(self) -> list[KVManager]:
         """All block tables that there are."""
@@ -231,7 +242,7 @@ class Scheduler:
     def expects_others(self) -> bool:
         """Others are to bring an event, or to release blocks: where nothing can run, that is why."""
         awaiting, held = self._waiting.num_awaiting, self.kv.num_held
-        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP]
+        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or bool(self.kv.fetches.reads)
 
     @property
     def has_updates(self) -> bool:
@@ -357,7 +368,7 @@ class Scheduler:
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
-        request.awaits = self._awaited(request, match)
+        request.awaits = self._awaited(request, match, seats_taken, now)
         if request.awaits is not None:
             self._waiting.push(request)
             return False
@@ -366,16 +377,24 @@ class Scheduler:
             match = self.kv.match(request, whole=True)  # copying holds a block more: not in a tight pool
         return self._admit_match(request, match, step, now, seats_taken)
 
-    def _awaited(self, request: Request, match: Match) -> Event | None:
-        """What a request waits for where another one computes its next blocks."""
+    def _awaited(self, request: Request, match: Match, seats_taken: bool, now: float) -> Event | None:
+        """What a request waits for: another one computes its next blocks, or a fetch brings them."""
         if request.params.prompt_logprobs is not None:
             return None
         size = self.kv.block_size
         # The token that is computed again for a drafting head is of a cached block.
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
-        return self._leaders.awaited(request, cached, (len(request.tokens) - 1) // size)
+        last = (len(request.tokens) - 1) // size
+        event = self._leaders.awaited(request, cached, last)
+        if event is None and not seats_taken and request.num_fetches < MOST_FETCHES:
+            [needed, *_] = self._blocks_to_start(request, match, len(request.tokens))
+            fetch = self.kv.bring(request, cached, last, needed, self._next_number, now)
+            if fetch is not None:
+                self._leaders.claim(fetch)
+                return Event(BLOCK, fetch.hashes[-1])
+        return event
 
-    def _abandon(self, leader: Request) -> None:
+    def _abandon(self, leader: Leader) -> None:
         """It computes no further blocks: whoever waits for one of them does without."""
         for event in self._leaders.abandoned(leader):
             self.arrived(event)
@@ -429,13 +448,13 @@ class Scheduler:
         A request that was preempted comes back only when all its tokens fit while one free block remains for
         each running request; otherwise it would soon be the victim again.
         """
-        needed = self.kv.blocks_for(num_tokens) - match.num_blocks
+        needed = self.kv.blocks_for(num_tokens) - match.num_blocks + self.kv.fetches.promised
         if not request.stats.preemptions:
             return [needed] * len(self.kv.groups)
         peaks = self.kv.peak_blocks(len(request.tokens), self._max_chunk)
-        unseen = self.kv.first_seen(match)
+        unseen, promised = self.kv.first_seen(match), self.kv.fetches.promised
         return [
-            max(needed, peak - match.num_blocks + first) + len(self.running)
+            max(needed, peak - match.num_blocks + first + promised) + len(self.running)
             for peak, first in zip(peaks, unseen, strict=True)
         ]
 
@@ -492,6 +511,7 @@ class Scheduler:
         step.withdraw(victim)
         self.running.remove(victim)
         self._abandon(victim)
+        self.kv.preempted(victim)
         self.kv.free(victim)
         victim.high_water = max(victim.high_water, victim.num_computed)
         victim.num_computed = victim.num_committed = 0
@@ -503,6 +523,7 @@ class Scheduler:
 
     def _plan(self, step: PendingStep) -> StepPlan:
         plan = StepPlan(self._next_number, [], ended=self._ended, drop_drafting=self._drop_drafting)
+        plan.saves, plan.loads = self.kv.fetches.planned(plan.number)
         decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
         flight = StepInFlight(plan.number, [], decodes, step.tuned)
         self._next_number += 1
@@ -511,38 +532,11 @@ class Scheduler:
             if not request.known_to_runner:
                 request.known_to_runner = True
                 plan.started.append(request.info())
-            plan.spans.append(self._span(request, count, plan.number))
+            plan.spans.append(next_span(request, count, plan.number, self.kv))
             plan.num_tokens += count
             flight.requests.append((request, request.stats.preemptions))
         self.in_flight.append(flight)
         return plan
-
-    def _span(self, request: Request, count: int, number: int) -> Span:
-        """The span of a request's next `count` tokens; the request counts them as computed from here on."""
-        start = request.num_computed
-        end = start + count
-        tokens = request.tokens[start:end]
-        num_known = len(request.tokens) + request.num_pending
-        if start < num_known <= end and request.num_pending:
-            tokens.append(FROM_PREVIOUS)
-        tokens += [DRAFT] * (count - len(tokens))
-        num_sampled = max(0, min(end + 1, request.num_prompt + request.max_tokens) - num_known)
-        span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_unverified_tokens > 0)
-        if request.params.prompt_logprobs is not None:
-            span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
-        if len(request.tables[0]) > request.num_sent:
-            span.table_start = request.num_sent
-            span.blocks = [table[request.num_sent :] for table in request.tables]
-            request.num_sent = len(request.tables[0])
-        if request.copies:
-            span.copies = request.copies
-            self.kv.copied(request, number)
-        request.num_computed = end
-        request.num_pending += num_sampled
-        request.num_unverified_tokens += _unverified(span)
-        request.num_in_flight += 1
-        request.last_step = number
-        return span
 
     # -- commits -------------------------------------------------------------------------------------------
 
@@ -560,7 +554,7 @@ class Scheduler:
         else:
             stats.decode_seconds += seconds
         request.num_pending -= span.num_sampled
-        request.num_unverified_tokens -= _unverified(span)
+        request.num_unverified_tokens -= unverified(span)
         if outcome.error is not None:
             self._end(request, now)
             return request.ended("error", outcome.error)
@@ -613,8 +607,3 @@ class Scheduler:
         del self.requests[request.id]
         if request.known_to_runner:
             self._ended.append(request.id)
-
-
-def _unverified(span: Span) -> int:
-    """Rows that may yield no token: rejected drafts, and the first row, too, since a draft's bad row may fail it."""
-    return span.num_sampled if span.num_sampled > 1 else 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.core.sampling_params import SamplingParams
 
@@ -49,6 +50,20 @@ class Span:
     blocks: Sequence[Sequence[int]] = ()
     copies: Sequence[tuple[int, int, int, int]] = ()
     start_follows: bool = False
+
+
+class Move(NamedTuple):
+    """A full block between the pool and the host tier.
+
+    Attributes:
+        block: of the pool.
+        slot: of the tier.
+        hash: the block's name: its bytes are checked with it.
+    """
+
+    block: int
+    slot: int
+    hash: bytes
 
 
 @dataclass(slots=True)
@@ -105,6 +120,9 @@ class StepPlan:
             flight verifies any of theirs.
         expert_move: begin to read the experts that this rank gets; it has them when a later plan says so.
         expert_version: the moves of experts up to this one are in force.
+        saves: blocks to be copied into the host tier before anything of this step is written.
+        loads: blocks to be copied from there after that, and checked; before the spans' own copies. A plan may have
+            moves and no spans.
     """
 
     number: int
@@ -115,6 +133,8 @@ class StepPlan:
     drop_drafting: list[int] = field(default_factory=list)
     expert_move: ExpertMove | None = None
     expert_version: int = 0
+    saves: list[Move] = field(default_factory=list)
+    loads: list[Move] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -158,6 +178,8 @@ class StepResult:
         seconds: how long it ran.
         began: when, on the monotonic clock.
         drafting: seconds of it that went into proposing drafts.
+        bad_loads: slots of the host tier whose bytes are not those that were saved there.
+        loading: seconds of it that went into loads.
     """
 
     number: int
@@ -165,3 +187,5 @@ class StepResult:
     seconds: float = 0.0
     began: float = 0.0
     drafting: float = 0.0
+    bad_loads: list[int] = field(default_factory=list)
+    loading: float = 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from quire.core.request import Event, Request, RequestUpdate
 from quire.core.sampling_params import NEUTRAL, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.tier import Tier
 from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
@@ -33,7 +33,9 @@ from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
 from quire.engine.placement import notes_of, placed
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
+from quire.engine.tiers import KVTiers
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
+from quire.kv.host import HostTier
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.fields import Fields
 from quire.models.registry import check_ranks
@@ -106,6 +108,9 @@ class EngineStats:
         drafted, accepted: drafts that were verified, and those of them that were sampled too.
         accepted_by_position: how often at least so many drafts of a span were accepted, from 1 on.
         peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
+        kv_tiers: of each tier beside the pool, blocks `stored` in it and `loaded` from it, and `bad` ones, whose bytes
+            were not those that had been stored: they were computed.
+        kv_block_bytes: of each block.
     """
 
     steps: int = 0
@@ -125,6 +130,8 @@ class EngineStats:
     num_blocks: int = 0
     running: int = 0
     waiting: int = 0
+    kv_tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    kv_block_bytes: int = 0
 
     def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
         """Take in a step and what it yielded."""
@@ -132,6 +139,8 @@ class EngineStats:
         sampled = sum(len(update.tokens) for update in updates)
         self.output_tokens += sampled
         drafts = sum(max(0, span.num_sampled - 1) for span in plan.spans)
+        if not plan.spans:
+            return
         if plan.num_tokens - drafts > len(plan.spans):
             self.prefill_tokens += plan.num_tokens - drafts
             self.prefill_seconds += result.seconds
@@ -200,9 +209,11 @@ class Engine:
         self.device = open_device(config.device)
         self._ranks = self._start_ranks(report, open_checkpoint, proposer) if config.num_ranks > 1 else None
         self.threads = self._ranks.threads if self._ranks else config.threads or usable_threads()
+        self._tiers = KVTiers(config, hash_key)
         try:
-            started = self._start(report, open_checkpoint, proposer, hash_key or secrets.token_bytes(32))
+            started = self._start(report, open_checkpoint, proposer, self._tiers.key)
         except BaseException:
+            self._tiers.close()
             if self._ranks:
                 self._ranks.close()
             raise
@@ -218,7 +229,13 @@ class Engine:
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
         self.blocked = False
-        self.notes = (*self.model.notes, *self.memory_plan.notes, *started.notes, *self._own_notes())
+        self.notes = (
+            *self.model.notes,
+            *self.memory_plan.notes,
+            *started.notes,
+            *self._tiers.notes,
+            *self._own_notes(),
+        )
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)
         report("ready", 1.0)
@@ -241,7 +258,8 @@ class Engine:
             report("waiting for the other ranks", 0.0)
             free = self._ranks.wait_loaded(self.model.kernels.describe(self.model.dtype))
             free = min(free, free_for_each(self.model, self._ranks.num_here))  # now that all have loaded
-        started = start_runner(config, self.model, self.device, self.threads, report, self.speculation, free=free)
+        starting = config, self.model, self.device, self.threads, report, self.speculation
+        started = start_runner(*starting, free=free, kv_key=hash_key)
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
@@ -259,11 +277,15 @@ class Engine:
             prepared = self._ranks.prepared
             mover.on_prepared = functools.partial(operator.setitem, prepared, 0)
             self.expert_balancer = ExpertBalancer(self.model, prepared, config.eplb_interval)
-        self._stats = EngineStats(num_blocks=self.memory_plan.num_usable * config.data_parallel_size)
-        replicas = [
-            Scheduler(config, self._kv_manager(hash_key), self.max_model_len) for _ in range(config.data_parallel_size)
+        replicas = config.data_parallel_size
+        self._stats = EngineStats(
+            num_blocks=self.memory_plan.num_usable * replicas, kv_block_bytes=self.kv_cache[0].bytes_per_block
+        )
+        schedulers = [
+            Scheduler(config, self._kv_manager(hash_key, started.runner.host), self.max_model_len)
+            for _ in range(replicas)
         ]
-        self.scheduler: Scheduler | Lockstep = replicas[0] if len(replicas) == 1 else Lockstep(replicas)
+        self.scheduler: Scheduler | Lockstep = schedulers[0] if replicas == 1 else Lockstep(schedulers)
         runner = started.runner
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(runner)
@@ -365,7 +387,7 @@ class Engine:
                 notes.append(f"{each.name}={value} changes nothing on a CPU")
         return notes
 
-    def _kv_manager(self, hash_key: bytes) -> KVManager:
+    def _kv_manager(self, hash_key: bytes, host: HostTier | None) -> KVManager:
         config, speculation = self.config, self.speculation
         # All that a block's bytes depend on beside its tokens.
         system = fingerprint.system(self.path, self.model, config.kv_cache_dtype)
@@ -375,7 +397,10 @@ class Engine:
         ahead = speculation is not None and speculation.needs_next_token
         windows = retentions(self.model, speculation)
         groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
-        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead)
+        tier = None if host is None else Tier(host.num_slots)
+        self._tiers.open(host)
+        disk = self._tiers.disk.index if self._tiers.disk else None
+        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier, disk=disk)
 
     @property
     def stats(self) -> EngineStats:
@@ -384,6 +409,7 @@ class Engine:
             scheduler = self.scheduler
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
+            self._stats.kv_tiers = scheduler.kvs[0].fetches.counts
         return self._stats
 
     @property
@@ -416,7 +442,8 @@ class Engine:
     def release(self, handle: Handle) -> None:
         """See `KVManager.release`."""
         self.blocked = False
-        self.scheduler.release(handle)
+        for kv in self.scheduler.kvs:
+            kv.release(handle)
 
     def check_ranks(self) -> None:
         """Whether all ranks are there, though no step may be asking for them.
@@ -463,6 +490,7 @@ class Engine:
     def _advance(self) -> None:
         # 1. Decide what the next step computes.
         begin = time.monotonic()
+        self._tiers.exchange(self.scheduler)
         plan = self.scheduler.schedule(begin)
         # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
@@ -475,7 +503,7 @@ class Engine:
             self._in_flight.append((plan, self._compute(lambda: self.executor.submit(plan))))
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
-        elif not self._in_flight and not self.scheduler.idle:
+        elif not self._in_flight and not self.scheduler.idle and not self._tiers.waits(self.scheduler):
             self.blocked = self.scheduler.expects_others
             if not self.blocked:
                 self._end_stalled()
@@ -493,6 +521,8 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self.executor.close()
+            self._tiers.exchange(self.scheduler)
+            self._tiers.close()
             if self._timeline:
                 self._timeline.close()
             del self.model, self.scheduler, self.executor, self.kv_cache, self.speculation, self._ranks
@@ -533,6 +563,8 @@ class Engine:
         whole, self._computing = self._computing, False
         ended, self._committing = self._committing, []
         self._in_flight.clear()
+        if not whole:
+            self._tiers.reset()
         culprit = self.scheduler.restart(failed=failed is not None, whole=whole)
         if failed is not None:
             self._log_failure(failed, culprit)

@@ -381,6 +381,8 @@ class Timeline:
         num_decodes = len(plan.spans) - len(chunks)
         parts = [_count_of(num_decodes, "decode")] if num_decodes else []
         parts += [_count_of(len(chunks), "prompt chunk")] if chunks else []
+        parts += [_count_of(len(plan.saves), "saved block")] if plan.saves else []
+        parts += [_count_of(len(plan.loads), "loaded block")] if plan.loads else []
         name = f"step {plan.number}: {' + '.join(parts)}, {_count_of(plan.num_tokens, 'token')}"
         args = _step_args(plan, chunks) | _draft_args(result)
         self._trace.slice(DEVICE, name, begin, self._device_end, **args)

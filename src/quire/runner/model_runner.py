@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from quire.kv.host import HostTier
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device, Mark, is_lost, is_out_of_memory
@@ -61,6 +63,7 @@ class ModelRunner:
         device: where the model lies.
         forward: how spans get through the model; what suits the kernels, unless said.
         speculation: drafts tokens; None: there are no drafts.
+        host: the host tier's memory; None: there is none.
         halves: whether a step that fails is computed again in halves; else it is what `launch` raises.
 
     Attributes:
@@ -78,9 +81,11 @@ class ModelRunner:
         forward: HostForward | DeviceForward | None = None,
         speculation: Speculation | None = None,
         halves: bool = True,
+        host: HostTier | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
+        self.host = host
         self.num_halved = 0
         self.device = device or Device()
         self._forward = forward or HostForward(model, kv, speculation.aux_layers if speculation else ())
@@ -151,6 +156,7 @@ class ModelRunner:
                     group.begin_anew(plan.number)
                 self._forget()
             self._settle()
+            bad_loads, loading = self._move_blocks(plan)
             self._take_in(plan)
             failed = self._failed
             spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
@@ -162,6 +168,7 @@ class ModelRunner:
             if not spans:
                 self.model.without_rows()
             step = LaunchedStep(plan, self._compute(spans, drafts) if spans else [], begin, drafted, self.device.mark())
+            step.bad_loads, step.loading = bad_loads, loading
             if drafter is not None:
                 self._unsettled.append(step)
                 if not self.device.asynchronous:
@@ -184,6 +191,18 @@ class ModelRunner:
                 pairs = zip(part.spans, results, strict=True)
                 self._failed.update(span.request for span, result in pairs if result.error is not None)
                 self._drafter.settle(part.outcome(results))
+
+    def _move_blocks(self, plan: StepPlan) -> tuple[list[int], float]:
+        """Blocks out of the pool, before anything is written there, and into it.
+
+        Returns the slots whose loads are bad, and the seconds that loads took.
+        """
+        if self.host is None:
+            return [], 0.0
+        pool = self.kv[0].memory
+        self.host.save(pool, plan.saves)
+        begin = time.monotonic()
+        return self.host.load(pool, plan.loads), time.monotonic() - begin
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
@@ -315,11 +334,14 @@ class LaunchedStep:
     Attributes:
         parts: what it was computed in.
         settled: when what drafts knew of it, too; the end of it, unless it was settled at once.
+        bad_loads, loading: see `StepResult`.
     """
 
     def __init__(self, plan: StepPlan, parts: list[Part], begin: Mark, drafted: Mark, end: Mark) -> None:
         self._plan, self.parts, self._begin, self._drafted, self._end = plan, parts, begin, drafted, end
         self.settled = end
+        self.bad_loads: list[int] = []
+        self.loading = 0.0
         self._results: list[list[SpanResult]] | None = None
 
     @property
@@ -353,7 +375,8 @@ class LaunchedStep:
                 for span, r in zip(part.spans, own, strict=True)
             }
             spans = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
-        return StepResult(self._plan.number, spans, ended - began, began, drafted - began + ended - computed)
+        drafting = max(0.0, drafted - began - self.loading) + ended - computed
+        return StepResult(self._plan.number, spans, ended - began, began, drafting, self.bad_loads, self.loading)
 
 
 class Part:

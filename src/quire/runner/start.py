@@ -11,7 +11,8 @@ import torch
 from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span, StepPlan
-from quire.errors import MemoryPlanError
+from quire.errors import ConfigError, MemoryPlanError
+from quire.kv.host import HostTier
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape
 from quire.runner.device import Device
@@ -47,6 +48,7 @@ def start_runner(
     speculation: Speculation | None = None,
     plan: MemoryPlan | None = None,
     free: int | None = None,
+    kv_key: bytes = bytes(32),
 ) -> Started:
     """Plan the memory and make the runner.
 
@@ -54,6 +56,7 @@ def start_runner(
         speculation: drafts for it.
         plan: another rank's, to be followed.
         free: bytes that each rank may take; None: of a CPU, what this process finds.
+        kv_key: 32 secret bytes, with which blocks outside the pool are checked.
 
     Raises:
         ConfigError: what was asked for does not fit; see `plan_memory`.
@@ -64,16 +67,18 @@ def start_runner(
     kv = model.new_caches(
         [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
     )
+    host = _host_tier(config, kv, plan, kv_key)
+    notes = [] if host is None else [_describe(host, config)]
     if not model.kernels.reads_spans:
         if model.stages > 1:
             return Started(PipelineRunner(model, kv, plan.logit_rows, threads), kv, plan, ())
         halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
-        runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves)
-        return Started(runner, kv, plan, ())
+        runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host)
+        return Started(runner, kv, plan, tuple(notes))
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
-    notes = [f"device: {device.describe()}"]
+    notes.append(f"device: {device.describe()}")
     if forward.graphs == "lazy":
         notes.append(f"up to {len(all_sizes(config.max_num_seqs))} CUDA graphs are recorded, each at its first use")
     if forward.graphs == "eager":
@@ -81,7 +86,7 @@ def start_runner(
         with torch.inference_mode(), device.active():
             forward.record_all(lambda share: report("recording CUDA graphs", share))
         notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
-    runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation)
+    runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation, host=host)
     return Started(runner, kv, plan, tuple(notes))
 
 
@@ -90,12 +95,50 @@ def free_for_each(model: Model, ranks: int) -> int:
     return max(0, free_memory() - model.shared_bytes) // ranks
 
 
+def _host_tier(config: EngineConfig, kv: list[KVCache], plan: MemoryPlan, key: bytes) -> HostTier | None:
+    """Memory for blocks that the pool gives up, where it was asked for.
+
+    Raises:
+        ConfigError: it would hold no block, or the model has layers with windows.
+    """
+    size, each = config.host_kv_bytes, kv[0].bytes_per_block
+    if config.host_kv_memory is None:
+        return None
+    if [group.window for group in plan.groups] != [None]:
+        raise ConfigError(
+            f"host_kv_memory={config.host_kv_memory} with a model that has layers with a sliding window: not yet; "
+            "leave it out"
+        )
+    if size < each:
+        raise ConfigError(
+            f"host_kv_memory={config.host_kv_memory} is less than one block of {format_size(each)}; raise it to at "
+            f"least {format_size(64 * each)}, or leave it out"
+        )
+    return HostTier(size // each, each, key, pinned=kv[0].memory.is_cuda)
+
+
+def _describe(host: HostTier, config: EngineConfig) -> str:
+    tokens = host.num_slots * config.block_size
+    text = f"host tier: {host.num_slots:,} KV blocks ({tokens:,} tokens) in {format_size(config.host_kv_bytes)}"
+    if host.pinned:
+        return text
+    return (
+        f"{text}; on a CPU this is the same memory as kv_cache_memory, which serves better as long as it may grow: a "
+        "host tier pays where the pool is bounded, and under a disk tier"
+    )
+
+
 def _planned(
     config: EngineConfig, model: Model, device: Device, speculation: Speculation | None, free: int | None
 ) -> MemoryPlan:
     """What the memory is used for."""
+    if config.host_kv_bytes > (found := free_memory()):
+        raise MemoryPlanError(
+            f"host_kv_memory={config.host_kv_memory} is more than the {format_size(found)} of memory that are free; "
+            "lower it"
+        )
     if not device.asynchronous:
-        free = free_for_each(model, 1) if free is None else free
+        free = max(0, free_for_each(model, 1) - config.host_kv_bytes) if free is None else free
         return plan_memory(config, model, free, speculation=speculation)
     draft_kv = speculation.kv_shape if speculation else None
     activations = _measured_activations(config, model, device, draft_kv)

@@ -227,8 +227,8 @@ class Metrics:
 
         Args:
             engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, of a model with
-                experts their load and its balance, and where tokens are drafted `draft_depth`; None while there is no
-                engine to ask. What is missing is left out.
+                experts their load and its balance, where tokens are drafted `draft_depth`, and what moved between
+                the pool and its tiers; None while there is no engine to ask. What is missing is left out.
             state: the engine's, one of `STATES`. restarts: how often it was started again.
         """
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
@@ -320,6 +320,8 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
         yield _accepted_family(stats["accepted_by_position"], stats["draft_depth"], vllm_labels)
     if "expert_load_balance" in stats and "expert_load_balance_by_layer" in stats:
         yield _expert_family({"all": stats["expert_load_balance"]} | stats["expert_load_balance_by_layer"])
+    if stats.get("kv_tiers"):
+        yield from _tier_families(stats["kv_tiers"], stats["kv_block_bytes"])
     if "stage_busy" in stats:
         yield _stage_family(stats["stage_busy"])
     if "expert_tokens" in stats:
@@ -333,6 +335,20 @@ def _accepted_family(counts: Sequence[int], depth: int, vllm_labels: Mapping[str
     for position, count in enumerate([*counts, *[0] * (depth - len(counts))]):
         family.add_metric([*_own(name, vllm_labels), str(position)], count)
     return family
+
+
+def _tier_families(tiers: Mapping[str, Mapping[str, int]], block_bytes: int) -> Iterator[Metric]:
+    """What moved between the pool and its tiers, in blocks and in bytes."""
+    help = "KV blocks: stored in a tier, loaded from it, and loaded with other bytes than had been stored."
+    blocks = CounterMetricFamily("quire:kv_tier_blocks", help, labels=["tier", "event"])
+    help = "Bytes that were stored in a tier, and loaded from it."
+    moved = CounterMetricFamily("quire:kv_tier_bytes", help, labels=["tier", "event"])
+    for tier, counts in tiers.items():
+        for event, count in counts.items():
+            blocks.add_metric([tier, event], count)
+            if event in ("stored", "loaded"):
+                moved.add_metric([tier, event], count * block_bytes)
+    yield from (blocks, moved)
 
 
 def _stage_family(shares: Sequence[float]) -> Metric:

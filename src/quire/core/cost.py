@@ -1,0 +1,78 @@
+"""Whether blocks are better loaded than computed, as steps have shown."""
+
+from __future__ import annotations
+
+from quire.core.step import StepPlan, StepResult
+
+_FORGET = 0.9
+"""Weight that an observation keeps with each newer one."""
+
+_RETRY = 0.98
+"""What a load is expected to take shrinks by this with each one that is not tried: a bad moment is forgotten."""
+
+MARGIN = 0.8
+"""A load must take less than this share of the time that computing takes: it also takes a place in a step."""
+
+LEAST_TOKENS = 16
+"""Steps with fewer tokens than this of a request say nothing about prompts."""
+
+
+class Costs:
+    """Seconds to compute tokens, and to load blocks.
+
+    Computing n tokens after c others is modelled as a n + b n (c + n / 2): what each token costs, and what each pair of
+    a token and one that it sees does; fitted by least squares with exponential forgetting.
+    """
+
+    def __init__(self) -> None:
+        self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
+        self._loads: dict[str, tuple[float, float]] = {}  # by where from: blocks, and seconds that they took
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from a step."""
+        if plan.loads:
+            self.moved("host", len(plan.loads), result.loading)
+        if plan.saves or not any(len(span.tokens) >= LEAST_TOKENS for span in plan.spans):
+            return
+        x = float(plan.num_tokens)
+        z = sum(len(span.tokens) * (span.start + len(span.tokens) / 2) for span in plan.spans)
+        y = result.seconds - result.loading
+        self._xx, self._xz, self._zz = _later(self._xx, x * x), _later(self._xz, x * z), _later(self._zz, z * z)
+        self._xy, self._zy = _later(self._xy, x * y), _later(self._zy, z * y)
+
+    def compute_seconds(self, tokens: int, context: int) -> float | None:
+        """To compute so many tokens after others; None: not known yet."""
+        if not self._xx:
+            return None
+        determinant = self._xx * self._zz - self._xz * self._xz
+        a, b = self._xy / self._xx, 0.0
+        if determinant > 1e-6 * self._xx * self._zz:
+            slope = (self._xx * self._zy - self._xz * self._xy) / determinant
+            base = (self._zz * self._xy - self._xz * self._zy) / determinant
+            if slope > 0.0:  # neither can be negative: where noise says so, it is none
+                a, b = (base, slope) if base > 0.0 else (0.0, self._zy / self._zz)
+        return tokens * (a + b * (context + tokens / 2))
+
+    def moved(self, source: str, blocks: int, seconds: float) -> None:
+        """So many blocks came from "host" or "disk" in so many seconds."""
+        before = self._loads.get(source, (0.0, 0.0))
+        self._loads[source] = _later(before[0], blocks), _later(before[1], seconds)
+
+    def load_seconds(self, source: str, blocks: int) -> float | None:
+        """To load so many blocks; None: not known yet."""
+        known, seconds = self._loads.get(source, (0.0, 0.0))
+        return blocks * seconds / known if known else None
+
+    def prefers_load(self, source: str, blocks: int, block_size: int, first: int) -> bool:
+        """Whether to load so many blocks, which follow `first` others. What is not known yet is found out."""
+        load = self.load_seconds(source, blocks)
+        compute = self.compute_seconds(blocks * block_size, first * block_size)
+        if load is None or compute is None or load < MARGIN * compute:
+            return True
+        known, seconds = self._loads[source]
+        self._loads[source] = known, seconds * _RETRY
+        return False
+
+
+def _later(before: float, value: float) -> float:
+    return before * _FORGET + value

@@ -1,0 +1,304 @@
+"""What moves between the pool, the host tier and a disk.
+
+Blocks leave the pool when they are evicted, and come back as a *fetch*: a chain of blocks, not a request's. To the
+requests that want them, a fetch is what a request that computes them is (`prefix_leaders`): they wait until the step
+that loaded the blocks has committed, and then find them in the prefix cache. So nobody waits for bytes alone: ending a
+request touches no fetch, and a block that cannot be loaded is only one more to be computed.
+
+Bytes move in the order of the plans (`StepPlan.saves`, `StepPlan.loads`), so no block and no slot is touched beside
+the steps, and a slot is free again as soon as the step that was to fill it is given up.
+
+A disk is behind the host tier: what is stored there is written, and read into slots, beside the steps, by whoever
+carries out the `orders`. Requests wait for that as they do for a fetch, until a deadline; a slot that is late stays in
+quarantine until it is said that nobody writes there any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+from quire.core.cost import Costs
+from quire.core.prefix_cache import Node
+from quire.core.step import Move, StepPlan, StepResult
+from quire.core.tier import Tier
+
+WORTH = 2
+"""Uses of a block by other requests after which it is worth a place in a tier."""
+
+LEAST_FETCH = 2
+"""Fewer blocks are computed."""
+
+DISK_SECONDS = 20.0
+"""After which nobody waits for the disk any more."""
+
+MOST_FETCHES = 8
+"""Fetches that one request may begin before it is admitted: what it lacks after these is computed."""
+
+
+class Fetch:
+    """Blocks of one chain on their way into the pool.
+
+    Attributes:
+        order: before every request's: all may wait for it.
+        parent: node of the block before them; None: they begin the chain.
+        scope: whose chain it is.
+        hashes, keys: of the blocks, one each.
+        moves: one a block.
+        promised: blocks beside these that must stay available for the request that asked for them.
+        num_published: blocks that came.
+    """
+
+    order = (-math.inf, 0, 0)
+
+    def __init__(
+        self, parent: Node | None, scope: str, keys: list[bytes], moves: list[Move], promised: int = 0
+    ) -> None:
+        self.parent, self.scope, self.keys, self.moves, self.promised = parent, scope, keys, moves, promised
+        self.hashes = [move.hash for move in moves]
+        self.num_published = 0
+
+
+class Write(NamedTuple):
+    """To be written to the disk: the block in a slot, which is pinned until `Fetches.written`."""
+
+    slot: int
+    hash: bytes
+
+
+class Read(NamedTuple):
+    """To be read from the disk into slots, until `Fetches.read_ended`."""
+
+    number: int
+    blocks: tuple[tuple[int, bytes], ...]
+
+
+class Forget(NamedTuple):
+    """The disk has the block no longer: it was bad."""
+
+    hash: bytes
+
+
+class DiskFetch:
+    """Blocks of one chain that are to be in the host tier; see `Fetch`.
+
+    Attributes:
+        hashes: of the chain, those that are in the tier already among them.
+        filling: slots that are read into. pinned: slots of those that are there.
+        deadline: when nobody waits for it any more.
+        late: it has passed.
+    """
+
+    order, num_published = (-math.inf, 0, 0), 0
+
+    def __init__(self, hashes: list[bytes], filling: list[int], pinned: list[int], deadline: float) -> None:
+        self.hashes, self.filling, self.pinned, self.deadline = hashes, filling, pinned, deadline
+        self.late = False
+
+
+class Fetches:
+    """Saves and loads: those for the next plan, and those of plans in flight; and what is asked of the disk.
+
+    Args:
+        tier: the host tier's index.
+        disk: names of the blocks that the disk has; None: there is none.
+
+    Attributes:
+        orders: for the disk, in their order; whoever carries them out takes them from here.
+        saved, loaded: blocks that came to the tier, and from there, since the start.
+        bad_loads: blocks whose bytes were found to be others than those that had been saved.
+        stored, read: blocks that came to the disk, and from there into the tier.
+    """
+
+    def __init__(self, tier: Tier, disk: Container[bytes] | None = None) -> None:
+        self.tier, self.disk, self.costs = tier, disk, Costs()
+        self.saved = self.loaded = self.bad_loads = self.stored = self.read = 0
+        self._next_read = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is in the tier, or on its way. The disk does nothing any more of what it was asked for."""
+        self.tier.reset()
+        self.orders: list[Write | Read | Forget] = []
+        self.reads: dict[int, DiskFetch] = {}
+        self.writes: set[int] = set()  # slots
+        self._saves: list[Move] = []
+        self._begun: list[Fetch] = []
+        self._in_flight: deque[tuple[int, list[Move], list[Fetch]]] = deque()
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """By tier, blocks that were stored there and loaded from there, and those that were bad."""
+        if not self.tier.num_slots:
+            return {}
+        counts = {"host": {"stored": self.saved, "loaded": self.loaded, "bad": self.bad_loads}}
+        return counts if self.disk is None else counts | {"disk": {"stored": self.stored, "loaded": self.read}}
+
+    @property
+    def has_loads(self) -> bool:
+        """The next plan is to load something."""
+        return bool(self._begun)
+
+    @property
+    def promised(self) -> int:
+        """Blocks that must stay available for requests whose blocks are on their way."""
+        return sum(fetch.promised for fetch in self.under_way)
+
+    @property
+    def under_way(self) -> list[Fetch]:
+        """All that have not ended, for checks."""
+        return [*self._begun, *(fetch for _, _, fetches in self._in_flight for fetch in fetches)]
+
+    @property
+    def saves_under_way(self) -> list[Move]:
+        """All that have not ended, for checks."""
+        return [*self._saves, *(move for _, saves, _ in self._in_flight for move in saves)]
+
+    def worth(self, num_blocks: int, block_size: int, first: int) -> bool:
+        """Whether so many blocks of a chain, from its block `first` on, are better loaded than computed."""
+        return num_blocks >= LEAST_FETCH and self.costs.prefers_load("host", num_blocks, block_size, first)
+
+    def used(self, node: Node, block: int) -> None:
+        """A request has taken a block from the prefix cache. What is worth it is on the disk before it is evicted, so
+        that it is there after a restart."""
+        node.uses += 1
+        if node.uses == WORTH and self.disk is not None:
+            self.evicted(node, block)
+
+    def evicted(self, node: Node, block: int) -> None:
+        """A block goes from the pool: the next plan saves it, before anything is written into it, if it is worth it."""
+        if node.uses >= WORTH and node.hash:
+            slot = self.tier.take(node.hash)
+            if slot is not None:
+                self._saves.append(Move(block, slot, node.hash))
+
+    def begin(self, fetch: Fetch) -> None:
+        """The next plan loads its blocks. Their slots were pinned."""
+        self._begun.append(fetch)
+
+    def planned(self, number: int) -> tuple[list[Move], list[Move]]:
+        """What plan `number` saves and loads."""
+        saves, begun, self._saves, self._begun = self._saves, self._begun, [], []
+        if saves or begun:
+            self._in_flight.append((number, saves, begun))
+        return saves, [move for fetch in begun for move in fetch.moves]
+
+    def committed(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
+        """A plan has committed. Returns its fetches; each has come up to its `num_published`."""
+        if self.tier.num_slots:
+            self.costs.observe(plan, result)
+        if not self._in_flight or self._in_flight[0][0] != plan.number:
+            return []
+        _, saves, fetches = self._in_flight.popleft()
+        bad_loads = set(result.bad_loads)
+        for move in saves:
+            self.tier.filled(move.slot)
+            self._write(move)
+        self.saved += len(saves)
+        self.bad_loads += len(bad_loads)
+        for move in plan.loads:
+            if move.slot in bad_loads:
+                self.tier.withdraw(move.slot)
+                self.orders += [] if self.disk is None else [Forget(move.hash)]
+        for fetch in fetches:
+            bad = (index for index, move in enumerate(fetch.moves) if move.slot in bad_loads)
+            fetch.num_published = next(bad, len(fetch.moves))
+            self.loaded += fetch.num_published
+            self._unpin(fetch)
+        return fetches
+
+    def given_up(self) -> None:
+        """No plan in flight will commit. Evicted blocks that no plan has saved yet still lie where they did."""
+        for _, saves, fetches in self._in_flight:
+            for move in saves:
+                self.tier.dropped(move.slot)
+            for fetch in fetches:
+                self._unpin(fetch)
+        self._in_flight.clear()
+
+    # -- disk ----------------------------------------------------------------------------------------------
+
+    def _write(self, move: Move) -> None:
+        """Have a saved block written, unless the disk has it, or is so far behind that it would take half the slots."""
+        if self.disk is not None and move.hash not in self.disk and len(self.writes) < self.tier.num_slots // 2:
+            self.tier.pin(move.slot)
+            self.writes.add(move.slot)
+            self.orders.append(Write(move.slot, move.hash))
+
+    def written(self, slot: int, stored: bool) -> None:
+        """A `Write` has ended."""
+        self.writes.remove(slot)
+        self.tier.unpin(slot)
+        self.stored += stored
+
+    def begin_read(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> DiskFetch | None:
+        """Have a chain's next blocks read, as far as disk and tier have them; None where none need be.
+
+        Args:
+            first: so many blocks of the chain lie before them.
+        """
+        disk = self.disk
+        if disk is None or any(fetch.late for fetch in self.reads.values()):
+            return None  # a disk that is late is asked for nothing before it has answered
+        count = next((i for i, each in enumerate(hashes) if each not in self.tier and each not in disk), len(hashes))
+        missing = sum(each not in self.tier for each in hashes[:count])
+        if not missing or count < LEAST_FETCH or not self.costs.prefers_load("disk", missing, block_size, first):
+            return None
+        blocks, pinned = [], []
+        for each in hashes[:count]:
+            slot = self.tier.slot(each)
+            if slot is not None:
+                self.tier.pin(slot)
+                pinned.append(slot)
+            elif (taken := self.tier.take(each)) is not None:
+                blocks.append((taken, each))
+            else:
+                break
+        chain = list(hashes[: len(blocks) + len(pinned)])
+        fetch = DiskFetch(chain, [slot for slot, _ in blocks], pinned, now + DISK_SECONDS)
+        if not blocks:
+            self._release(fetch)
+            return None
+        self.reads[self._next_read] = fetch
+        self.orders.append(Read(self._next_read, tuple(blocks)))
+        self._next_read += 1
+        return fetch
+
+    def read_ended(self, number: int, count: int, seconds: float) -> DiskFetch | None:
+        """A `Read` has filled its first slots, so many; nothing is written into the others any more.
+
+        One that is not known is ignored.
+        """
+        fetch = self.reads.pop(number, None)
+        if fetch is None:
+            return None
+        if fetch.late:
+            for slot in fetch.filling:
+                self.tier.released(slot)
+            return None
+        for index, slot in enumerate(fetch.filling):
+            (self.tier.filled if index < count else self.tier.dropped)(slot)
+        self.read += count
+        self.costs.moved("disk", max(count, 1), seconds)
+        self._release(fetch)
+        return fetch
+
+    def expired(self, now: float) -> list[DiskFetch]:
+        """Reads whose deadline has passed: their slots are in quarantine until they end."""
+        late = [fetch for fetch in self.reads.values() if not fetch.late and fetch.deadline < now]
+        for fetch in late:
+            fetch.late = True
+            for slot in fetch.filling:
+                self.tier.quarantine(slot)
+            self._release(fetch)
+        return late
+
+    def _release(self, fetch: DiskFetch) -> None:
+        for slot in reversed(fetch.pinned):
+            self.tier.unpin(slot)
+
+    def _unpin(self, fetch: Fetch) -> None:
+        for move in reversed(fetch.moves):  # the head was used last: tails give way first
+            self.tier.unpin(move.slot)

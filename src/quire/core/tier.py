@@ -1,0 +1,149 @@
+"""Which blocks lie in which slots of a tier outside the pool, such as the host's memory. Whoever has the bytes only
+carries out what is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class Tier:
+    """The index of a tier: a slot holds one full block, named by its chained hash.
+
+    A slot is *free*; or it is *filling*: a block is on its way into it; or it *keeps* a block, and may be pinned
+    while somebody reads it; or it is in *quarantine*: what lies there counts for nothing, and somebody may still
+    read or write it. Of blocks that are kept and not pinned, the least recently used gives way.
+
+    Args:
+        num_slots: how many there are; none: nothing is ever found or kept.
+    """
+
+    def __init__(self, num_slots: int = 0) -> None:
+        self.num_slots = num_slots
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is kept, on its way, or read."""
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._filling: dict[bytes, int] = {}
+        self._kept: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}  # by slot, of those that are filling or kept
+        self._pins: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept without pins, the least recently used first
+        self._quarantined: set[int] = set()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Slots by their state."""
+        states = self._free, self._filling, self._kept, self._quarantined
+        return dict(zip(("free", "filling", "kept", "quarantined"), map(len, states), strict=True))
+
+    @property
+    def idle_slots(self) -> list[int]:
+        """Those that can give way, the first one first, for checks."""
+        return list(self._idle)
+
+    @property
+    def pins(self) -> dict[int, int]:
+        """By slot, how many read it, for checks."""
+        return self._pins
+
+    @property
+    def kept(self) -> dict[bytes, int]:
+        """The slots of all blocks that are kept, for checks."""
+        return self._kept
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._kept
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Slots of the first blocks of a chain, as many as are kept without a gap."""
+        slots: list[int] = []
+        for block_hash in hashes:
+            slot = self._kept.get(block_hash)
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def slot(self, block_hash: bytes) -> int | None:
+        """Where a block is kept."""
+        return self._kept.get(block_hash)
+
+    def take(self, block_hash: bytes) -> int | None:
+        """A slot for a block, filling from now on; None: the block is here or on its way, or no slot may give way."""
+        if block_hash in self._filling:
+            return None
+        slot = self._kept.get(block_hash)
+        if slot is not None:
+            self._touch(slot)
+            return None
+        if not self._free and not self._give_way():
+            return None
+        slot = self._free.pop()
+        self._filling[block_hash] = slot
+        self._names[slot] = block_hash
+        return slot
+
+    def filled(self, slot: int) -> None:
+        """The block is there: it is kept, and found from now on."""
+        block_hash = self._names[slot]
+        del self._filling[block_hash]
+        self._kept[block_hash] = slot
+        self._idle[slot] = None
+
+    def dropped(self, slot: int) -> None:
+        """The block will not come, and nothing else will be written: the slot is free."""
+        del self._filling[self._names.pop(slot)]
+        self._free.append(slot)
+
+    def pin(self, slot: int) -> None:
+        """Somebody reads the block: it does not give way before as many have called `unpin`."""
+        self._pins[slot] = self._pins.get(slot, 0) + 1
+        self._idle.pop(slot, None)
+
+    def unpin(self, slot: int) -> None:
+        """One of those who read the block is done: it was used just now."""
+        self._pins[slot] -= 1
+        if self._pins[slot]:
+            return
+        del self._pins[slot]
+        if slot in self._quarantined:
+            self.released(slot)
+        else:
+            self._idle[slot] = None
+
+    def withdraw(self, slot: int) -> None:
+        """What is kept there is bad, and is not found from now on; the slot is free once nobody reads it."""
+        block_hash = self._names.pop(slot, None)
+        if block_hash is None:
+            return  # somebody else found it out before
+        del self._kept[block_hash]
+        self._idle.pop(slot, None)
+        self._quarantined.add(slot)
+        if slot not in self._pins:
+            self.released(slot)
+
+    def quarantine(self, slot: int) -> None:
+        """The block will not come, but something may still be written, until `released` is called."""
+        del self._filling[self._names.pop(slot)]
+        self._quarantined.add(slot)
+
+    def released(self, slot: int) -> None:
+        """Nobody reads or writes a slot of the quarantine any more: it is free."""
+        self._quarantined.remove(slot)
+        self._free.append(slot)
+
+    def _touch(self, slot: int) -> None:
+        if slot in self._idle:
+            self._idle.move_to_end(slot)
+
+    def _give_way(self) -> bool:
+        """Free the least recently used slot, if there is one."""
+        if not self._idle:
+            return False
+        slot, _ = self._idle.popitem(last=False)
+        del self._kept[self._names.pop(slot)]
+        self._free.append(slot)
+        return True

@@ -1,0 +1,1 @@
+"""KV blocks outside the pool: the memory and the files in which they lie."""

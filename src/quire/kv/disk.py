@@ -1,0 +1,282 @@
+"""The disk tier: KV blocks in files, which outlive the process.
+
+Blocks are appended to segments, and the oldest segment goes when all of them take more than the budget. A record is a
+header (the block's name, its length, its check, and a keyed hash of these) and the block's bytes. Nothing else is
+written, so nothing can contradict it: the index is what the headers say, and whether a block is good is found out when
+it is loaded, by its check (`HostTier`). A segment that a crash has torn ends at its last whole record, and a process
+only appends to segments of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from blake3 import blake3
+
+from quire.errors import QuireError
+from quire.kv.host import HostTier
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 * 2**20
+LEAST_SEGMENTS = 8
+"""Into so many at least the budget is divided, since a whole one goes at once."""
+
+HEADER = struct.Struct("<4sI32s32s16s")  # magic, length, name, check, keyed hash of these
+MAGIC = b"QKV1"
+KEY_FILE, LOCK_FILE = "key", "lock"
+
+
+class DiskTierError(QuireError):
+    """The folder cannot be used."""
+
+
+class Place(NamedTuple):
+    """Where a block's record begins."""
+
+    segment: int
+    offset: int
+
+
+class Ended(NamedTuple):
+    """What the thread has done: a write of a slot, or the read of that `number`.
+
+    Attributes:
+        blocks: that are there now.
+    """
+
+    kind: Literal["write", "read"]
+    number: int
+    blocks: int
+    seconds: float
+
+
+def open_folder(path: str) -> tuple[Path, bytes, int]:
+    """A folder for the disk tier, its key, made where there is none, and the descriptor of its lock.
+
+    Raises:
+        DiskTierError: it is not ours, cannot be written, or is in use.
+    """
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (owner := folder.stat().st_uid) != os.geteuid():
+            raise DiskTierError(f"{folder} belongs to user {owner}, not to {os.geteuid()}; name a folder of your own")
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder, _key(folder / KEY_FILE), lock
+        except BaseException:
+            os.close(lock)
+            raise
+    except BlockingIOError as error:
+        raise DiskTierError(f"{folder} is in use by another engine; give each a folder of its own") from error
+    except OSError as error:
+        raise DiskTierError(f"{folder} cannot be used: {error.strerror or error}") from error
+
+
+def _key(file: Path) -> bytes:
+    """32 secret bytes: those of the file, or new ones, which it keeps."""
+    if not file.exists():
+        new = file.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(secrets.token_bytes(32))
+        new.rename(file)
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise DiskTierError(f"{file} can be read by others, or is not a file of your own; it must have mode 0600")
+    key = file.read_bytes()
+    if len(key) != 32:
+        raise DiskTierError(f"{file} has {len(key)} bytes, not 32; remove it, and the blocks beside it are forgotten")
+    return key
+
+
+class DiskTier:
+    """Blocks in the files of a folder, written from and read into slots of the host tier by a thread of its own.
+
+    Args:
+        folder: opened by `open_folder`.
+        key: see there.
+        budget: bytes of all files.
+        host: whose slots they are.
+
+    Attributes:
+        index: by name, where each block is. Only the thread changes it, but for `forget`.
+        failures: writes and reads that failed.
+    """
+
+    def __init__(self, folder: Path, key: bytes, budget: int, host: HostTier) -> None:
+        self.folder, self.budget, self.host = folder, budget, host
+        self.index: dict[bytes, Place] = {}
+        self.failures = 0
+        self._key = blake3(key, derive_key_context="quire 2026 header of a KV block's record").digest()
+        self._segment_bytes = min(SEGMENT_BYTES, budget // LEAST_SEGMENTS)
+        self._sizes: dict[int, int] = {}  # of the segments
+        self._names: dict[int, list[bytes]] = {}
+        self._files: dict[int, int] = {}  # descriptors
+        self._open: int | None = None  # the segment that is appended to
+        self._ended: deque[Ended] = deque()
+        self._something = threading.Event()
+        for file in sorted(folder.glob("*.kv")):
+            self._scan(file)
+        self._next = 1 + max(self._sizes, default=0)
+        self._shrink()
+        self._thread = ThreadPoolExecutor(1, "quire-disk")
+
+    # -- the engine's side -----------------------------------------------------------------------------------
+
+    def write(self, slot: int, name: bytes) -> None:
+        """Store the block in a slot, which stays as it is until that has ended."""
+        self._thread.submit(self._run, "write", slot, lambda: self._append(slot, name))
+
+    def read(self, number: int, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Read blocks into slots, in this order, up to the first one that cannot be read."""
+        self._thread.submit(self._run, "read", number, lambda: self._fill(blocks))
+
+    def forget(self, name: bytes) -> None:
+        """The block is bad."""
+        self.index.pop(name, None)
+
+    def ended(self, wait_seconds: float = 0.0) -> list[Ended]:
+        """What has ended since the last call; waits so long where nothing has."""
+        if wait_seconds and not self._ended:
+            self._something.wait(wait_seconds)
+        self._something.clear()
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def drain(self) -> None:
+        """Wait until all is done that was asked for, and tell nobody."""
+        self._thread.submit(int).result()
+        self.ended()
+
+    def close(self) -> None:
+        """Write what was to be written, and let go of the files."""
+        self._thread.shutdown()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    # -- the thread's ----------------------------------------------------------------------------------------
+
+    def _run(self, kind: Literal["write", "read"], number: int, work: Callable[[], int]) -> None:
+        begin, count = time.monotonic(), 0
+        try:
+            count = work()
+        except Exception as error:
+            self._failed(error)
+        self._ended.append(Ended(kind, number, count, time.monotonic() - begin))
+        self._something.set()
+
+    def _failed(self, error: Exception) -> None:
+        """Count it; the first failure, and each tenfold number of them, is a line in the log."""
+        self.failures += 1
+        if str(self.failures).strip("0") == "1":
+            logger.warning("disk tier %s: %s (failures: %d); serving goes on", self.folder, error, self.failures)
+
+    def _append(self, slot: int, name: bytes) -> int:
+        if name in self.index:
+            return 1
+        payload = self.host.memory[slot].numpy().data
+        record = HEADER.size + len(payload)
+        if record > self._segment_bytes:
+            raise OSError(f"a block of {len(payload)} bytes is too large for a budget of {self.budget}")
+        if self._open is None or self._sizes[self._open] + record > self._segment_bytes:
+            self._begin_segment()
+            self._shrink(record)
+        segment = self._open
+        if segment is None:
+            raise OSError("the budget is smaller than a segment")
+        offset = self._sizes[segment]
+        try:
+            header = self._header(name, len(payload), self.host.checks[slot])
+            written = os.pwritev(self._files[segment], [header, payload], offset)
+            if written != record:
+                raise OSError(f"{written} of {record} bytes could be written")
+        except OSError:
+            self._open = None  # what follows a torn record is not found again: the next one goes into a new segment
+            raise
+        self._sizes[segment] = offset + record
+        self._names[segment].append(name)
+        self.index[name] = Place(segment, offset)
+        return 1
+
+    def _fill(self, blocks: Sequence[tuple[int, bytes]]) -> int:
+        for count, (slot, name) in enumerate(blocks):
+            place = self.index.get(name)
+            if place is None:
+                return count
+            header, payload = bytearray(HEADER.size), self.host.memory[slot].numpy().data
+            read = os.preadv(self._files[place.segment], [header, payload], place.offset)
+            known = self._parsed(header)
+            if known is None or known[0] != name or read != HEADER.size + len(payload):
+                self.forget(name)
+                self._failed(OSError(f"segment {place.segment}: a record is not what it was"))
+                return count
+            self.host.checks[slot] = known[1]
+        return len(blocks)
+
+    # -- segments --------------------------------------------------------------------------------------------
+
+    def _header(self, name: bytes, length: int, check: bytes) -> bytes:
+        fields = HEADER.pack(MAGIC, length, name, check, bytes(16))[:-16]
+        return fields + blake3(fields, key=self._key).digest(16)
+
+    def _parsed(self, header: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
+        """Name, check and length, if it is whole and ours."""
+        if len(header) < HEADER.size or header[-16:] != blake3(header[:-16], key=self._key).digest(16):
+            return None
+        _, length, name, check, _ = HEADER.unpack(header)
+        return name, check, length
+
+    def _scan(self, file: Path) -> None:
+        """Take in a segment's records, up to one that is not whole."""
+        try:
+            number, descriptor = int(file.stem, 16), os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (OSError, ValueError):
+            return  # not ours
+        self._files[number], self._names[number] = descriptor, []
+        self._sizes[number] = end = os.fstat(descriptor).st_size
+        offset = 0
+        while (known := self._parsed(os.pread(descriptor, HEADER.size, offset))) is not None:
+            name, _, length = known
+            if offset + HEADER.size + length > end:
+                break
+            if length == self.host.block_bytes:
+                self.index[name] = Place(number, offset)
+                self._names[number].append(name)
+            offset += HEADER.size + length
+
+    def _begin_segment(self) -> None:
+        number, self._next = self._next, self._next + 1
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._files[number] = os.open(self.folder / f"{number:016x}.kv", flags, 0o600)
+        self._sizes[number], self._names[number] = 0, []
+        self._open = number
+
+    def _shrink(self, more: int = 0) -> None:
+        """Give up the oldest segments until there is room for one that is full."""
+        room = self.budget - (self._segment_bytes if more else 0)
+        while self._sizes and sum(self._sizes.values()) > max(room, 0):
+            oldest = min(self._sizes)
+            if oldest == self._open:
+                break
+            for name in self._names.pop(oldest):
+                if self.index.get(name, Place(-1, 0)).segment == oldest:
+                    self.index.pop(name, None)
+            del self._sizes[oldest]
+            os.close(self._files.pop(oldest))
+            (self.folder / f"{oldest:016x}.kv").unlink(missing_ok=True)

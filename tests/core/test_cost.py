@@ -1,0 +1,68 @@
+"""Load or compute: by what steps have taken."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.core.cost import Costs
+from quire.core.step import Move, Span, StepPlan, StepResult
+
+SIZE = 16
+
+
+def computed(costs: Costs, tokens: int, context: int, seconds: float) -> None:
+    plan = StepPlan(0, [Span(0, context, [1] * tokens)], num_tokens=tokens)
+    costs.observe(plan, StepResult(0, [], seconds))
+
+
+def loaded(costs: Costs, blocks: int, seconds: float) -> None:
+    plan = StepPlan(0, [], loads=[Move(block, block, b"") for block in range(blocks)])
+    costs.observe(plan, StepResult(0, [], seconds, loading=seconds))
+
+
+@pytest.mark.parametrize(("a", "b"), [(1e-3, 0.0), (1e-3, 1e-6), (1e-5, 1e-6)])
+def test_what_a_chunk_takes_is_learnt_from_chunks_of_other_lengths_and_contexts(a: float, b: float) -> None:
+    rnd, costs = random.Random(1), Costs()
+    for _ in range(60):
+        tokens, context = rnd.randrange(16, 2048), rnd.randrange(8192)
+        noise = rnd.uniform(0.95, 1.05)
+        computed(costs, tokens, context, noise * tokens * (a + b * (context + tokens / 2)))
+    expected = 1024 * (a + b * (4096 + 512))
+    assert costs.compute_seconds(1024, 4096) == pytest.approx(expected, rel=0.15)
+
+
+def test_chunks_that_are_all_alike_are_extrapolated_by_their_tokens() -> None:
+    costs = Costs()
+    for _ in range(10):
+        computed(costs, 64, 0, 0.064)
+    assert costs.compute_seconds(640, 0) == pytest.approx(0.64)
+
+
+def test_the_cheaper_way_is_chosen_and_what_is_not_known_is_tried() -> None:
+    costs = Costs()
+    assert costs.prefers_load("host", 2, SIZE, 0)
+    computed(costs, 64, 0, 0.064)  # 1 ms a token
+    assert costs.prefers_load("host", 2, SIZE, 0)
+    loaded(costs, 10, 10 * SIZE * 0.0007)
+    assert costs.prefers_load("host", 10, SIZE, 0)
+    for _ in range(30):
+        loaded(costs, 10, 10 * SIZE * 0.0009)
+    assert not costs.prefers_load("host", 10, SIZE, 0)
+
+
+def test_a_source_that_was_slow_is_tried_again() -> None:
+    costs = Costs()
+    computed(costs, 64, 0, 0.064)
+    loaded(costs, 4, 4 * SIZE * 0.002)
+    tries = next(count for count in range(1000) if costs.prefers_load("host", 4, SIZE, 0))
+    assert 10 < tries < 100
+
+
+def test_decodes_and_steps_that_save_teach_nothing_about_prompts() -> None:
+    costs = Costs()
+    costs.observe(StepPlan(0, [Span(0, 9, [1])], num_tokens=1), StepResult(0, [], 0.1))
+    plan = StepPlan(0, [Span(0, 0, [1] * 64)], num_tokens=64, saves=[Move(1, 1, b"")])
+    costs.observe(plan, StepResult(0, [], 0.1))
+    assert costs.compute_seconds(64, 0) is None

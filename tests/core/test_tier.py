@@ -1,0 +1,126 @@
+"""The index of a tier: what is found, what gives way, and that no slot is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.core.tier import Tier
+
+
+def named(number: int) -> bytes:
+    return number.to_bytes(4, "big")
+
+
+def filled(tier: Tier, *numbers: int) -> list[int]:
+    slots = []
+    for number in numbers:
+        slot = tier.take(named(number))
+        assert slot is not None
+        tier.filled(slot)
+        slots.append(slot)
+    return slots
+
+
+def kept(tier: Tier) -> set[int]:
+    return {int.from_bytes(name, "big") for name in tier.kept}
+
+
+def test_a_block_is_found_once_it_is_filled_and_a_chain_up_to_its_first_gap():
+    tier = Tier(4)
+    slot = tier.take(named(1))
+    assert tier.find([named(1)]) == [] and tier.counts["filling"] == 1
+    tier.filled(slot)
+    [third] = filled(tier, 3)
+    assert tier.find([named(1), named(2), named(3)]) == [slot]
+    assert tier.find([named(3)]) == [third]
+
+
+def test_the_least_recently_used_block_gives_way_and_none_that_is_read_or_on_its_way():
+    tier = Tier(3)
+    first, second, _ = filled(tier, 1, 2, 3)
+    tier.pin(first)
+    filled(tier, 4)
+    assert kept(tier) == {1, 3, 4}
+    tier.unpin(first)  # used just now
+    assert tier.take(named(3)) is None  # here already: that is a use
+    filled(tier, 5)
+    assert kept(tier) == {1, 3, 5}
+    for slot in tier.find([named(1)]) + tier.find([named(3)]):
+        tier.pin(slot)
+    assert tier.take(named(6)) == tier.take(named(7)) or tier.counts["filling"] == 1
+    assert tier.take(named(8)) is None and second in range(3)
+
+
+def test_a_block_that_is_on_its_way_gets_no_second_slot():
+    tier = Tier(2)
+    slot = tier.take(named(1))
+    assert tier.take(named(1)) is None
+    tier.dropped(slot)
+    assert tier.counts == {"free": 2, "filling": 0, "kept": 0, "quarantined": 0}
+    assert tier.take(named(1)) is not None
+
+
+def test_what_is_withdrawn_while_it_is_read_is_not_found_and_not_given_away_before_it_was_read():
+    tier = Tier(1)
+    [slot] = filled(tier, 1)
+    tier.pin(slot)
+    tier.pin(slot)
+    tier.withdraw(slot)
+    tier.withdraw(slot)  # both found out
+    assert tier.find([named(1)]) == [] and tier.counts["quarantined"] == 1
+    tier.unpin(slot)
+    assert tier.take(named(2)) is None
+    tier.unpin(slot)
+    assert tier.take(named(2)) == slot
+
+
+def test_a_slot_in_quarantine_is_given_away_once_it_is_released():
+    tier = Tier(1)
+    slot = tier.take(named(1))
+    tier.quarantine(slot)
+    assert tier.take(named(1)) is None and tier.counts["quarantined"] == 1
+    tier.released(slot)
+    assert tier.take(named(1)) == slot
+
+
+def test_a_tier_without_slots_keeps_nothing():
+    tier = Tier()
+    assert tier.take(named(1)) is None and tier.find([named(1)]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_each_slot_is_in_one_state_and_what_was_used_last_stays(seed):
+    rnd, tier = random.Random(seed), Tier(6)
+    filling: list[int] = []
+    pinned: list[int] = []
+    quarantined: list[int] = []
+    for _ in range(400):
+        what = rnd.choice(["take", "take", "filled", "dropped", "pin", "unpin", "withdraw", "quarantine", "release"])
+        keeps = sorted(tier.kept.values())
+        if what == "take":
+            newest = tier.idle_slots[-1:] if len(tier.idle_slots) > 1 else []
+            slot = tier.take(named(rnd.randrange(12)))
+            filling += [] if slot is None else [slot]
+            assert set(newest) <= set(tier.kept.values())
+        elif what in ("filled", "dropped", "quarantine") and filling:
+            slot = filling.pop(rnd.randrange(len(filling)))
+            {"filled": tier.filled, "dropped": tier.dropped, "quarantine": tier.quarantine}[what](slot)
+            quarantined += [slot] if what == "quarantine" else []
+        elif what == "pin" and keeps:
+            pinned.append(rnd.choice(keeps))
+            tier.pin(pinned[-1])
+        elif what == "unpin" and pinned:
+            tier.unpin(pinned.pop(rnd.randrange(len(pinned))))
+        elif what == "withdraw" and keeps:
+            tier.withdraw(rnd.choice(keeps))
+        elif what == "release" and quarantined:
+            tier.released(quarantined.pop())
+        assert sum(tier.counts.values()) == 6 and tier.counts["filling"] == len(filling)
+        assert sorted(_spread(tier.pins)) == sorted(pinned)
+        assert not set(tier.idle_slots) & set(pinned)
+
+
+def _spread(pins: dict[int, int]) -> list[int]:
+    return [slot for slot, count in pins.items() for _ in range(count)]

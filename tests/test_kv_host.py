@@ -1,0 +1,215 @@
+"""The host tier on real models: blocks that were given up come back, checked, and no token shows it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import Move
+from quire.engine.engine import Engine
+from quire.errors import ConfigError, MemoryPlanError
+from quire.kv.host import HostTier
+from tests.devices import DelayedDevice, SpanKernels, on_device
+from tests.oracle import save_checkpoint
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "torch kernels": {"cpu_kernels": "torch"},
+    "latent attention": {"model": "deepseek_v3"},
+    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    "a drafting head": {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
+}
+OUTPUT = 40
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("latent"), "deepseek_v3")
+
+
+@pytest.fixture(params=MODELS)
+def options(request: pytest.FixtureRequest, latent: Path) -> dict[str, Any]:
+    chosen = {"model": "demo", "threads": 1, **MODELS[request.param]}
+    return {**chosen, "model": str(latent)} if chosen["model"] == "deepseek_v3" else chosen
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    """About 100 tokens each, of which 70 are a head that all but the first share."""
+    rnd = random.Random(7)
+    head = [rnd.randrange(3, 60) for _ in range(70)]
+    return [[rnd.randrange(3, 60) for _ in range(99)]] + [
+        [*head, *(rnd.randrange(3, 60) for _ in range(20 + 3 * index))] for index in range(count - 1)
+    ]
+
+
+def params(index: int) -> SamplingParams:
+    temperature = 0.0 if index % 2 else 0.8
+    return SamplingParams(temperature=temperature, seed=index, logprobs=1, ignore_eos=True).resolved()
+
+
+Outcome = list[tuple[int, tuple[float, ...]]]
+
+
+def run(engine: Engine, texts: list[list[int]], first_id: int = 0, most: int = OUTPUT) -> list[Outcome]:
+    """Tokens and log-probabilities of prompts that are served at once."""
+    for index, text in enumerate(texts):
+        engine.add(Request(first_id + index, text, params(index), max_tokens=most))
+    outcomes: list[Outcome] = [[] for _ in texts]
+    while not engine.idle:
+        for update in engine.step():
+            assert update.error is None
+            for token, entry in zip(update.tokens, update.logprobs or [], strict=True):
+                outcomes[update.request - first_id].append((token, tuple(entry.values)))
+    return outcomes
+
+
+def make(options: dict[str, Any], **more: Any) -> Engine:
+    config = EngineConfig(**{"max_model_len": 192, "max_num_seqs": 8, "check_invariants": True, **options, **more})
+    return Engine(config, hash_key=bytes(32))
+
+
+def hosted(engine: Engine) -> dict[str, int]:
+    """What the host tier has stored, loaded, and found bad."""
+    return engine.stats.kv_tiers["host"]
+
+
+def emptied(engine: Engine) -> None:
+    """Nothing is left in the pool that might be found there."""
+    engine.scheduler.kv.cache.clear()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_gives_way_comes_back_with_the_tokens_and_log_probabilities_of_a_roomy_pool(
+    options: dict[str, Any], overlap: bool
+) -> None:
+    roomy = make(options, num_kv_blocks=200)
+    expected = run(roomy, prompts())
+    roomy.close()
+    engine = make(options, num_kv_blocks=24, host_kv_memory="64MiB", async_scheduling=overlap)
+    assert run(engine, prompts()) == expected
+    counts = hosted(engine)
+    assert engine.stats.preemptions and counts["stored"] and counts["loaded"] and not counts["bad"]
+    assert run(engine, prompts(), first_id=100) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_device_that_computes_by_itself_moves_blocks_in_the_order_of_its_steps(tmp_path: Path, overlap: bool) -> None:
+    model = {"model": str(save_checkpoint(tmp_path, "qwen3")), "threads": 1, "async_scheduling": overlap}
+    with on_device(DelayedDevice(), SpanKernels()):
+        roomy = make(model, num_kv_blocks=200, max_num_batched_tokens=64)
+        expected = run(roomy, prompts())
+        engine = make(model, num_kv_blocks=24, host_kv_memory="16MiB", max_num_batched_tokens=64)
+        assert run(engine, prompts()) == expected
+    assert engine.stats.preemptions and hosted(engine)["loaded"] and not hosted(engine)["bad"]
+    roomy.close()
+    engine.close()
+
+
+@pytest.fixture
+def filled() -> Iterator[Engine]:
+    """An engine whose host tier has the head of some prompts, and whose pool has nothing."""
+    engine = make({"model": "demo", "threads": 1}, num_kv_blocks=60, host_kv_memory="64MiB")
+    for first in (0, 10, 20):
+        run(engine, prompts(4)[1:], first_id=first, most=2)
+    emptied(engine)
+    run(engine, [[5] * 5], first_id=50, most=2)
+    assert hosted(engine)["stored"] >= 4 and not hosted(engine)["loaded"]
+    yield engine
+    engine.close()
+
+
+def test_a_head_that_was_evicted_is_loaded_and_counted_as_cached(filled: Engine) -> None:
+    cached = filled.stats.cached_tokens
+    assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
+    assert hosted(filled)["loaded"] >= 4 and filled.stats.cached_tokens - cached >= 64
+
+
+def _cold(texts: list[list[int]], most: int) -> list[Outcome]:
+    engine = make({"model": "demo", "threads": 1}, num_kv_blocks=60, prefix_cache="off")
+    outcomes = run(engine, texts, most=most)
+    engine.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("bit", [1, 128])
+def test_one_flipped_bit_in_a_slot_is_one_bad_load_and_no_other_token(filled: Engine, place: int, bit: int) -> None:
+    host, tier = filled.executor._runner.host, filled.scheduler.kv.fetches.tier
+    request = Request(99, prompts(2)[1], params(0), max_tokens=1)
+    filled.scheduler.kv.match(request)
+    slot = tier.find(request.hashes)[2]
+    host.memory[slot, place] ^= bit
+    assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
+    assert (hosted(filled)["bad"], hosted(filled)["loaded"]) == (1, 2)
+    assert len(tier.find(request.hashes)) == 2
+
+
+def test_a_step_that_fails_while_blocks_are_loaded_is_given_up_with_them(filled: Engine) -> None:
+    host = filled.executor._runner.host
+    load, calls = host.load, []
+
+    def fails_once(pool: torch.Tensor, moves: list[Move]) -> list[int]:
+        calls.append(len(moves))
+        if moves and sum(count > 0 for count in calls) == 1:
+            raise RuntimeError("no memory, say")
+        return load(pool, moves)
+
+    host.load = fails_once
+    assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
+    assert sum(count > 0 for count in calls) == 2 and hosted(filled)["loaded"] >= 4
+
+
+def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> None:
+    pool = torch.randint(0, 256, (4, 96), dtype=torch.uint8)
+    host = HostTier(2, 96, bytes(32))
+    saved, move = pool[1].clone(), Move(1, 0, b"name")
+    host.save(pool, [move])
+    assert host.load(pool, [Move(3, 0, b"name")]) == [] and torch.equal(pool[3], saved)
+    assert host.load(pool, [Move(3, 0, b"other")]) == [0]
+    assert host.load(pool, [Move(3, 1, b"name")]) == [1]
+    other = HostTier(2, 96, bytes(31) + b"1")
+    other.save(pool, [move])
+    assert other.checks[0] != host.checks[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"host_kv_memory": "1KiB"}, ConfigError, "less than one block"),
+        ({"host_kv_memory": "900TiB"}, MemoryPlanError, "more than the"),
+        ({"host_kv_memory": "1MiB", "prefix_cache": "off"}, ConfigError, "prefix_cache=off"),
+        ({"host_kv_memory": "1MiB", "tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size=2: not yet"),
+        (
+            {"host_kv_memory": "1MiB", "pipeline_parallel_size": 2, "async_scheduling": False},
+            ConfigError,
+            "pipeline_parallel_size=2: not yet",
+        ),
+        ({"host_kv_memory": "much"}, ConfigError, "not a size"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(more: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make({"model": "demo", "threads": 1, "num_kv_blocks": 60}, **more)
+
+
+def test_models_with_windows_are_refused_by_name(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64, "num_hidden_layers": 2}
+    folder = save_checkpoint(tmp_path, "qwen2", **window)
+    with pytest.raises(ConfigError, match="sliding window: not yet"):
+        make({"model": str(folder), "threads": 1, "num_kv_blocks": 60}, host_kv_memory="1MiB")
+
+
+def test_a_note_says_how_much_the_tier_holds_and_when_it_pays(filled: Engine) -> None:
+    [note] = [note for note in filled.notes if "host tier" in note]
+    assert "64 MiB" in note and "on a CPU this is the same memory" in note
