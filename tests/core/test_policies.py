@@ -13,6 +13,7 @@ import pytest
 
 from quire.core.block_hash import BlockHasher
 from quire.core.draft_length import DraftLengths, DraftState
+from quire.core.step import DRAFT
 from quire.core.waiting_queue import WaitingQueue
 from tests.core.fake_runner import StepFailed, expected_output, make_request, make_scheduler, matched, outputs, run_all
 from tests.core.policies import Policies, decodes, drafts, sizes
@@ -553,3 +554,29 @@ def test_a_block_is_another_one_behind_another_head():
 def test_names_that_are_no_text_have_roots_too():
     """A path may hold any bytes, which Python shows as lone surrogates."""
     assert BlockHasher(bytes(32), "\udcff").root("\udc80") != BlockHasher(bytes(32), "\udcfe").root("\udc80")
+
+
+def test_drafting_is_dropped_only_where_no_step_in_flight_verifies_drafts(monkeypatch):
+    """The runner stops following the request at once, and could not say where it stands."""
+    scheduler, runner = make_scheduler(num_blocks=400, drafts=4, adaptive=True, drafter=expected_output)
+    turns, asked = itertools.cycle([4, 0]), []
+
+    def drop(lengths, states):
+        asked.append(len(states))
+        return 0 if states else None
+
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, states, room, *rest: [next(turns)] * len(states))
+    monkeypatch.setattr(DraftLengths, "drop_drafting", drop)
+    scheduler.add(make_request(0, [1, 2, 3], max_tokens=40))
+    drafted, flights = set(), []
+    for _ in range(8):
+        plan = scheduler.schedule(0.0)
+        if plan is not None:
+            assert not drafted.intersection(plan.drop_drafting), "drafts of a request that is dropped are in flight"
+            drafted |= {span.request for span in plan.spans if DRAFT in span.tokens}
+            flights.append(plan)
+        if len(flights) == 2 or plan is None:
+            oldest = flights.pop(0)
+            scheduler.commit(oldest, runner.run(oldest), 0.0)
+            drafted = {span.request for flight in flights for span in flight.spans if DRAFT in span.tokens}
+    assert 0 in asked and 1 in asked

@@ -342,9 +342,10 @@ class Scheduler:
         if self._lengths:
             states = [request.draft_state for request in decodes]
             room = self._lengths.choose(states, room, step.budget, len(step.chosen))
-            vain = self._lengths.drop_drafting(states)
+            settled = [request for request in decodes if not request.num_unverified_tokens]
+            vain = self._lengths.drop_drafting([request.draft_state for request in settled])
             if vain is not None:
-                self._drop_drafting.append(decodes[vain].id)
+                self._drop_drafting.append(settled[vain].id)
         for request, count in zip(decodes, room, strict=True):
             if (count := min(count, step.budget)) > 0:
                 step.choose(request, self._reserve_drafts(request, count))
