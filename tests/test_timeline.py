@@ -60,6 +60,26 @@ def test_a_real_run_keeps_the_format(demo: list[Event]) -> None:
     assert {event["args"]["name"] for event in demo if event["name"] == "thread_name"} == {"scheduler", "device"}
 
 
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+def test_other_ranks_have_a_lane_with_the_steps_that_they_computed(sizes: dict[str, int], tmp_path: Path) -> None:
+    """At the same times: ranks of a machine have one clock."""
+    with LLM("demo", profile=str(tmp_path), threads=1, **sizes) as llm:
+        llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=12, ignore_eos=True))
+        steps = llm.stats.steps
+    [path] = tmp_path.iterdir()
+    events = events_of(path)
+    check_format(events)
+    check_lanes(events)
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes == {SCHEDULER: "scheduler", DEVICE: "device", DEVICE + 1: "rank 1"}
+    own = {e["name"].split(":")[0]: e for e in events if e["ph"] == "X" and e["tid"] == DEVICE}
+    others = {e["name"]: e for e in events if e["ph"] == "X" and e["tid"] == DEVICE + 1 and e["name"] != "slot"}
+    assert len(own) == steps and len({*own} - {*others}) <= 1  # the last one may come too late
+    for name in {*own} & {*others}:
+        begin = max(own[name]["ts"], others[name]["ts"])
+        assert begin <= min(own[name]["ts"] + own[name]["dur"], others[name]["ts"] + others[name]["dur"])
+
+
 def test_every_step_is_on_the_device_and_has_its_four_moments_on_the_host(demo: list[Event]) -> None:
     numbers = [slice["args"]["step"] for slice in slices(demo, DEVICE)]
     assert len(numbers) >= 9 and numbers == sorted(set(numbers))
@@ -584,7 +604,7 @@ def check_format(events: list[Event], closed: bool = True) -> None:
     open_phases: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for event in events:
         assert set(event) == {"name", "ph", "pid", "tid", "ts"} | more[event["ph"]], event
-        assert event["pid"] == os.getpid() and event["tid"] in (SCHEDULER, DEVICE)
+        assert event["pid"] == os.getpid() and event["tid"] in range(SCHEDULER, DEVICE + 2)
         assert all(type(event[key]) is int and event[key] >= 0 for key in ("ts", "dur") if key in event), event
         if event["ph"] == "C":
             assert event["args"] and all(type(value) is int for value in event["args"].values())

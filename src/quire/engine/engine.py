@@ -543,6 +543,9 @@ class Engine:
         stats.count(plan, result, updates)
         for observer in self._observers:
             observer.committed(plan, result, updates)
+        if self._timeline and self._ranks:
+            for rank, timed in self._ranks.timed():
+                self._timeline.rank_computed(rank, timed.number, timed.begin, timed.seconds)
         if self.config.check_invariants:
             invariants.check(scheduler)
 

@@ -54,7 +54,15 @@ class Computed(msgspec.Struct, tag=True):
     error: str = ""
 
 
-FromRank = Loaded | Measured | Ready | Failed | Prepared | Computed
+class Timed(msgspec.Struct, tag=True):
+    """When this rank computed the plan of this number, by its machine's monotonic clock; -1: a slot without a plan."""
+
+    number: int
+    begin: float
+    seconds: float
+
+
+FromRank = Loaded | Measured | Ready | Failed | Prepared | Computed | Timed
 
 
 class Link:

@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ import msgspec
 from quire import child, log
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
-from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Measured, Ready
+from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Measured, Ready, Timed
 from quire.errors import DeviceLostError, QuireError, StepGivenUpError
 
 if TYPE_CHECKING:
@@ -74,23 +75,30 @@ def main() -> int:
     if runner is None:
         return 0
     answers = link if runner.model.replicas > 1 and runner.model.stage.rank == 0 else None
-    return _compute(start.rank, runner, link, answers)
+    profile = link if start.config["profile"] is not None else None
+    return _compute(start.rank, runner, link, answers, profile)
 
 
-def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None) -> int:
+def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None, profile: Link | None) -> int:
     """All plans that come. Those that this rank cannot compute are given up, and the first one decides what follows.
 
     Args:
         answers: where what comes of them goes, if the first rank has other requests.
+        profile: where it is told when they were computed, if somebody draws it.
     """
     decoder, failed = msgspec.msgpack.Decoder(StepPlan), False
     while (encoded := link.receive()) is not None:
+        begin, plan = time.monotonic(), None
         try:
             if not encoded:
                 runner.drain()
             else:
-                _answer(runner, decoder.decode(encoded), answers)
+                plan = decoder.decode(encoded)
+                _answer(runner, plan, answers)
             failed = False
+            if profile is not None:
+                timed = Timed(plan.number if plan else -1, begin, time.monotonic() - begin)
+                profile.send(msgspec.msgpack.encode(timed))
         except DeviceLostError as error:
             logger.error("rank %d ends: %s", rank, error)
             return 1

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ from quire.core.lockstep import LockstepPlan, joined
 from quire.core.step import StepPlan, StepResult
 from quire.engine.executor import Executor, PendingResult, T, attempt
 from quire.engine.hosts import Hosts, RemoteRank
-from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, Measure, Measured
+from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, Measure, Measured, Timed
 from quire.engine.loading import contents, join
 from quire.engine.machine import Machine, how_it_ended, out_of_memory_kills
 from quire.engine.rank import RankStart
@@ -76,6 +76,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes] | RemoteRank] = []
         self.prepared: list[Prepared | None] = [None] * size
         self.computed: Answers = [queue.SimpleQueue() for _ in range(1, config.data_parallel_size)]
+        self._timed: queue.SimpleQueue[tuple[int, Timed]] = queue.SimpleQueue()
         self._out_of_memory = out_of_memory_kills()
         self._closing = threading.Event()
         hosts = [Hosts(config)] if config.nnodes > 1 else []
@@ -141,7 +142,7 @@ class Ranks:
             link.socket.settimeout(self._timeout)
         # Not bound: the thread must not keep this object.
         lose = functools.partial(_lose, self.group, self.stage, self.computed)
-        told = functools.partial(_told, self.prepared, self.computed, self._width)
+        told = functools.partial(_told, self.prepared, self.computed, self._timed, self._width)
         watching = self._links, lose, told, self._closing
         threading.Thread(target=_watch, args=watching, name="quire-ranks", daemon=True).start()
 
@@ -168,6 +169,13 @@ class Ranks:
                 raise StepFailedError(answer.error)
             results.append(answer.result)
         return results
+
+    def timed(self) -> Iterator[tuple[int, Timed]]:
+        """What ranks of this machine have computed since the last call; others have clocks of their own."""
+        while not self._timed.empty():
+            rank, timed = self._timed.get()
+            if not self._place(rank):
+                yield rank, timed
 
     def _hear(self, rank: int) -> FromRank:
         """The next message of a rank that starts."""
@@ -254,9 +262,18 @@ def _starts(config: EngineConfig, path: Path, matrix_bytes: int, here: int) -> l
     return [replace(start if rank < here else elsewhere, rank=rank) for rank in range(1, config.num_ranks)]
 
 
-def _told(prepared: list[Prepared | None], computed: Answers, width: int, rank: int, message: bytes) -> None:
+def _told(
+    prepared: list[Prepared | None],
+    computed: Answers,
+    timed: queue.SimpleQueue[tuple[int, Timed]],
+    width: int,
+    rank: int,
+    message: bytes,
+) -> None:
     """What a rank says while steps are computed."""
-    match msgspec.msgpack.decode(message, type=Prepared | Computed):
+    match msgspec.msgpack.decode(message, type=Prepared | Computed | Timed):
+        case Timed() as answer:
+            timed.put((rank, answer))
         case Prepared() as answer:
             prepared[rank] = answer
         case Computed() as answer:

@@ -91,8 +91,7 @@ class TraceFile:
             self._add("process_name", "M", SCHEDULER, 0, args={"name": "quire"})
             self._add("process_labels", "M", SCHEDULER, 0, args={"labels": f"started {started}"})
             for lane, name in ((SCHEDULER, "scheduler"), (DEVICE, "device")):
-                self._add("thread_name", "M", lane, 0, args={"name": name})
-                self._add("thread_sort_index", "M", lane, 0, args={"sort_index": lane})
+                self.lane(lane, name)
             self.flush()
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise ConfigError(
@@ -100,6 +99,11 @@ class TraceFile:
             ) from error
 
     # -- events --------------------------------------------------------------------------------------------
+
+    def lane(self, lane: int, name: str) -> None:
+        """What a lane is called."""
+        self._add("thread_name", "M", lane, 0, args={"name": name})
+        self._add("thread_sort_index", "M", lane, 0, args={"sort_index": lane})
 
     def slice(self, lane: int, name: str, begin: float, end: float, **args: Any) -> None:
         """Something that took from `begin` to `end`, in seconds. Slices of a lane must not overlap."""
@@ -289,6 +293,7 @@ class Timeline:
         self._requests: dict[int, Request] = {}  # those that are drawn and have not ended
         self._prefilling: set[int] = set()
         self._num_hidden = 0
+        self._ranks: set[int] = set()  # others that have a lane
         self._submitted: dict[int, float] = {}  # when steps in flight were, by number
         self._waited = 0.0  # when the host had the last result
         self._device_end = 0.0
@@ -337,6 +342,15 @@ class Timeline:
             self._trace.flush()  # nothing may come for a long time
         else:
             self._trace.flush_if_due(now)
+
+    @_harmless
+    def rank_computed(self, rank: int, number: int, begin: float, seconds: float) -> None:
+        """Another rank of this machine has computed this step (-1: a pipeline's slot without one)."""
+        lane = DEVICE + rank
+        if rank not in self._ranks:
+            self._ranks.add(rank)
+            self._trace.lane(lane, f"rank {rank}")
+        self._trace.slice(lane, f"step {number}" if number >= 0 else "slot", begin, begin + seconds)
 
     @_harmless
     def given_up(self) -> None:
