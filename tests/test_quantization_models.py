@@ -139,7 +139,7 @@ def test_names_of_what_tokens_depend_on_differ(base: Path) -> None:
 def test_cached_blocks_of_another_quantization_have_other_names(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = []
     monkeypatch.setattr("quire.engine.engine.BlockHasher", lambda key, root: roots.append(root))
-    monkeypatch.setattr("quire.engine.engine.KVManager", lambda *args: None)
+    monkeypatch.setattr("quire.engine.engine.KVManager", lambda *args, **more: None)
     for options in ({}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 32}):
         engine = Engine(EngineConfig(model=str(base), num_kv_blocks=8, max_model_len=64, **options))
         engine.close()

@@ -31,7 +31,6 @@ from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
-from quire.engine.placement import notes_of, placed
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.tiers import KVTiers
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
@@ -199,6 +198,8 @@ class Engine:
     ) -> None:
         report = on_load or (lambda phase, share: None)
         if config.distributed_executor_backend != "mp":
+            from quire.engine.placement import placed
+
             config = placed(config)
         if config.device == "auto":
             config = replace(config, device=find_device()[0])
@@ -357,6 +358,8 @@ class Engine:
                 "requests and tokens are those of each"
             )
         if config.nnodes > 1:
+            from quire.engine.placement import notes_of
+
             notes += notes_of(config)
         if config.redundant_experts is not None:
             each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from quire.engine.crossing import (
     listening,
     read_token,
 )
-from quire.engine.machine import Machine, groups_of, how_it_ended, meets
+from quire.engine.machine import Machine, RemoteRank, groups_of, how_it_ended, meets
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError
 from quire.ops.cpu.mirror import Mirror
@@ -58,38 +57,6 @@ LOOK_SECONDS = 1.0
 """Between looks at those who are to join."""
 
 EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-
-
-class RemoteRank:
-    """The process of a rank on another machine, as far as is known of it here.
-
-    Args:
-        where: the machine, for people.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where, self._exited = where, threading.Event()
-        self._how: tuple[str, bool] = ("", False)
-
-    def ended(self, how: str, outside: bool) -> None:
-        """See `how_it_ended`; what is told first is true."""
-        if not self._exited.is_set():
-            self._how = how, outside
-            self._exited.set()
-
-    def how_it_ended(self, seconds: float) -> tuple[str, bool] | None:
-        """None: it has not, so many seconds from now."""
-        return self._how if self._exited.wait(seconds) else None
-
-    def wait(self, seconds: float | None = None) -> int:
-        """As of a `Popen`."""
-        if not self._exited.wait(seconds):
-            raise subprocess.TimeoutExpired("a rank on another machine", seconds or 0.0)
-        return 0
-
-    def kill(self) -> None:
-        """Its machine ends it, when the connection is closed."""
-        self.ended("was left", True)
 
 
 class _Host:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import msgspec
@@ -92,6 +93,38 @@ class Machine:
         if self.bell >= 0:
             os.close(self.bell)
             self.bell = -1
+
+
+class RemoteRank:
+    """The process of a rank on another machine, as far as is known of it here.
+
+    Args:
+        where: the machine, for people.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where, self._exited = where, threading.Event()
+        self._how: tuple[str, bool] = ("", False)
+
+    def ended(self, how: str, outside: bool) -> None:
+        """See `how_it_ended`; what is told first is true."""
+        if not self._exited.is_set():
+            self._how = how, outside
+            self._exited.set()
+
+    def how_it_ended(self, seconds: float) -> tuple[str, bool] | None:
+        """None: it has not, so many seconds from now."""
+        return self._how if self._exited.wait(seconds) else None
+
+    def wait(self, seconds: float | None = None) -> int:
+        """As of a `Popen`."""
+        if not self._exited.wait(seconds):
+            raise subprocess.TimeoutExpired("a rank on another machine", seconds or 0.0)
+        return 0
+
+    def kill(self) -> None:
+        """Its machine ends it, when the connection is closed."""
+        self.ended("was left", True)
 
 
 def out_of_memory_kills() -> int:

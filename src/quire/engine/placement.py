@@ -46,10 +46,11 @@ def placed(config: EngineConfig, environment: Mapping[str, str] = os.environ) ->
         )
     number, size, host = (environment[name] for name in LAUNCHED)
     if size != str(config.num_ranks):
-        tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        product = " x ".join(f"{getattr(config, name)} ({name})" for name in sizes)
         raise ConfigError(
-            f"torchrun has started {size} processes (WORLD_SIZE) for {config.num_ranks} ranks: {tensor} "
-            f"(tensor_parallel_size) x {pipeline} (pipeline_parallel_size); start one for each"
+            f"torchrun has started {size} processes (WORLD_SIZE) for {config.num_ranks} ranks: {product}; start one "
+            "for each"
         )
     if config.nnodes not in (1, config.num_ranks):
         raise ConfigError(

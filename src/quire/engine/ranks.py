@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,10 +27,9 @@ from quire.config import EngineConfig
 from quire.core.lockstep import LockstepPlan, joined
 from quire.core.step import StepPlan, StepResult
 from quire.engine.executor import Executor, PendingResult, T, attempt
-from quire.engine.hosts import Hosts, RemoteRank
 from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, Measure, Measured, Timed
 from quire.engine.loading import contents, join
-from quire.engine.machine import Machine, how_it_ended, out_of_memory_kills
+from quire.engine.machine import Machine, RemoteRank, how_it_ended, out_of_memory_kills
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError, QuireError, RankLostError, StepFailedError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
@@ -38,6 +38,9 @@ from quire.runner.expert_mover import Prepared
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.pipeline_runner import PipelinedStep, PipelineRunner
 from quire.runner.start import OnLoad
+
+if TYPE_CHECKING:
+    from quire.engine.hosts import Hosts
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ class Ranks:
         self._timed: queue.SimpleQueue[tuple[int, Timed]] = queue.SimpleQueue()
         self._out_of_memory = out_of_memory_kills()
         self._closing = threading.Event()
-        hosts = [Hosts(config)] if config.nnodes > 1 else []
+        hosts = _hosts(config)
         self.close = weakref.finalize(self, _close, self._links, self._processes, self._closing, hosts)
         try:
             self._start(config, path, matrix_bytes, report, hosts)
@@ -235,6 +238,15 @@ class Ranks:
         except subprocess.TimeoutExpired:
             return silent, False
         return how_it_ended(code, out_of_memory_kills() > self._out_of_memory)
+
+
+def _hosts(config: EngineConfig) -> list[Hosts]:
+    """What joins this machine and others; where there are none, nothing of it is loaded."""
+    if config.nnodes == 1:
+        return []
+    from quire.engine.hosts import Hosts
+
+    return [Hosts(config)]
 
 
 def _starts(config: EngineConfig, path: Path, matrix_bytes: int, here: int) -> list[RankStart]:
