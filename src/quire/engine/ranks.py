@@ -380,7 +380,7 @@ class PipelineExecutor:
 
     @property
     def busy(self) -> list[float]:
-        """Of each stage, the share of the time of all slots that it has computed its layers."""
+        """Of each stage, the share of the time of all slots that it has computed, and not waited for others."""
         return [seconds / self._runner.seconds for seconds in self._runner.busy] if self._runner.seconds else []
 
     def drain(self) -> None:

@@ -57,7 +57,7 @@ class PipelineRunner(ModelRunner):
     """See above. `launch` is the slot of a plan; where none follows, `drain` is a slot without one.
 
     Attributes:
-        busy: seconds that each stage has computed its layers since the start.
+        busy: seconds that each stage has computed since the start: its layers, its part of the head, and tokens.
         seconds: of all slots.
     """
 
@@ -66,6 +66,7 @@ class PipelineRunner(ModelRunner):
         self._pipe = model.ranks
         self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
         self.busy, self.seconds = [0.0] * self._stages, 0.0
+        self._sampling = 0.0  # seconds in the last slot, of which the others have not been told yet
 
     def _forget(self) -> None:
         super()._forget()
@@ -114,11 +115,13 @@ class PipelineRunner(ModelRunner):
             self._flow.appendleft(entering)
             own = self._flow[self._stage] if len(self._flow) > self._stage else None
             made = [] if own is None else self._through_layers(own)
-            self._pass_on(made, time.monotonic() - begin)
+            self._pass_on(made, time.monotonic() - begin + self._sampling)
+            through = time.monotonic()
             last = self._flow.pop() if len(self._flow) == self._stages else None
             if last is not None:
                 self._sample_all(last)
-            self.seconds += time.monotonic() - begin
+            end = time.monotonic()
+            self._sampling, self.seconds = end - through, self.seconds + end - begin
 
     def _through_layers(self, own: PipelinedStep) -> list[Tensor]:
         """This stage's layers of a step: x and residual, or what the last norm makes of them."""
