@@ -352,7 +352,7 @@ def _tier_families(tiers: Mapping[str, Mapping[str, int]], block_bytes: int) -> 
 
 
 def _stage_family(shares: Sequence[float]) -> Metric:
-    help = "Of each stage of a pipeline, the share of the time of all steps that it has computed, and not waited for others."
+    help = "Of each stage of a pipeline, the share of the time of all steps that it has computed, not waited."
     family = GaugeMetricFamily("quire:stage_busy", help, labels=["stage"])
     for stage, share in enumerate(shares):
         family.add_metric([str(stage)], share)
