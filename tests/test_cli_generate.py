@@ -21,8 +21,8 @@ from quire.cli.report import closing_rows
 from quire.cli.terminal import visible
 from quire.cli.views import JsonLines, Panels, ProgressBar, View, choose_view, shown_titles
 from quire.core.sampling_params import SamplingParams
-from quire.engine.engine import EngineStats
 from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, RequestError
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.lockstep import Lockstep
-from quire.errors import ConfigError, RankLostError
+from quire.core.step import StepPlan, StepResult
+from quire.engine import rank
+from quire.engine.link import Computed, Link
+from quire.errors import ConfigError, RankLostError, StepFailedError
 from quire.runner.model_runner import STEP_FAILED, ModelRunner
 from tests.oracle import save_checkpoint
 from tests.test_determinism import alone, engine_of, prompts, run, setting
@@ -165,6 +171,38 @@ def failing(llm: LLM, prompts: list[list[int]], culprit: int) -> list[Any]:
         while not llm._engine.idle:
             found |= {output.request_id: output for output in llm.step()}
         return [found[id].outputs[0] for id in ids]
+
+
+def test_a_rank_says_what_came_of_each_plan() -> None:
+    """Also that it could not compute one: the first rank waits for an answer to each."""
+    ours, theirs = socket.socketpair()
+    runner: Any = SimpleNamespace(launch=lambda plan: SimpleNamespace(wait=lambda: StepResult(plan.number, [])))
+    with ours, theirs:
+        rank._answer(runner, StepPlan(3, []), Link(theirs))
+        runner.launch = {}.__getitem__
+        with pytest.raises(TypeError):
+            rank._answer(runner, StepPlan(4, []), Link(theirs))
+        link = Link(ours)
+        good, bad = (msgspec.msgpack.decode(link.receive() or b"", type=Computed) for _ in range(2))
+    assert (good.number, good.result) == (3, StepResult(3, [])) and not good.error
+    assert (bad.number, bad.result) == (4, None) and bad.error.startswith("TypeError")
+
+
+def test_results_of_other_replicas_are_waited_for_and_old_ones_dropped(two: LLM) -> None:
+    found = two._engine._ranks
+    assert found is not None
+    [computed] = found.computed
+    for answer in (Computed(5, None, "old"), Computed(7, StepResult(7, [])), Computed(8, None, "planted")):
+        computed.put(answer)
+    assert found.results(7) == [StepResult(7, [])]
+    with pytest.raises(StepFailedError, match="planted"):
+        found.results(8)
+    begin = time.monotonic()
+    with pytest.raises(RankLostError, match=r"^rank 1 has not answered for 2 s"):
+        found.results(9)  # it met the others, and hangs before it tells
+    assert 1.5 < time.monotonic() - begin < 8
+    with pytest.raises(RankLostError, match="rank 1"):
+        two._engine.check_ranks()
 
 
 def test_what_cannot_be_is_refused_by_name(folder: str) -> None:

@@ -254,7 +254,7 @@ class EngineConfig:
         if ray and self.nnodes == 1:
             raise ConfigError(
                 "distributed_executor_backend=ray starts ranks on other machines, and nnodes=1; set nnodes to all "
-                "machines, or leave Ray out: ranks of one machine need nobody to start them"
+                "machines, or leave Ray out: ranks of one machine are started without it"
             )
         if (self.nnodes > 1 or launched) and not (self.token_file or ray):
             raise ConfigError(

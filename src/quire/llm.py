@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
-from quire.engine.engine import Engine, EngineStats
+from quire.engine.engine import Engine
 from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import RequestOutput
+from quire.engine.stats import EngineStats
 from quire.engine.streams import Streams
 from quire.engine.thread_guard import ThreadGuard
 from quire.errors import ChatTemplateError, ConcurrentUseError, EngineClosedError, RequestError, SamplingParamsError

@@ -124,6 +124,34 @@ void gathers() {
         });
 }
 
+// What ranks bring may be of any size, also none, and lies in several places.
+void exchanges() {
+    for (const int size : {2, 3, 5})
+        on_all(size, [&](Group* group, int rank) {
+            std::mt19937 luck(size);
+            for (int round = 0; round < 1000; round++) {
+                std::vector<std::vector<char>> all;
+                for (int other = 0; other < size; other++)
+                    all.emplace_back(luck() % 3 ? luck() % (MATRIX / size) : 0, (char)(round + other));
+                const int64_t cut = all[rank].size() / 3;
+                const quire::Bytes own[2] = {{all[rank].data(), cut}, {all[rank].data() + cut, (int64_t)all[rank].size() - cut}};
+                std::vector<quire::Bytes> found(size);
+                CHECK(quire::exchange(*group, own, 2, round, found.data()) == quire::DONE);
+                for (int other = 0; other < size; other++) {
+                    CHECK(found[other].size == (int64_t)all[other].size());
+                    CHECK(!std::memcmp(found[other].data, all[other].data(), all[other].size()));
+                }
+            }
+        });
+}
+
+void differing_words() {
+    on_all(2, [](Group* group, int rank) {
+        quire::Bytes found[2];
+        CHECK(quire::exchange(*group, nullptr, 0, rank, found) == quire::DIFFER);
+    });
+}
+
 // Whoever gives up, and wherever: all stop, and what is gathered afterwards is right again.
 void steps_are_given_up() {
     on_all(3, [](Group* group, int rank) {
@@ -171,6 +199,9 @@ void a_matrix_that_has_no_room() {
         const int own = 0;
         const char* all;
         CHECK(quire::gather(*group, &own, MATRIX, Share{rank, 1, 2}, sizeof(int), &all) == quire::TOO_LARGE);
+        const quire::Bytes large{(const char*)&own, MATRIX};
+        quire::Bytes found[2];
+        CHECK(quire::exchange(*group, &large, 1, 0, found) == quire::TOO_LARGE);
     });
 }
 
@@ -205,6 +236,8 @@ void differing_shapes() {
 int main(int count, char** arguments) {
     return run_named(count, arguments,
                      {{"gathers", gathers},
+                      {"exchanges", exchanges},
+                      {"differing_words", differing_words},
                       {"steps_are_given_up", steps_are_given_up},
                       {"a_matrix_that_has_no_room", a_matrix_that_has_no_room},
                       {"who_is_lost", who_is_lost},

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.engine.engine import EngineStats
     from quire.engine.outputs import RequestOutput
+    from quire.engine.stats import EngineStats
 
 
 def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: float) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 Blocks leave the pool when they are evicted, and come back as a *fetch*: a chain of blocks, not a request's. To the
 requests that want them, a fetch is what a request that computes them is (`prefix_leaders`): they wait until the step
-that loaded the blocks has committed, and then find them in the prefix cache. So nobody waits for bytes alone: ending a
+that loaded the blocks has committed, and then find them in the prefix cache. So no request owns a transfer: ending a
 request touches no fetch, and a block that cannot be loaded is only one more to be computed.
 
 Bytes move in the order of the plans (`StepPlan.saves`, `StepPlan.loads`), so no block and no slot is touched beside
@@ -10,7 +10,7 @@ the steps, and a slot is free again as soon as the step that was to fill it is g
 
 A disk is behind the host tier: what is stored there is written, and read into slots, beside the steps, by whoever
 carries out the `orders`. Requests wait for that as they do for a fetch, until a deadline; a slot that is late stays in
-quarantine until it is said that nobody writes there any more.
+quarantine until it is said that nothing is written there any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_FETCH = 2
 """Fewer blocks are computed."""
 
 DISK_SECONDS = 20.0
-"""After which nobody waits for the disk any more."""
+"""After which requests wait for the disk no longer."""
 
 MOST_FETCHES = 8
 """Fetches that one request may begin before it is admitted: what it lacks after these is computed."""
@@ -87,7 +87,7 @@ class DiskFetch:
     Attributes:
         hashes: of the chain, those that are in the tier already among them.
         filling: slots that are read into. pinned: slots of those that are there.
-        deadline: when nobody waits for it any more.
+        deadline: from then on no request waits for it.
         late: it has passed.
     """
 

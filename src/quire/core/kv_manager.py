@@ -16,6 +16,7 @@ from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
 from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import Tier
+from quire.errors import RequestTooLargeError
 
 
 class Handle(NamedTuple):
@@ -126,6 +127,20 @@ class KVManager:
         """Most blocks of each group that a request holds at once: see `kv_group.peak_blocks`."""
         return [peak_blocks(group.window, num_tokens, max_chunk, self.block_size) for group in self.groups]
 
+    def check_fits(self, request: Request, max_chunk: int) -> None:
+        """Whether a request could run alone.
+
+        Raises:
+            RequestTooLargeError: it needs more blocks than there are.
+        """
+        for blocks, group in zip(self.peak_blocks(request.num_positions, max_chunk), self.groups, strict=True):
+            if blocks > group.num_usable:
+                raise RequestTooLargeError(
+                    f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {blocks} KV "
+                    f"blocks of {self.block_size} tokens, but the pool has {group.num_usable}; lower max_tokens, "
+                    "or give the engine more with kv_cache_memory or num_kv_blocks"
+                )
+
     # -- prefix cache --------------------------------------------------------------------------------------
 
     def match(self, request: Request, whole: bool = False) -> Match:
@@ -178,6 +193,24 @@ class KVManager:
         end = match.num_blocks * self.block_size + match.partial_tokens
         return [min(group.first_seen(end) // self.block_size, match.num_blocks) for group in self.groups]
 
+    def blocks_to_start(
+        self, request: Request, match: Match, num_tokens: int, max_chunk: int, num_running: int
+    ) -> list[int]:
+        """Blocks of each group, beside the match, that must be available before a request starts with `num_tokens`.
+
+        A request that was preempted comes back only when all its tokens fit while one free block remains for
+        each running request; otherwise it would soon be the victim again.
+        """
+        promised = self.fetches.promised
+        needed = self.blocks_for(num_tokens) - match.num_blocks + promised
+        if not request.stats.preemptions:
+            return [needed] * len(self.groups)
+        peaks, unseen = self.peak_blocks(len(request.tokens), max_chunk), self.first_seen(match)
+        return [
+            max(needed, peak - match.num_blocks + first + promised) + num_running
+            for peak, first in zip(peaks, unseen, strict=True)
+        ]
+
     def lock(self, match: Match) -> None:
         """Hold all blocks of a match, so that nothing evicts them."""
         for number, block in self._blocks(match):
@@ -208,7 +241,7 @@ class KVManager:
             request.num_computed += match.partial_tokens
         request.num_committed = request.num_computed
         request.num_sent = request.num_fetches = 0
-        for node in match.nodes():
+        for node in match.nodes() if self.fetches.tier.num_slots else ():
             self.fetches.used(node, node.blocks[0])
 
     def copied(self, request: Request, step: int) -> None:
@@ -328,7 +361,7 @@ class KVManager:
 
     def preempted(self, request: Request) -> None:
         """What a request leaves in the prefix cache when it gives way is worth a place in the tier."""
-        for node in Match(request.tip).nodes():
+        for node in Match(request.tip).nodes() if self.fetches.tier.num_slots else ():
             node.uses = max(node.uses, WORTH)
 
     # -- tables --------------------------------------------------------------------------------------------

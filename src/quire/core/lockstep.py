@@ -17,6 +17,7 @@ from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.trials import Trials
+from quire.errors import RequestError
 
 DECODING = 256
 """How many tokens of a prompt a request's place in the decode steps weighs, where replicas are to have even work."""
@@ -61,31 +62,31 @@ class Lockstep:
         self.trials = Trials()
         for scheduler in schedulers:
             scheduler.trials = self.trials
-        self._replica_of: dict[int, int] = {}  # of each request
-        self._prompts: list[dict[int, int]] = [{} for _ in schedulers]  # by replica: requests' uncached prompt tokens
-        self._work = [0] * len(schedulers)  # sums of these, and of DECODING each
+        self._placed: dict[int, tuple[int, int]] = {}  # each request's replica, and what it adds to the work there
+        self._work = [0] * len(schedulers)
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """See `Scheduler.add`."""
-        self._forget_ended()
+        if request.id in self._placed:
+            raise RequestError(f"request id {request.id} is in use; ids must be unique")
         costs = [len(request.tokens) - each.kv.cached_tokens(request) + DECODING for each in self.schedulers]
         replica = min(range(len(costs)), key=lambda index: self._work[index] + costs[index])
-        if request.id in self._replica_of:
-            replica = self._replica_of[request.id]  # which refuses it
         self.schedulers[replica].add(request)
-        self._replica_of[request.id], self._prompts[replica][request.id] = replica, costs[replica]
+        self._placed[request.id] = replica, costs[replica]
         self._work[replica] += costs[replica]
 
-    def _forget_ended(self) -> None:
-        for replica, (scheduler, prompts) in enumerate(zip(self.schedulers, self._prompts, strict=True)):
-            for request in prompts.keys() - scheduler.requests.keys():
-                self._work[replica] -= prompts.pop(request)
-                del self._replica_of[request]
-
     def _of(self, request: int) -> Scheduler:
-        return self.schedulers[self._replica_of.get(request, 0)]
+        return self.schedulers[self._placed.get(request, (0, 0))[0]]
+
+    def _told(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+        """Requests that have ended are no work any more."""
+        for update in updates:
+            if update.finish_reason is not None and update.request in self._placed:
+                replica, cost = self._placed.pop(update.request)
+                self._work[replica] -= cost
+        return updates
 
     def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
         """See `Scheduler.abort`."""
@@ -129,7 +130,7 @@ class Lockstep:
             own = StepResult(result.number, result.spans[begin:end], result.seconds, result.began, result.drafting)
             updates += scheduler.commit(part, own, now)
             begin = end
-        return updates
+        return self._told(updates)
 
     def restart(self, *, failed: bool = False, whole: bool = True) -> Request | None:
         """See `Scheduler.restart`: every replica gives up all its plans in flight."""
@@ -141,7 +142,7 @@ class Lockstep:
 
     def take_updates(self) -> list[RequestUpdate]:
         """See `Scheduler.take_updates`."""
-        return list(chain.from_iterable(scheduler.take_updates() for scheduler in self.schedulers))
+        return self._told([update for scheduler in self.schedulers for update in scheduler.take_updates()])
 
     # -- what the outside may know -------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
 from quire.core.turns import Turns
 from quire.core.waiting_queue import WaitingQueue
-from quire.errors import RequestError, RequestTooLargeError
+from quire.errors import RequestError
 
 
 class Scheduler:
@@ -74,14 +74,7 @@ class Scheduler:
         """
         if request.id in self.requests:
             raise RequestError(f"request id {request.id} is in use; ids must be unique")
-        needed = self.kv.peak_blocks(request.num_positions, self._max_chunk)
-        for blocks, group in zip(needed, self.kv.groups, strict=True):
-            if blocks > group.num_usable:
-                raise RequestTooLargeError(
-                    f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {blocks} KV "
-                    f"blocks of {self.kv.block_size} tokens, but the pool has {group.num_usable}; lower max_tokens, "
-                    "or give the engine more with kv_cache_memory or num_kv_blocks"
-                )
+        self.kv.check_fits(request, self._max_chunk)
         priority = request.params.priority if self.config.scheduling_policy == "priority" else 0
         if not self.requests:
             self._turns.reset()
@@ -444,20 +437,8 @@ class Scheduler:
             seats_taken = False
 
     def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> list[int]:
-        """Blocks of each group, beside the match, that must be available before a request starts with `num_tokens`.
-
-        A request that was preempted comes back only when all its tokens fit while one free block remains for
-        each running request; otherwise it would soon be the victim again.
-        """
-        needed = self.kv.blocks_for(num_tokens) - match.num_blocks + self.kv.fetches.promised
-        if not request.stats.preemptions:
-            return [needed] * len(self.kv.groups)
-        peaks = self.kv.peak_blocks(len(request.tokens), self._max_chunk)
-        unseen, promised = self.kv.first_seen(match), self.kv.fetches.promised
-        return [
-            max(needed, peak - match.num_blocks + first + promised) + len(self.running)
-            for peak, first in zip(peaks, unseen, strict=True)
-        ]
+        """See `KVManager.blocks_to_start`."""
+        return self.kv.blocks_to_start(request, match, num_tokens, self._max_chunk, len(self.running))
 
     def _start(self, request: Request, now: float) -> None:
         if request.stats.admitted is None:

@@ -115,7 +115,7 @@ class Tier:
             self._idle[slot] = None
 
     def withdraw(self, slot: int) -> None:
-        """What is kept there is bad, and is not found from now on; the slot is free once nobody reads it."""
+        """What is kept there is bad, and is not found from now on; the slot is free once it is not read any more."""
         block_hash = self._names.pop(slot, None)
         if block_hash is None:
             return  # somebody else found it out before
@@ -131,7 +131,7 @@ class Tier:
         self._quarantined.add(slot)
 
     def released(self, slot: int) -> None:
-        """Nobody reads or writes a slot of the quarantine any more: it is free."""
+        """A slot of the quarantine is neither read nor written any more: it is free."""
         self._quarantined.remove(slot)
         self._free.append(slot)
 

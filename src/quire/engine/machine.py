@@ -81,7 +81,7 @@ class Machine:
         return own, process
 
     def all_started(self) -> None:
-        """Who was started has the memory open; nobody else will."""
+        """All ranks that share the memory have it open: it needs no descriptor here any more."""
         for memory in self._memories.values():
             os.close(memory)
         self._memories.clear()

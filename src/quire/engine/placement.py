@@ -18,7 +18,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 """What torchrun tells the processes that it starts, in their environment."""
 
 TORCHRUN = (
-    "torchrun's own store listens at MASTER_PORT on all addresses, and asks nobody who he is; Quire does not use it, "
+    "torchrun's own store listens at MASTER_PORT on all addresses, without authentication; Quire does not use it, "
     "but let no other network reach it"
 )
 

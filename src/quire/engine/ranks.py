@@ -160,12 +160,16 @@ class Ranks:
 
         Raises:
             StepFailedError: one could not.
-            RankLostError: one is lost.
+            RankLostError: one is lost, or does not tell in time.
         """
         results = []
-        for computed in self.computed:
-            while (answer := computed.get()) is not None and answer.number < number:
-                pass  # of a step that was given up
+        for replica, computed in enumerate(self.computed, start=1):
+            try:
+                while (answer := computed.get(timeout=self._timeout)) is not None and answer.number < number:
+                    pass  # of a step that was given up
+            except queue.Empty:  # its ranks have met the others, and hang since
+                self.group.lose(replica * self._width)
+                answer = None
             if answer is None:
                 raise self.explained(self.group.lost or 0)
             if answer.result is None:

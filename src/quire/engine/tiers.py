@@ -22,7 +22,7 @@ WAIT_SECONDS = 0.01
 
 
 class KVTiers:
-    """What lies behind the pool. A folder that cannot be used is one line, and the engine serves without it.
+    """The tiers below the pool. A folder that cannot be used is one line, and the engine serves without it.
 
     Args:
         config: names the folder, and the budget.

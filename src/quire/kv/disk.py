@@ -159,7 +159,7 @@ class DiskTier:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def drain(self) -> None:
-        """Wait until all is done that was asked for, and tell nobody."""
+        """Wait until all is done that was asked for; it is not told in `ended`."""
         self._thread.submit(int).result()
         self.ended()
 

@@ -15,7 +15,7 @@ class Linear:
         weight: packed [out, in], as `Kernels.pack` or `Kernels.pack_quantized` gives it; this rank's outputs.
         inputs: brings together the ranks' columns of x; None: x has all.
         outputs: the same for y; None: this rank's outputs stay as they are.
-        reduces: whose y are added up, where the weight is that of this rank's inputs instead; None: nobody's.
+        reduces: the ranks whose y are added up, where the weight is that of this rank's inputs instead.
     """
 
     def __init__(

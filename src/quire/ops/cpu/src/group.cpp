@@ -239,7 +239,8 @@ Outcome exchange(Group& group, const Bytes* own, int64_t count, uint64_t word, B
     std::memcpy(place, &size, sizeof size);
     place += HEAD;
     for (int64_t i = 0; i < count; place += own[i++].size) std::memcpy(place, own[i].data, own[i].size);
-    if (const Outcome outcome = group.meet(~word, {group.rank * room, HEAD + size, HEAD + size, 1}); outcome != DONE) return outcome;
+    const Outcome outcome = group.meet(~word, {group.rank * room, HEAD + size, HEAD + size, 1});
+    if (outcome != DONE) return outcome;
     group.gathers++;
     for (int rank = 0; rank < group.size; rank++) {
         const char* const begin = buffer + rank * room;
