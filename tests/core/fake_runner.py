@@ -15,7 +15,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.cache_events import CacheEvents
-from quire.core.fetches import Forget, Read, Write
+from quire.core.fetches import Forget, Prefill, Read, Write
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
@@ -76,12 +76,13 @@ class FakeDisk:
 
     def take(self, scheduler: Scheduler) -> None:
         """What was ordered."""
-        for order in scheduler.kv.fetches.orders:
+        orders = scheduler.kv.fetches.orders
+        for order in [each for each in orders if not isinstance(each, Prefill)]:
+            orders.remove(order)
             if isinstance(order, Forget):
                 self.blocks.pop(order.hash, None)
             else:
                 self.orders.append(order)
-        scheduler.kv.fetches.orders.clear()
 
     def work(self, scheduler: Scheduler, runner: FakeRunner) -> None:
         """Carry out the oldest order."""

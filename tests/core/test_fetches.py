@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from quire.core.fetches import DISK_SECONDS
+from quire.core.fetches import DISK, PATIENCE
 from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
@@ -208,7 +208,7 @@ def test_what_was_used_twice_is_on_the_disk_before_it_is_evicted_and_read_when_i
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output([*HEAD, id], 2) for id in (101, 102)}
     assert {update.cached_tokens for update in updates} == {20}
-    assert scheduler.kv.fetches.read == 5 == scheduler.kv.fetches.loaded
+    assert scheduler.kv.fetches.read[DISK] == 5 == scheduler.kv.fetches.loaded
     assert not scheduler.kv.fetches.orders, "what is on the disk is not written again"
 
 
@@ -217,7 +217,7 @@ def test_nobody_waits_for_the_disk_after_its_deadline_and_what_comes_late_change
     scheduler.add(make_request(101, [*HEAD, 1], 2))
     assert scheduler.schedule(0.0) is None
     disk.take(scheduler)
-    plan = scheduler.schedule(DISK_SECONDS + 1)
+    plan = scheduler.schedule(PATIENCE[DISK] + 1)
     assert plan is not None and plan.num_tokens == 22
     assert scheduler.kv.fetches.tier.counts["quarantined"] == 5
     updates = scheduler.commit(plan, runner.run(plan), 22.0)
@@ -373,7 +373,7 @@ class Run:
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
         fetches = kv.fetches
         self.counts.update(saved=fetches.saved, loaded=fetches.loaded, bad=fetches.bad_loads)
-        self.counts.update(stored=fetches.stored, read=fetches.read)
+        self.counts.update(stored=fetches.stored, read=fetches.read[DISK])
 
 
 def run_schedules(seeds: range) -> Counter[str]:

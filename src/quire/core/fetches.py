@@ -8,9 +8,10 @@ request touches no fetch, and a block that cannot be loaded is only one more to 
 Bytes move in the order of the plans (`StepPlan.saves`, `StepPlan.loads`), so no block and no slot is touched beside
 the steps, and a slot is free again as soon as the step that was to fill it is given up.
 
-A disk is behind the host tier: what is stored there is written, and read into slots, beside the steps, by whoever
-carries out the `orders`. Requests wait for that as they do for a fetch, until a deadline; a slot that is late stays in
-quarantine until it is said that nothing is written there any more.
+Behind the host tier there may be a disk, and other engines, which compute prompts. What is stored on the disk is
+written, and what comes from there or from another engine is read into slots, beside the steps, by whoever carries out
+the `orders`. Requests wait for that as they do for a fetch, until a deadline; a slot that is late stays in quarantine
+until it is said that nothing is written there any more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from quire.core.cost import Costs
 from quire.core.prefix_cache import Node
+from quire.core.request import Request
 from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import Tier
 
@@ -31,8 +33,11 @@ WORTH = 2
 LEAST_FETCH = 2
 """Fewer blocks are computed."""
 
-DISK_SECONDS = 20.0
-"""After which requests wait for the disk no longer."""
+DISK, PEER = "disk", "peer"
+"""Where blocks are read from: the disk, or another engine that computes them."""
+
+PATIENCE = {DISK: 20.0, PEER: 120.0}
+"""Seconds without progress after which requests wait no longer."""
 
 MOST_FETCHES = 8
 """Fetches that one request may begin before it is admitted: what it lacks after these is computed."""
@@ -75,26 +80,44 @@ class Read(NamedTuple):
     blocks: tuple[tuple[int, bytes], ...]
 
 
+class Prefill(NamedTuple):
+    """To be computed by another engine and read from there into slots, until `Fetches.read_ended`.
+
+    Attributes:
+        tokens: the prompt that has the blocks, and the token after them.
+        priority, owner, scope: the request's.
+    """
+
+    number: int
+    blocks: tuple[tuple[int, bytes], ...]
+    tokens: list[int]
+    priority: int
+    owner: str
+    scope: str
+
+
 class Forget(NamedTuple):
     """The disk has the block no longer: it was bad."""
 
     hash: bytes
 
 
-class DiskFetch:
+class SlotFetch:
     """Blocks of one chain that are to be in the host tier; see `Fetch`.
 
     Attributes:
+        source: `DISK` or `PEER`.
         hashes: of the chain, those that are in the tier already among them.
         filling: slots that are read into. pinned: slots of those that are there.
-        deadline: from then on no request waits for it.
+        deadline: from then on no request waits for it, unless there is progress.
         late: it has passed.
     """
 
     order, num_published = (-math.inf, 0, 0), 0
 
-    def __init__(self, hashes: list[bytes], filling: list[int], pinned: list[int], deadline: float) -> None:
-        self.hashes, self.filling, self.pinned, self.deadline = hashes, filling, pinned, deadline
+    def __init__(self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float) -> None:
+        self.source, self.hashes, self.filling, self.pinned = source, hashes, filling, pinned
+        self.deadline = now + PATIENCE[source]
         self.late = False
 
 
@@ -106,23 +129,27 @@ class Fetches:
         disk: names of the blocks that the disk has; None: there is none.
 
     Attributes:
-        orders: for the disk, in their order; whoever carries them out takes them from here.
+        orders: for the disk and other engines, in their order; whoever carries them out takes them from here.
         saved, loaded: blocks that came to the tier, and from there, since the start.
         bad_loads: blocks whose bytes were found to be others than those that had been saved.
-        stored, read: blocks that came to the disk, and from there into the tier.
+        stored: blocks that came to the disk.
+        read: blocks that came into the tier, by where from.
+        prefill_tokens: so many that are to be computed are computed by another engine; None: none is there.
     """
 
     def __init__(self, tier: Tier, disk: Container[bytes] | None = None) -> None:
         self.tier, self.disk, self.costs = tier, disk, Costs()
-        self.saved = self.loaded = self.bad_loads = self.stored = self.read = 0
+        self.saved = self.loaded = self.bad_loads = self.stored = 0
+        self.read = {DISK: 0, PEER: 0}
+        self.prefill_tokens: int | None = None
         self._next_read = 0
         self.reset()
 
     def reset(self) -> None:
         """Nothing is in the tier, or on its way. The disk does nothing any more of what it was asked for."""
         self.tier.reset()
-        self.orders: list[Write | Read | Forget] = []
-        self.reads: dict[int, DiskFetch] = {}
+        self.orders: list[Write | Read | Prefill | Forget] = []
+        self.reads: dict[int, SlotFetch] = {}
         self.writes: set[int] = set()  # slots
         self._saves: list[Move] = []
         self._begun: list[Fetch] = []
@@ -134,12 +161,12 @@ class Fetches:
         if not self.tier.num_slots:
             return {}
         counts = {"host": {"stored": self.saved, "loaded": self.loaded, "bad": self.bad_loads}}
-        return counts if self.disk is None else counts | {"disk": {"stored": self.stored, "loaded": self.read}}
+        return counts if self.disk is None else counts | {"disk": {"stored": self.stored, "loaded": self.read[DISK]}}
 
     @property
-    def has_loads(self) -> bool:
-        """The next plan is to load something."""
-        return bool(self._begun)
+    def has_moves(self) -> bool:
+        """The next plan is to save or load something."""
+        return bool(self._begun or self._saves)
 
     @property
     def promised(self) -> int:
@@ -168,11 +195,17 @@ class Fetches:
             self.evicted(node, block)
 
     def evicted(self, node: Node, block: int) -> None:
-        """A block goes from the pool: the next plan saves it, before anything is written into it, if it is worth it."""
+        """A block goes from the pool: it is saved if it is worth it."""
         if node.uses >= WORTH and node.hash:
-            slot = self.tier.take(node.hash)
-            if slot is not None:
-                self._saves.append(Move(block, slot, node.hash))
+            self.save(node, block)
+
+    def save(self, node: Node, block: int) -> bool:
+        """The next plan saves a block, before anything is written into it. False: it is in the tier already, or on its
+        way there, or there is no slot for it."""
+        slot = self.tier.take(node.hash)
+        if slot is not None:
+            self._saves.append(Move(block, slot, node.hash))
+        return slot is not None
 
     def begin(self, fetch: Fetch) -> None:
         """The next plan loads its blocks. Their slots were pinned."""
@@ -218,7 +251,7 @@ class Fetches:
                 self._unpin(fetch)
         self._in_flight.clear()
 
-    # -- disk ----------------------------------------------------------------------------------------------
+    # -- disk, and other engines ---------------------------------------------------------------------------
 
     def _write(self, move: Move) -> None:
         """Have a saved block written, unless the disk has it, or is so far behind that it would take half the slots."""
@@ -233,21 +266,44 @@ class Fetches:
         self.tier.unpin(slot)
         self.stored += stored
 
-    def begin_read(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> DiskFetch | None:
+    def begin_read(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> SlotFetch | None:
         """Have a chain's next blocks read, as far as disk and tier have them; None where none need be.
 
         Args:
             first: so many blocks of the chain lie before them.
         """
         disk = self.disk
-        if disk is None or any(fetch.late for fetch in self.reads.values()):
+        if disk is None or any(fetch.late and fetch.source == DISK for fetch in self.reads.values()):
             return None  # a disk that is late is asked for nothing before it has answered
         count = next((i for i, each in enumerate(hashes) if each not in self.tier and each not in disk), len(hashes))
         missing = sum(each not in self.tier for each in hashes[:count])
-        if not missing or count < LEAST_FETCH or not self.costs.prefers_load("disk", missing, block_size, first):
+        if not missing or count < LEAST_FETCH or not self.costs.prefers_load(DISK, missing, block_size, first):
             return None
-        blocks, pinned = [], []
-        for each in hashes[:count]:
+        fetch, blocks = self._begin_read(DISK, hashes[:count], now)
+        if fetch is not None:
+            self.orders.append(Read(self._next_read, blocks))
+        return fetch
+
+    def begin_prefill(self, request: Request, first: int, last: int, block_size: int, now: float) -> SlotFetch | None:
+        """Have a request's blocks `first` to `last - 1` computed by another engine; None where it is not worth it."""
+        hashes = request.hashes[first:last]
+        num_tokens = block_size * sum(each not in self.tier for each in hashes)
+        if self.prefill_tokens is None or num_tokens < self.prefill_tokens:
+            return None
+        fetch, blocks = self._begin_read(PEER, hashes, now)
+        if fetch is not None:
+            tokens = request.tokens[: (first + len(fetch.hashes)) * block_size + 1]
+            priority, owner = request.params.priority, request.owner
+            self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope))
+        return fetch
+
+    def _begin_read(
+        self, source: str, hashes: Sequence[bytes], now: float
+    ) -> tuple[SlotFetch | None, tuple[tuple[int, bytes], ...]]:
+        """Pin what is there, and take slots for what is not, as far as there are any."""
+        blocks: list[tuple[int, bytes]] = []
+        pinned: list[int] = []
+        for each in hashes:
             slot = self.tier.slot(each)
             if slot is not None:
                 self.tier.pin(slot)
@@ -257,17 +313,22 @@ class Fetches:
             else:
                 break
         chain = list(hashes[: len(blocks) + len(pinned)])
-        fetch = DiskFetch(chain, [slot for slot, _ in blocks], pinned, now + DISK_SECONDS)
+        fetch = SlotFetch(source, chain, [slot for slot, _ in blocks], pinned, now)
         if not blocks:
             self._release(fetch)
-            return None
-        self.reads[self._next_read] = fetch
-        self.orders.append(Read(self._next_read, tuple(blocks)))
+            return None, ()
         self._next_read += 1
-        return fetch
+        self.reads[self._next_read] = fetch
+        return fetch, tuple(blocks)
 
-    def read_ended(self, number: int, count: int, seconds: float) -> DiskFetch | None:
-        """A `Read` has filled its first slots, so many; nothing is written into the others any more.
+    def progressed(self, number: int, now: float) -> None:
+        """A read goes on: it is waited for as long again. One that is not known is ignored."""
+        fetch = self.reads.get(number)
+        if fetch is not None and not fetch.late:
+            fetch.deadline = now + PATIENCE[fetch.source]
+
+    def read_ended(self, number: int, count: int, seconds: float) -> SlotFetch | None:
+        """A read has filled its first slots, so many; nothing is written into the others any more.
 
         One that is not known is ignored.
         """
@@ -280,12 +341,12 @@ class Fetches:
             return None
         for index, slot in enumerate(fetch.filling):
             (self.tier.filled if index < count else self.tier.dropped)(slot)
-        self.read += count
-        self.costs.moved("disk", max(count, 1), seconds)
+        self.read[fetch.source] += count
+        self.costs.moved(fetch.source, max(count, 1), seconds)
         self._release(fetch)
         return fetch
 
-    def expired(self, now: float) -> list[DiskFetch]:
+    def expired(self, now: float) -> list[SlotFetch]:
         """Reads whose deadline has passed: their slots are in quarantine until they end."""
         late = [fetch for fetch in self.reads.values() if not fetch.late and fetch.deadline < now]
         for fetch in late:
@@ -295,7 +356,7 @@ class Fetches:
             self._release(fetch)
         return late
 
-    def _release(self, fetch: DiskFetch) -> None:
+    def _release(self, fetch: SlotFetch) -> None:
         for slot in reversed(fetch.pinned):
             self.tier.unpin(slot)
 

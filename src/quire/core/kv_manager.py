@@ -10,7 +10,8 @@ from typing import NamedTuple
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
-from quire.core.fetches import WORTH, DiskFetch, Fetch, Fetches
+from quire.core.exports import Exports
+from quire.core.fetches import WORTH, Fetch, Fetches, SlotFetch
 from quire.core.kv_group import KVGroup, peak_blocks
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
@@ -52,6 +53,7 @@ class KVManager:
 
     Attributes:
         fetches: what moves between the pool and the tier.
+        exports: what other engines read from the tier.
         num_held: blocks that are held beside the requests, by the kind of their handles.
     """
 
@@ -73,6 +75,7 @@ class KVManager:
         self._prefix_cache = prefix_cache
         self.groups = groups
         self.fetches = Fetches(tier or Tier(), disk)
+        self.exports = Exports(self.fetches)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self.reset()
 
@@ -81,6 +84,7 @@ class KVManager:
         for group in self.groups:
             group.reset()
         self.fetches.reset()
+        self.exports.reset()
         self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events, self.fetches.evicted)
         if self.events is not None:
             self.events.add("cleared")
@@ -299,8 +303,8 @@ class KVManager:
 
     def bring(
         self, request: Request, first: int, last: int, needed: int, step: int, now: float
-    ) -> Fetch | DiskFetch | None:
-        """Begin to bring a waiting request's blocks nearer: from the disk to the host tier, or from there; see `fetch`.
+    ) -> Fetch | SlotFetch | None:
+        """Begin to bring a waiting request's blocks nearer: to the host tier, or from there; see `fetch`.
 
         None, and nothing is weighed, where the pool has no room for all that the request needs to begin: what was
         loaded would soon be evicted.
@@ -308,10 +312,11 @@ class KVManager:
         Args:
             now: the scheduler's time.
         """
-        fetch: Fetch | DiskFetch | None
+        fetch: Fetch | SlotFetch | None
         if not self.fetches.tier.num_slots or self.groups[0].num_available < needed:
             return None
         fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
+        fetch = fetch or self.fetches.begin_prefill(request, first, last, self.block_size, now)
         fetch = fetch or self.fetch(request, first, last, needed, step)
         request.num_fetches += fetch is not None
         return fetch

@@ -96,7 +96,7 @@ class Scheduler:
                 self.fail(request.id, error, now)
 
     def read_ended(self, number: int, count: int, seconds: float) -> None:
-        """The disk has read so many blocks of what it was asked for into the host tier, in so many seconds."""
+        """So many blocks of what was to be read have come into the host tier, in so many seconds."""
         fetch = self.kv.fetches.read_ended(number, count, seconds)
         if fetch is not None:
             self._abandon(fetch)
@@ -142,7 +142,7 @@ class Scheduler:
             self._choose_prefills(step, None)  # some may have given way: what is left over is theirs
         if self._speculation is not None:
             self._choose_drafts(step, self._speculation.num_speculative_tokens)
-        return self._plan(step) if step.chosen or self.kv.fetches.has_loads else None
+        return self._plan(step) if step.chosen or self.kv.fetches.has_moves else None
 
     def empty_step(self) -> StepPlan:
         """A step that computes nothing: others compute theirs in it."""

@@ -67,6 +67,10 @@ class Tier:
             slots.append(slot)
         return slots
 
+    def is_filling(self, block_hash: bytes) -> bool:
+        """Whether a block is on its way into the tier."""
+        return block_hash in self._filling
+
     def slot(self, block_hash: bytes) -> int | None:
         """Where a block is kept."""
         return self._kept.get(block_hash)

@@ -1,0 +1,136 @@
+"""What other engines read from this one's host tier.
+
+An export is a chain of blocks that another engine waits for. Whatever of it is in the tier is told, in order, and pinned
+until the other engine has read it; what is in the pool is saved first; and what is in neither is waited for while a
+request computes it. So a chain may leave while its prompt is still being computed, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.core.fetches import Fetches
+from quire.core.prefix_cache import PrefixCache
+
+
+class Have(NamedTuple):
+    """Blocks of an export are in these slots, from its block `first` on; they stay there until they are released."""
+
+    number: int
+    first: int
+    slots: tuple[int, ...]
+
+
+class Gone(NamedTuple):
+    """No further blocks of an export come."""
+
+    number: int
+
+
+class Export:
+    """Blocks of a chain that another engine waits for.
+
+    Attributes:
+        hashes: of the blocks.
+        computing: a request computes those that are not there yet.
+        told: so many are in slots that the other engine knows.
+        released: so many of these it has read.
+    """
+
+    def __init__(self, hashes: Sequence[bytes], computing: bool) -> None:
+        self.hashes, self.computing = hashes, computing
+        self.slots: list[int] = []
+        self.released = 0
+
+    @property
+    def told(self) -> int:
+        return len(self.slots)
+
+
+class Exports:
+    """All exports under way.
+
+    Args:
+        fetches: the tier, and what is saved there.
+
+    Attributes:
+        exported: blocks that were told since the start.
+    """
+
+    def __init__(self, fetches: Fetches) -> None:
+        self._fetches, self._tier = fetches, fetches.tier
+        self.exported = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """The tier's books are made anew: nothing is pinned, and nobody waits for anything."""
+        self.under_way: dict[int, Export] = {}
+
+    @property
+    def pinned(self) -> list[int]:
+        """Slots that others may be reading, once an export, for checks."""
+        return [slot for export in self.under_way.values() for slot in export.slots[export.released :]]
+
+    def missing(self, hashes: Sequence[bytes], cache: PrefixCache) -> bool:
+        """Whether some of a chain's blocks would have to be computed."""
+        return any(each not in self._tier and cache.find(each) is None for each in hashes)
+
+    def begin(self, number: int, hashes: Sequence[bytes], computing: bool) -> None:
+        """Another engine waits for these blocks."""
+        self.under_way[number] = Export(hashes, computing)
+
+    def computed(self, number: int) -> None:
+        """The request that computed an export's blocks is over, however it ended."""
+        if export := self.under_way.get(number):
+            export.computing = False
+
+    def release(self, number: int, count: int) -> None:
+        """The other engine has read the first `count` blocks; what it cannot have read is ignored."""
+        if export := self.under_way.get(number):
+            self._unpin(export, min(count, export.told))
+            self._end_if_read(number, export)
+
+    def end(self, number: int) -> None:
+        """The other engine reads nothing more of it; one that is not known is ignored."""
+        if export := self.under_way.pop(number, None):
+            self._unpin(export, export.told)
+
+    def advance(self, cache: PrefixCache) -> list[Have | Gone]:
+        """What has come since the last call; what is in the pool alone is saved by the next plan."""
+        news: list[Have | Gone] = []
+        for number, export in list(self.under_way.items()):
+            first = export.told
+            for block_hash in export.hashes[first:]:
+                slot = self._tier.slot(block_hash)
+                if slot is None:
+                    break
+                self._tier.pin(slot)
+                export.slots.append(slot)
+            if export.told > first:
+                self.exported += export.told - first
+                news.append(Have(number, first, tuple(export.slots[first:])))
+            if export.told < len(export.hashes) and not self._coming(export, cache):
+                news.append(Gone(number))
+                export.hashes = export.hashes[: export.told]
+                self._end_if_read(number, export)
+        return news
+
+    def _coming(self, export: Export, cache: PrefixCache) -> bool:
+        """Whether the next block comes; has those saved that are in the pool."""
+        for block_hash in export.hashes[export.told :]:
+            if self._tier.is_filling(block_hash):
+                continue
+            node = cache.find(block_hash)
+            if node is None or not self._fetches.save(node, node.blocks[0]):
+                break
+        return export.computing or self._tier.is_filling(export.hashes[export.told])
+
+    def _end_if_read(self, number: int, export: Export) -> None:
+        if export.released == len(export.hashes):
+            del self.under_way[number]
+
+    def _unpin(self, export: Export, count: int) -> None:
+        for slot in export.slots[export.released : count]:
+            self._tier.unpin(slot)
+        export.released = max(export.released, count)

@@ -1,0 +1,310 @@
+"""Two engines: what one computes, the other reads from its host tier, and no token shows it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from quire.core.exports import Gone, Have
+from quire.core.fetches import PATIENCE, PEER, Prefill
+from quire.core.invariants import check
+from quire.core.request import Status
+from quire.core.scheduler import Scheduler
+from tests.core.fake_runner import FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
+
+PROMPT = list(range(20, 43))
+"""Five blocks of 4 tokens, and three more."""
+
+
+class Prefiller:
+    """An engine that computes the prompts of another one, and what carries blocks between the two."""
+
+    def __init__(self, **options) -> None:
+        self.scheduler, self.runner = make_scheduler(**({"num_slots": 40, "num_blocks": 60} | options))
+        self.orders: dict[int, Prefill] = {}
+        self.requests: dict[int, int] = {}  # by the request that computes them, the order
+        self.news: list[Have | Gone] = []
+        self.read: Counter[int] = Counter()
+        self.now, self._next = 0.0, 0
+
+    def take(self, scheduler: Scheduler) -> None:
+        """What was ordered."""
+        orders = scheduler.kv.fetches.orders
+        for order in [each for each in orders if isinstance(each, Prefill)]:
+            orders.remove(order)
+            self.begin(order)
+
+    def begin(self, order: Prefill) -> None:
+        kv = self.scheduler.kv
+        hashes = [name for _, name in order.blocks]
+        self.orders[order.number] = order
+        computing = kv.exports.missing(hashes, kv.cache)
+        kv.exports.begin(order.number, hashes, computing)
+        if computing:
+            self._next += 1
+            self.requests[self._next] = order.number
+            self.scheduler.add(make_request(self._next, order.tokens, 0, scope=order.scope))
+
+    def step(self) -> bool:
+        """A step of the engine, and what it tells."""
+        self.now += 1
+        self.news += self.scheduler.kv.exports.advance(self.scheduler.kv.cache)
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self.scheduler.commit(plan, self.runner.run(plan), self.now)
+        for request in [each for each in self.requests if each not in self.scheduler.requests]:
+            self.scheduler.kv.exports.computed(self.requests.pop(request))
+        check(self.scheduler)
+        return plan is not None
+
+    def carry(self, scheduler: Scheduler, runner: FakeRunner) -> bool:
+        """The oldest news go to the other engine, which reads the blocks."""
+        if not self.news:
+            return False
+        news = self.news.pop(0)
+        order = self.orders.get(news.number)
+        if order is None:
+            return True
+        if isinstance(news, Have):
+            for slot, (target, name) in zip(news.slots, order.blocks[news.first :], strict=False):
+                assert self.runner.slots[slot][0] == name, "a slot that is told of stays as it is"
+                runner.slots[target] = self.runner.slots[slot]
+            self.read[news.number] = news.first + len(news.slots)
+            scheduler.kv.fetches.progressed(news.number, self.now)
+            self.scheduler.kv.exports.release(news.number, self.read[news.number])
+        if isinstance(news, Gone) or self.read[news.number] == len(order.blocks):
+            self.end(scheduler, news.number)
+        return True
+
+    def end(self, scheduler: Scheduler, number: int) -> None:
+        del self.orders[number]
+        scheduler.read_ended(number, self.read[number], 0.01)
+        self.scheduler.kv.exports.end(number)
+
+
+def decoder(**options) -> tuple[Scheduler, FakeRunner]:
+    scheduler, runner = make_scheduler(**({"num_slots": 40, "num_blocks": 60} | options))
+    scheduler.kv.fetches.prefill_tokens = 12
+    return scheduler, runner
+
+
+def test_a_long_prompt_is_computed_elsewhere_but_for_its_tail():
+    peer, (scheduler, runner) = Prefiller(), decoder()
+    scheduler.add(make_request(1, PROMPT, 3))
+    assert scheduler.schedule(0.0) is None and scheduler.expects_others
+    assert scheduler.requests[1].status is Status.AWAITING
+    peer.take(scheduler)
+    while peer.step() or peer.news:
+        peer.carry(scheduler, runner)
+    updates = run_all(scheduler, runner)
+    assert outputs(updates)[1] == expected_output(PROMPT, 3) and updates[0].cached_tokens == 20
+    assert scheduler.kv.fetches.read[PEER] == 5 == peer.scheduler.kv.exports.exported
+    assert not peer.scheduler.kv.exports.under_way and not peer.scheduler.kv.fetches.tier.pins
+
+
+def test_a_short_one_is_computed_here():
+    scheduler, runner = decoder()
+    scheduler.add(make_request(1, PROMPT[:12], 3))  # its last block holds the token that is computed anyway
+    assert outputs(run_all(scheduler, runner))[1] == expected_output(PROMPT[:12], 3)
+    assert not scheduler.kv.fetches.orders
+
+
+def test_what_is_cached_here_does_not_count_as_long():
+    scheduler, runner = decoder()
+    scheduler.kv.fetches.prefill_tokens = None
+    scheduler.add(make_request(1, PROMPT[:14], 1))
+    run_all(scheduler, runner)
+    scheduler.kv.fetches.prefill_tokens = 12
+    scheduler.add(make_request(2, PROMPT, 3))  # 11 tokens more
+    assert scheduler.schedule(0.0) is not None and not scheduler.kv.fetches.orders
+
+
+def test_blocks_are_told_chunk_by_chunk_while_the_prompt_is_computed():
+    peer, (scheduler, runner) = Prefiller(max_num_batched_tokens=8, max_num_seqs=2), decoder()
+    scheduler.add(make_request(1, [*PROMPT, *PROMPT], 1))
+    scheduler.schedule(0.0)
+    peer.take(scheduler)
+    told = []
+    while peer.step() or peer.news:
+        told += [(news.first, len(news.slots), bool(peer.requests)) for news in peer.news]
+        peer.carry(scheduler, runner)
+    assert told == [*((first, 2, True) for first in (0, 2, 4)), (6, 2, False), (8, 2, False), (10, 1, False)]
+
+
+def test_what_the_prefiller_has_cached_is_not_computed_again():
+    peer = Prefiller()
+    for _ in range(2):
+        scheduler, runner = decoder()
+        scheduler.add(make_request(1, PROMPT, 2))
+        scheduler.schedule(0.0)
+        peer.take(scheduler)
+        while peer.step() or peer.news:
+            peer.carry(scheduler, runner)
+        assert outputs(run_all(scheduler, runner))[1] == expected_output(PROMPT, 2)
+    assert peer._next == 1, "one request computed it"
+
+
+def test_a_prefiller_whose_request_ends_says_that_nothing_more_comes_and_the_rest_is_computed_here():
+    peer, (scheduler, runner) = Prefiller(max_num_batched_tokens=12, max_num_seqs=2), decoder()
+    scheduler.add(make_request(1, PROMPT, 2))
+    scheduler.schedule(0.0)
+    peer.take(scheduler)
+    peer.step()
+    peer.scheduler.abort(1)
+    while peer.step() or peer.news:
+        peer.carry(scheduler, runner)
+    scheduler.kv.fetches.prefill_tokens = None  # as while a peer that failed is left alone
+    updates = run_all(scheduler, runner)
+    assert outputs(updates)[1] == expected_output(PROMPT, 2) and updates[0].cached_tokens == 12
+
+
+def test_a_prefiller_that_says_nothing_is_waited_for_until_the_deadline_which_progress_moves():
+    scheduler, runner = decoder()
+    scheduler.add(make_request(1, PROMPT, 2))
+    assert scheduler.schedule(0.0) is None
+    [order] = scheduler.kv.fetches.orders
+    scheduler.kv.fetches.progressed(order.number, 100.0)
+    scheduler.kv.fetches.prefill_tokens = None
+    assert scheduler.schedule(PATIENCE[PEER] + 1) is None
+    assert scheduler.schedule(PATIENCE[PEER] + 101) is not None
+    assert scheduler.kv.fetches.tier.counts["quarantined"] == 5
+    scheduler.read_ended(order.number, 0, 1.0)
+    assert scheduler.kv.fetches.tier.counts["quarantined"] == 0
+
+
+def test_a_tier_full_of_what_others_read_exports_nothing_more():
+    peer = Prefiller(num_slots=5)
+    scheduler, runner = decoder()
+    scheduler.add(make_request(1, PROMPT, 2))
+    scheduler.schedule(0.0)
+    peer.take(scheduler)
+    while peer.step():
+        pass  # five blocks are pinned, and are not read
+    peer.begin(Prefill(99, tuple((0, name) for name in [b"other"]), PROMPT[::-1], 0, "", ""))
+    while peer.step():
+        pass
+    assert Gone(99) in peer.news
+    while peer.carry(scheduler, runner):
+        pass
+    assert outputs(run_all(scheduler, runner))[1] == expected_output(PROMPT, 2)
+
+
+class Run:
+    """One seeded schedule of two engines: requests, steps, blocks carried, and whatever goes wrong, in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rnd = rnd = random.Random(seed)
+        size = rnd.choice([2, 4])
+        both = {"block_size": size, "needs_next_token": rnd.random() < 0.3}
+        budgets = {"max_num_seqs": rnd.choice([2, 6]), "max_num_batched_tokens": rnd.choice([12, 64])}
+        blocks = [rnd.choice([60, 100]) // size + 2 for _ in range(2)]
+        self.peer = Prefiller(num_blocks=blocks[0], num_slots=rnd.choice([3, 40]), **both, **budgets)
+        self.scheduler, self.runner = decoder(num_blocks=blocks[1], num_slots=rnd.choice([3, 40]), **both, **budgets)
+        self.heads = [[rnd.randrange(5) for _ in range(rnd.randrange(14, 30))] for _ in range(3)]
+        self.prompts: dict[int, list[int]] = {}
+        self.updates: list = []
+        self.now = 0.0
+
+    def step(self) -> bool:
+        self.now += 1
+        self.peer.take(self.scheduler)
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self.updates += self.scheduler.commit(plan, self.runner.run(plan), self.now)
+        check(self.scheduler)
+        return plan is not None
+
+    def add(self) -> None:
+        id, head = len(self.prompts), self.rnd.choice(self.heads)
+        prompt = self.prompts[id] = head + [self.rnd.randrange(5) for _ in range(self.rnd.randrange(4))]
+        most = min(self.rnd.randrange(1, 8), 38 - len(prompt))
+        self.scheduler.add(make_request(id, prompt, most, scope=self.rnd.choice(["", "tenant"])))
+
+    def event(self) -> None:
+        rnd, kv, peer = self.rnd, self.scheduler.kv, self.peer
+        names = [
+            "add",
+            "step",
+            "peer",
+            "carry",
+            "abort",
+            "evict",
+            "flip",
+            "lose",
+            "restart",
+            "late",
+            "cut",
+            "stop",
+            "back",
+        ]
+        [what] = rnd.choices(names, [15, 40, 40, 30, 3, 6, 2, 2, 1, 0.5, 3, 2, 4])
+        if what == "add" and len(self.prompts) < 20:
+            self.add()
+        elif what == "step":
+            self.step()
+        elif what == "peer":
+            peer.step()
+        elif what == "carry":
+            peer.carry(self.scheduler, self.runner)
+        elif what == "abort" and self.prompts:
+            self.scheduler.abort(rnd.randrange(len(self.prompts)))
+        elif what == "evict":
+            rnd.choice([kv, peer.scheduler.kv]).cache.evict(0, rnd.randrange(1, 6))
+        elif what == "flip" and kv.fetches.tier.kept:
+            self.runner.flip(rnd.choice(sorted(kv.fetches.tier.kept.values())))
+        elif what == "lose":
+            rnd.choice([self, peer]).scheduler.restart()
+        elif what == "restart":
+            for number in list(peer.orders):
+                peer.end(self.scheduler, number)
+            rnd.choice([self, peer]).scheduler.restart(whole=False)
+            peer.news.clear()
+        elif what == "late":
+            self.now += 200
+        elif what == "cut" and peer.orders:
+            peer.end(self.scheduler, rnd.choice(sorted(peer.orders)))
+        elif what == "stop" and peer.requests:
+            peer.scheduler.abort(rnd.choice(sorted(peer.requests)))
+        elif what in ("stop", "back"):
+            kv.fetches.prefill_tokens = 12 if what == "back" else None
+
+    def end(self) -> Counter[str]:
+        for _ in range(5000):
+            moved = [self.step(), self.peer.step(), self.peer.carry(self.scheduler, self.runner)]
+            if not any(moved) and not self.scheduler.kv.fetches.orders:
+                break
+        self.updates += self.scheduler.take_updates()
+        for scheduler in (self.scheduler, self.peer.scheduler):
+            assert scheduler.idle and scheduler.kv.num_available == scheduler.kv.num_usable
+            assert not scheduler.kv.fetches.tier.pins and not scheduler.kv.fetches.tier.counts["filling"]
+        for id, tokens in outputs(self.updates).items():
+            assert tokens == expected_output(self.prompts[id], len(tokens))
+        assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
+        fetches = self.scheduler.kv.fetches
+        return Counter(read=fetches.read[PEER], exported=self.peer.scheduler.kv.exports.exported, bad=fetches.bad_loads)
+
+
+def run_schedules(seeds: range) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            run = Run(seed)
+            for _ in range(150):
+                run.event()
+            total += run.end()
+        except BaseException as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+    return total
+
+
+def test_whatever_happens_to_either_engine_no_token_changes_and_no_block_or_slot_is_lost():
+    total = run_schedules(range(80))
+    assert total["read"] > 300 and total["exported"] > 400 and total["bad"] > 3, total
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_schedules_of_two_engines():
+    run_schedules(range(10_000))
