@@ -27,8 +27,8 @@ import zmq
 from quire import LLM, SamplingParams
 from quire.cli.main import main
 from quire.config import EngineConfig
+from quire.curve import read_token
 from quire.engine import crossing
-from quire.engine.crossing import read_token
 from quire.engine.placement import placed
 from quire.engine.ranks import Ranks
 from quire.errors import ConfigError, RankLostError
@@ -281,11 +281,11 @@ def test_the_keys_of_the_others_are_asked_for_too(token: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     known = read_token(str(token), "token_file")
     first = crossing.listening(context, known, 5.0)
-    door = crossing.Doorkeeper(context, known)
+    door = crossing.doorkeeper(context, known)
     port = first.bind_to_random_port("tcp://127.0.0.1")
     for own, welcome in ((known, True), (b"another token, of some length", False)):
         other = crossing.connecting(context, known)
-        other.curve_publickey, other.curve_secretkey = crossing._keys(own, "others")
+        other.curve_publickey, other.curve_secretkey = crossing._curve(own).keys("others")
         other.connect(f"tcp://127.0.0.1:{port}")
         other.send(b"let me in")
         assert door.socket.poll(5000)

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
         raise ConfigError(f"--ranks {args.ranks} is out of range; allowed: from 1 to {MOST_RANKS}")
 
-    from quire.engine.crossing import Address, read_token
+    from quire.curve import Address, read_token
     from quire.engine.joining import Joining
     from quire.models.hub import resolve
 

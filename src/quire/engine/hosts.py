@@ -23,12 +23,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.config import EngineConfig
+from quire.curve import Address, read_token
 from quire.engine.crossing import (
     ALIVE_SHARE,
-    Address,
     Alive,
     Carried,
-    Doorkeeper,
     Exited,
     FromFirst,
     Hello,
@@ -36,8 +35,8 @@ from quire.engine.crossing import (
     Seats,
     ToFirst,
     Written,
+    doorkeeper,
     listening,
-    read_token,
 )
 from quire.engine.machine import Machine, RemoteRank, groups_of, how_it_ended, meets
 from quire.engine.rank import RankStart
@@ -106,7 +105,7 @@ class Hosts:
         self._started: RayMachines | None = None
         try:
             self._socket = listening(self._context, token, config.collective_timeout_s)
-            door = Doorkeeper(self._context, token)
+            door = doorkeeper(self._context, token)
             monitor = self._socket.get_monitor_socket(EVENTS)
             self._bind()
         except BaseException:

@@ -14,16 +14,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.config import EngineConfig
+from quire.curve import Address, Context, Socket
 from quire.engine.crossing import (
     ALIVE_SHARE,
-    Address,
     Carried,
     Exited,
     FromFirst,
     Hello,
     Refused,
     Seats,
-    Socket,
     ToFirst,
     Written,
     connecting,
@@ -44,8 +43,6 @@ REFUSALS = 3
 
 LEAVE_SECONDS = 2.0
 """A rank that has not left so long after its engine is killed."""
-
-Context = zmq.Context[Socket]
 
 
 class Joining:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
-from quire.engine.crossing import Address, read_token
+from quire.curve import Address, read_token
 from quire.engine.joining import Joining
 from quire.errors import ConfigError
 

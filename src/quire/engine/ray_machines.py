@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.crossing import Address
+from quire.curve import Address
 from quire.errors import ConfigError
 
 try:
