@@ -1,0 +1,236 @@
+"""The side that computes prompts: tells other engines which of their blocks are in its host tier.
+
+What is computed, saved and pinned is decided elsewhere (`core/exports.py`); here is a thread that speaks `kv/wire.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from quire.curve import Address, Curve, Doorkeeper
+from quire.errors import ConfigError
+from quire.kv import wire
+from quire.kv.host import HostTier
+from quire.kv.mailbox import Mailbox
+from quire.kv.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_WANTS = 4096
+"""Of all importers together; what is beyond is gone at once."""
+
+
+class Wanted(NamedTuple):
+    """An importer waits for blocks; `number` is the exporter's own."""
+
+    number: int
+    want: wire.Want
+
+
+class Released(NamedTuple):
+    """An importer has read so many blocks, the first ones."""
+
+    number: int
+    blocks: int
+
+
+class Dropped(NamedTuple):
+    """An importer reads nothing more of this."""
+
+    number: int
+
+
+class _Importer:
+    """An engine that has said hello.
+
+    Attributes:
+        wants: its numbers, and ours.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.heard = name, time.monotonic()
+        self.wants: dict[int, int] = {}
+
+
+class Exporter:
+    """Listens for importers, in a thread of its own.
+
+    Args:
+        host, port: where; port 0: any that is free.
+        curve: of those who have the cluster's key.
+        identity: see `wire.Hello`.
+        tier: whose slots are read.
+        transports: ways to read them.
+        mailbox: told `Wanted`, `Released` and `Dropped`.
+
+    Attributes:
+        address: where it listens.
+        steps: that the engine has computed; the engine says so.
+
+    Raises:
+        ConfigError: the port is taken, or there is no such address.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        curve: Curve,
+        identity: dict[str, str],
+        tier: HostTier,
+        transports: Sequence[Transport],
+        mailbox: Mailbox,
+    ) -> None:
+        self._identity, self._tier, self._mailbox = identity, tier, mailbox
+        self._transports = {each.name: each.address for each in transports}
+        self._importers: dict[bytes, _Importer] = {}
+        self._known: dict[int, tuple[bytes, int]] = {}  # by our number: whose, and theirs
+        self._next = 0
+        self.steps = 0
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._epoch = secrets.randbits(63)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._door = Doorkeeper(self._context, curve)
+        self._socket = curve.listening(self._context)
+        self._socket.sndhwm = 0  # nothing is dropped; how much there can be is bounded by `MAX_WANTS`
+        self._outbox = Mailbox()  # from the engine
+        try:
+            self._socket.bind(Address(host, port).resolved("kv_host") if port else f"tcp://{_bare(host)}:*")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"kv_host={host} kv_port={port}: cannot listen there ({error}); choose a free port, or 0 for any"
+            ) from error
+        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self.address = Address.read(endpoint, "kv_port")
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="quire-exporter", daemon=True)
+        self._thread.start()
+
+    # -- the engine's side -----------------------------------------------------------------------------------
+
+    def have(self, number: int, first: int, slots: Sequence[int]) -> None:
+        """Blocks can be read, until they are released or dropped."""
+        self._outbox.post((number, first, list(slots), [self._tier.checks[slot] for slot in slots]))
+
+    def gone(self, number: int) -> None:
+        """Nothing more comes."""
+        self._outbox.post((number, -1, [], []))
+
+    def close(self) -> None:
+        """Say no more."""
+        self._stopping = True
+        self._outbox.post(None)
+        self._thread.join()
+        self._outbox.close()
+        self._context.destroy(linger=0)
+
+    # -- the thread's ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, self._door.socket, self._outbox):
+            poller.register(each, zmq.POLLIN)
+        beat = time.monotonic()
+        while not self._stopping:
+            ready = dict(poller.poll(int(wire.BEAT_SECONDS * 1000 / 2)))
+            try:
+                if self._door.socket in ready:
+                    self._door.answer()
+                if self._socket in ready:
+                    self._take_in()
+                self._tell()
+                if time.monotonic() - beat >= wire.BEAT_SECONDS:
+                    beat = time.monotonic()
+                    self._beat(beat)
+            except Exception:
+                logger.exception("the exporter of KV blocks has met an error, and goes on")
+
+    def _take_in(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                who, payload = self._socket.recv_multipart(zmq.NOBLOCK)[:2]
+                try:
+                    message = wire.decode_from_importer(payload)
+                except msgspec.DecodeError as error:
+                    logger.warning("an importer of KV blocks says what cannot be read: %s", error)
+                    continue
+                self._handle(who, message)
+
+    def _handle(self, who: bytes, message: wire.FromImporter) -> None:
+        if isinstance(message, wire.Hello):
+            self._greet(who, message)
+            return
+        importer = self._importers.get(who)
+        if importer is None:
+            return  # it was given up; it will find that out, and say hello again
+        importer.heard = time.monotonic()
+        if isinstance(message, wire.Want):
+            self._want(who, importer, message)
+        elif isinstance(message, wire.Got) and (number := importer.wants.get(message.number)) is not None:
+            self._mailbox.post(Released(number, message.count))
+        elif isinstance(message, wire.Cancel) and (number := importer.wants.pop(message.number, None)) is not None:
+            del self._known[number]
+            self._mailbox.post(Dropped(number))
+
+    def _greet(self, who: bytes, hello: wire.Hello) -> None:
+        ours, theirs = {"protocol": str(wire.PROTOCOL)}, {"protocol": str(hello.protocol)}
+        why = wire.difference(ours, theirs) or wire.difference(self._identity, hello.identity)
+        if why is not None:
+            logger.warning("engine %s cannot use KV blocks of this one: %s", hello.name, why)
+            self._send(who, wire.Refused(why))
+            return
+        self._importers[who] = _Importer(hello.name)
+        logger.info("engine %s may read KV blocks of this one", hello.name)
+        self._send(who, wire.Welcome(self._epoch, self.name, self._tier.block_bytes, self._transports))
+
+    def _want(self, who: bytes, importer: _Importer, want: wire.Want) -> None:
+        if len(self._known) >= MAX_WANTS or want.number in importer.wants or not want.hashes:
+            self._send(who, wire.Gone(want.number))
+            return
+        self._next += 1
+        importer.wants[want.number] = self._next
+        self._known[self._next] = who, want.number
+        self._mailbox.post(Wanted(self._next, want))
+
+    def _tell(self) -> None:
+        """What the engine has to say."""
+        for news in self._outbox.take():
+            if news is None:
+                return
+            number, first, slots, checks = news
+            if number in self._known:  # else it was dropped meanwhile
+                who, theirs = self._known[number]
+                self._send(who, wire.Gone(theirs) if first < 0 else wire.Have(theirs, first, slots, checks))
+
+    def _beat(self, now: float) -> None:
+        for who, importer in list(self._importers.items()):
+            if now - importer.heard > wire.SILENCE_SECONDS:
+                logger.warning("engine %s, which reads KV blocks of this one, is gone", importer.name)
+                del self._importers[who]
+                for number in importer.wants.values():
+                    del self._known[number]
+                    self._mailbox.post(Dropped(number))
+            else:
+                self._send(who, wire.Beat(self.steps))
+
+    def _send(self, who: bytes, message: wire.FromExporter) -> None:
+        with contextlib.suppress(zmq.Again):  # it does not read: it will be found to be gone
+            self._socket.send_multipart([who, wire.encode(message)], zmq.NOBLOCK)
+
+
+def _bare(host: str) -> str:
+    """As ZeroMQ takes it."""
+    resolved = Address(host, 1).resolved("kv_host")
+    return resolved.removeprefix("tcp://").removesuffix(":1")

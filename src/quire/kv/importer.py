@@ -1,0 +1,394 @@
+"""The side that has prompts computed by other engines, and reads their blocks into its own host tier.
+
+For each of these engines there is a thread that speaks `kv/wire.py`, and one that reads. Whatever fails there ends what
+was under way with it: those blocks are computed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quire.core.fetches import Prefill
+from quire.curve import Address, Curve
+from quire.errors import ConfigError, QuireError
+from quire.kv import wire
+from quire.kv.disk import Ended
+from quire.kv.host import HostTier
+from quire.kv.mailbox import Mailbox
+from quire.kv.transport.base import Link, Range, TransferError, Transport
+
+logger = logging.getLogger(__name__)
+
+READ_SECONDS = 20.0
+"""For the blocks of one message."""
+
+REST_SECONDS = 1.0
+"""An engine that said that something does not come is asked for nothing else meanwhile."""
+
+LOOK_SECONDS, MOST_LOOK_SECONDS = 0.5, 10.0
+"""Between attempts to reach an engine: at first, and after many that failed."""
+
+ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Progressed(NamedTuple):
+    """A read goes on."""
+
+    number: int
+
+
+class UnreachableError(QuireError):
+    """An engine that computes prompts cannot be used now; the message says why."""
+
+
+class _Reading:
+    """Blocks that are computed by another engine, and read from there.
+
+    Attributes:
+        count: so many have come.
+        over: nothing more is to be read.
+    """
+
+    def __init__(self, order: Prefill) -> None:
+        self.order, self.begin = order, time.monotonic()
+        self.count = 0
+        self.over = False
+
+
+class Prefiller:
+    """One engine that computes prompts, as this one sees it.
+
+    Args:
+        url: of its server, or HOST:PORT where it listens for importers.
+        curve, identity, transports: see `Exporter`.
+        tier: into whose slots blocks are read.
+        mailbox: told `Progressed` and `Ended`.
+
+    Attributes:
+        state: for people.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        curve: Curve,
+        identity: dict[str, str],
+        tier: HostTier,
+        transports: Sequence[Transport],
+        mailbox: Mailbox,
+    ) -> None:
+        self.url, self.state = url, "not reached yet"
+        self._welcome, self._resting_until = False, 0.0
+        self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
+        self._transports = {each.name: each for each in transports}
+        self._switched_off: set[str] = set()
+        self._readings: dict[int, _Reading] = {}
+        self._lock = threading.Lock()  # of the readings, and of `_welcome`
+        self._outbox = Mailbox()
+        self._stopping = False
+        self._link: Link | None = None
+        self._reader = ThreadPoolExecutor(1, "quire-import")
+        self._thread = threading.Thread(target=self._run, name="quire-importer", daemon=True)
+        self._thread.start()
+
+    # -- the engine's side -----------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """It takes orders."""
+        return self._welcome and time.monotonic() >= self._resting_until
+
+    @property
+    def load(self) -> int:
+        """Tokens of what is under way."""
+        with self._lock:
+            return sum(len(each.order.tokens) for each in self._readings.values())
+
+    def order(self, order: Prefill) -> bool:
+        """Have blocks computed and read; False: not now."""
+        with self._lock:
+            if not self.ready:
+                return False
+            self._readings[order.number] = _Reading(order)
+        names = [name for _, name in order.blocks]
+        self._outbox.post(wire.Want(order.number, names, order.tokens, order.priority, order.owner, order.scope))
+        return True
+
+    def stop_reading(self) -> None:
+        """Nothing is read any more of what was ordered; it is not told in the mailbox, but for what is under way with a
+        transport that cannot be stopped."""
+        with self._lock:
+            readings, self._readings = self._readings, {}
+        for number, reading in readings.items():
+            reading.over = True
+            self._outbox.post(wire.Cancel(number))
+        self._reader.submit(int).result()
+
+    def close(self) -> None:
+        """Say no more, and read nothing more."""
+        self._stopping = True
+        self._outbox.post(None)
+        self._thread.join()
+        self._reader.shutdown()
+        self._outbox.close()
+
+    # -- the thread that speaks ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause, told = LOOK_SECONDS, ""
+        while not self._stopping:
+            try:
+                self._session()
+                pause, told = LOOK_SECONDS, ""
+            except UnreachableError as error:
+                self.state = str(error)
+                if self.state != told:
+                    logger.warning("prefill engine %s: %s; prompts are computed here meanwhile", self.url, error)
+                told = self.state
+                pause = min(2 * pause, MOST_LOOK_SECONDS)
+            except Exception:
+                logger.exception("prefill engine %s: an error here; prompts are computed here meanwhile", self.url)
+            self._give_up()
+            end = time.monotonic() + pause
+            while not self._stopping and time.monotonic() < end:
+                self._outbox.take(0.2)
+
+    def _session(self) -> None:
+        """Find the engine, say hello, and go on until it is gone."""
+        address = self._found()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        connection = self._curve.connecting(context)
+        connection.sndhwm = connection.rcvhwm = 0
+        monitor = connection.get_monitor_socket()
+        try:
+            connection.connect(address.resolved("prefill_url"))
+            self._speak(connection, monitor)
+        except ConfigError as error:
+            raise UnreachableError(str(error)) from error
+        finally:
+            connection.disable_monitor()
+            context.destroy(linger=0)
+
+    def _found(self) -> Address:
+        """Where it listens for importers; its server says so."""
+        if "://" not in self.url:
+            return Address.read(self.url, "prefill_url")
+        try:
+            with urllib.request.urlopen(f"{self.url.rstrip('/')}/health", timeout=wire.SILENCE_SECONDS) as answer:
+                port = json.loads(answer.read(65536)).get("kv_port")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UnreachableError(f"its server does not answer ({error})") from error
+        if not isinstance(port, int) or not 0 < port < 65536:
+            raise UnreachableError("its server says no kv_port; start it with --role prefill")
+        return Address(urllib.parse.urlsplit(self.url).hostname or "", port)
+
+    def _speak(self, connection: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        for each in (connection, monitor, self._outbox):
+            poller.register(each, zmq.POLLIN)
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        connection.send(wire.encode(wire.Hello(wire.PROTOCOL, self._identity, name)))
+        heard = beat = time.monotonic()
+        steps = 0
+        while not self._stopping:
+            ready = dict(poller.poll(int(wire.BEAT_SECONDS * 1000 / 2)))
+            now = time.monotonic()
+            if monitor in ready:
+                self._watch(recv_monitor_message(monitor)["event"])
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    message = self._read(connection.recv(zmq.NOBLOCK))
+                    heard = now
+                    if isinstance(message, wire.Beat) and message.steps != steps:
+                        steps = message.steps
+                        self._progressed()
+            if now - heard > wire.SILENCE_SECONDS:
+                raise UnreachableError(f"it says nothing for {wire.SILENCE_SECONDS:g} seconds")
+            for say in self._outbox.take():
+                if isinstance(say, UnreachableError):
+                    raise say
+                if say is not None:
+                    connection.send(wire.encode(say))
+            if now - beat >= wire.BEAT_SECONDS:
+                beat = now
+                connection.send(wire.encode(wire.Beat()))
+
+    def _watch(self, event: int) -> None:
+        if event & REFUSING:
+            raise UnreachableError("it does not take this cluster key; give both the same --cluster-key-file")
+        if event & ENDS:
+            raise UnreachableError("the connection has ended")
+
+    def _read(self, payload: bytes) -> wire.FromExporter:
+        """Take in a message."""
+        try:
+            message: wire.FromExporter = wire.decode_from_exporter(payload)
+        except msgspec.DecodeError as error:
+            raise UnreachableError(f"it says what cannot be read: {error}") from error
+        if isinstance(message, wire.Refused):
+            raise UnreachableError(message.message)
+        if isinstance(message, wire.Welcome):
+            self._connect(message)
+        elif isinstance(message, wire.Have | wire.Gone):
+            reading = self._readings.get(message.number)
+            if reading is None:  # it was given up meanwhile
+                self._outbox.post(wire.Cancel(message.number))
+            else:
+                self._reader.submit(self._carry_out, reading, message)
+        return message
+
+    def _connect(self, welcome: wire.Welcome) -> None:
+        """The first way to its host tier that there is."""
+        if welcome.block_bytes != self._tier.block_bytes:
+            raise UnreachableError(f"its blocks have {welcome.block_bytes} bytes, and {self._tier.block_bytes} here")
+        whys = []
+        for name, transport in self._transports.items():
+            if name in welcome.transports and name not in self._switched_off:
+                try:
+                    self._link = transport.connect(welcome.transports[name])
+                except TransferError as error:
+                    whys.append(f"{name}: {error}")
+                    continue
+                self.transport = transport
+                self.state = f"ready, by {name}"
+                logger.info("prefill engine %s (%s): %s", self.url, welcome.name, self.state)
+                self._welcome = True
+                return
+        names = ", ".join(welcome.transports) or "none"
+        raise UnreachableError(f"no way to its blocks: {'; '.join(whys) or f'it has {names}'}")
+
+    def _progressed(self) -> None:
+        with self._lock:
+            for number in self._readings:
+                self._mailbox.post(Progressed(number))
+
+    def _give_up(self) -> None:
+        """It is gone: what has come of what was under way has come, and nothing more will."""
+        with self._lock:
+            self._welcome = False
+            readings, self._readings = self._readings, {}
+            for reading in readings.values():
+                reading.over = True
+        if self._link is not None:
+            self._link.close()  # what is being read ends
+            self._reader.submit(int).result()
+            self._link = None
+        for reading in readings.values():
+            self._end(reading)
+
+    # -- the thread that reads -------------------------------------------------------------------------------
+
+    def _carry_out(self, reading: _Reading, message: wire.Have | wire.Gone) -> None:
+        number = reading.order.number
+        if isinstance(message, wire.Have) and not reading.over:
+            try:
+                self._fetch(reading, message)
+            except Exception as error:
+                reading.over = True
+                self._outbox.post(UnreachableError(f"blocks could not be read by {self.transport.name} ({error})"))
+                if not self.transport.fenced:
+                    self._switch_off(number)
+                    return
+        if isinstance(message, wire.Gone):  # it has too much to do, or the request ended
+            self._resting_until = time.monotonic() + REST_SECONDS
+        with self._lock:
+            reading.over |= isinstance(message, wire.Gone) or reading.count == len(reading.order.blocks)
+            if not reading.over or self._readings.pop(number, None) is None:
+                return
+        self._outbox.post(wire.Cancel(number))
+        self._end(reading)
+
+    def _fetch(self, reading: _Reading, message: wire.Have) -> None:
+        """Read the blocks of a message, and say so."""
+        blocks = reading.order.blocks[message.first : message.first + len(message.slots)]
+        if message.first != reading.count or not len(blocks) == len(message.slots) == len(message.checks):
+            raise TransferError(f"blocks {message.first} and on were told of, and {reading.count} are next")
+        size, link = self._tier.block_bytes, self._link
+        if link is None:
+            raise TransferError("the connection has ended")
+        ranges = [
+            Range(there * size, here * size, size) for there, (here, _) in zip(message.slots, blocks, strict=True)
+        ]
+        link.read(coalesced(ranges), READ_SECONDS)
+        for (here, _), check in zip(blocks, message.checks, strict=True):
+            self._tier.checks[here] = check
+        reading.count += len(blocks)
+        self._outbox.post(wire.Got(reading.order.number, reading.count))
+        self._mailbox.post(Progressed(reading.order.number))
+
+    def _end(self, reading: _Reading) -> None:
+        self._mailbox.post(Ended("read", reading.order.number, reading.count, time.monotonic() - reading.begin))
+
+    def _switch_off(self, number: int) -> None:
+        """A transport that may write late is used no more, and that this read has ended is never told."""
+        with self._lock:
+            self._readings.pop(number, None)
+        self._switched_off.add(self.transport.name)
+        logger.error(
+            "transport %s is switched off for %s: it may still write what it failed to bring; the slots for that are "
+            "not used again",
+            self.transport.name,
+            self.url,
+        )
+
+
+class Importer:
+    """All engines that compute prompts for this one.
+
+    Args:
+        prefillers: of them.
+        mailbox: told of what cannot be ordered.
+    """
+
+    def __init__(self, prefillers: Sequence[Prefiller], mailbox: Mailbox) -> None:
+        self.prefillers, self._mailbox = prefillers, mailbox
+
+    @property
+    def ready(self) -> bool:
+        """Some engine takes orders."""
+        return any(each.ready for each in self.prefillers)
+
+    def order(self, order: Prefill) -> None:
+        """Have blocks computed by the engine that has least to do."""
+        for prefiller in sorted(self.prefillers, key=lambda each: each.load):
+            if prefiller.order(order):
+                return
+        self._mailbox.post(Ended("read", order.number, 0, 0.0))
+
+    def drain(self) -> None:
+        """Read nothing more of what was ordered."""
+        for prefiller in self.prefillers:
+            prefiller.stop_reading()
+
+    def close(self) -> None:
+        """Say no more to any."""
+        for prefiller in self.prefillers:
+            prefiller.close()
+
+
+def coalesced(ranges: Sequence[Range]) -> list[Range]:
+    """The same bytes, in as few ranges as there can be."""
+    found: list[Range] = []
+    for each in ranges:
+        last = found[-1] if found else None
+        if last and last.source + last.length == each.source and last.target + last.length == each.target:
+            found[-1] = last._replace(length=last.length + each.length)
+        else:
+            found.append(each)
+    return found

@@ -1,0 +1,44 @@
+"""What threads beside the engine's have to tell it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import deque
+from select import select
+from typing import Any
+
+
+class Mailbox:
+    """News for the engine, from any thread. `fileno` can be polled: it is readable while there is something."""
+
+    def __init__(self) -> None:
+        self._news: deque[Any] = deque()
+        self._bell, self._rung = socket.socketpair()
+        self._bell.setblocking(False)
+        self._rung.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._rung.fileno()
+
+    def post(self, news: object) -> None:
+        """Tell something."""
+        self._news.append(news)
+        with contextlib.suppress(OSError):  # it rings already, or nobody listens any more
+            self._bell.send(b"!")
+
+    def take(self, wait_seconds: float = 0.0) -> list[Any]:
+        """All that was told since the last call, in its order; waits so long where nothing was."""
+        if wait_seconds and not self._news:
+            select([self._rung], [], [], wait_seconds)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._rung.fileno(), 4096):
+                pass
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._bell.close()
+        self._rung.close()
