@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,3 +216,34 @@ def test_models_with_windows_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_note_says_how_much_the_tier_holds_and_when_it_pays(filled: Engine) -> None:
     [note] = [note for note in filled.notes if "host tier" in note]
     assert "64 MiB" in note and "on a CPU this is the same memory" in note
+
+
+def test_other_processes_see_the_slots_and_the_memory_is_given_back() -> None:
+    host = HostTier(4096, 4096, bytes(32))
+    assert os.fstat(host.fd).st_blocks == 0  # nothing is taken before it is used
+    region = host.region
+    host.save(torch.full((1, 4096), 7, dtype=torch.uint8), [Move(0, 5, b"name")])
+    assert os.fstat(host.fd).st_blocks * 512 < 4 * 2**20
+    child = "import mmap, sys; m = mmap.mmap(int(sys.argv[1]), 6 * 4096); print(m[5 * 4096]); m[5 * 4096] = 8"
+    output = subprocess.run([sys.executable, "-c", child, str(host.fd)], pass_fds=[host.fd], capture_output=True)
+    assert output.stdout == b"7\n"
+    assert host.load(torch.empty(1, 4096, dtype=torch.uint8), [Move(0, 5, b"name")]) == [5]
+    fd, inode = host.fd, os.fstat(host.fd).st_ino
+    del host
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert region.memory[5 * 4096] == 8 and _mapped(inode)
+    del region
+    assert not _mapped(inode)
+
+
+def _mapped(inode: int) -> bool:
+    return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_closed_engine_gives_the_tier_s_memory_back() -> None:
+    engine = make({"model": "demo", "threads": 1}, num_kv_blocks=60, host_kv_memory="64MiB")
+    inode = os.fstat(engine.executor._runner.host.fd).st_ino
+    assert _mapped(inode)
+    engine.close()
+    assert not _mapped(inode)

@@ -6,6 +6,8 @@ Which block lies in which slot is decided elsewhere (`core/tier.py`). A block is
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +15,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from quire.core.step import Move
-from quire.ops.memory import huge
+from quire.kv.transport.base import Region
+from quire.ops.memory import shared
 
 CHECK_BYTES = 32
 
@@ -31,17 +34,26 @@ class HostTier:
         pinned: for a GPU, which copies to and from memory that stays where it is.
 
     Attributes:
-        memory: [num_slots, block_bytes] uint8. On a CPU, pages are only taken once they are used.
+        memory: [num_slots, block_bytes] uint8. On a CPU, pages are only taken once they are used. It is given back when
+            nobody has it, or a `region` of it, any more.
+        fd: of the memory as a file, which other processes may map; -1: it is none, as where it is pinned.
         checks: by slot; empty where nothing was saved.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, key: bytes, pinned: bool = False) -> None:
         self.num_slots, self.block_bytes, self.pinned = num_slots, block_bytes, pinned
         size = num_slots * block_bytes
-        flat = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else huge(size)
+        flat, self.fd = (torch.empty(size, dtype=torch.uint8, pin_memory=True), -1) if pinned else shared(size)
+        if self.fd >= 0:
+            weakref.finalize(self, os.close, self.fd)
         self.memory = flat.view(num_slots, block_bytes)
         self.checks = [b""] * num_slots
         self._key = blake3(key, derive_key_context="quire 2026 check of a KV block's bytes").digest()
+
+    @property
+    def region(self) -> Region:
+        """All of it, for those who give it to other engines."""
+        return Region(self.memory.view(-1).numpy().data, self.fd)
 
     def save(self, pool: Tensor, moves: Sequence[Move]) -> None:
         """Copy blocks out of the pool, [num_blocks, block_bytes] uint8 on any device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 
 import torch
@@ -46,6 +47,25 @@ def huge(size: int) -> torch.Tensor:
     first = -buffer.data_ptr() % HUGE_PAGE
     _madvise(buffer.data_ptr() + first, size, _ADVISE_HUGE_PAGES)
     return buffer[first : first + size]
+
+
+def shared(size: int, fd: int = -1) -> tuple[torch.Tensor, int]:
+    """`size` bytes that other processes may map, too, and the descriptor of the file in memory that they are.
+
+    The file has no name: it is gone with the last process that has it open or mapped. Its pages are taken where they
+    are first written; huge ones where the system has them for shared memory (`shmem_enabled`).
+
+    Args:
+        fd: such a file; -1: a new one, all 0. Where the system has none, the memory is private, and the descriptor -1.
+    """
+    if sys.platform != "linux":
+        return huge(size), -1
+    if fd < 0:
+        fd = os.memfd_create("quire-memory")
+        os.ftruncate(fd, size)
+    buffer = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+    _madvise(buffer.data_ptr(), size, _ADVISE_HUGE_PAGES)
+    return buffer, fd
 
 
 def collapse(tensor: torch.Tensor) -> None:
