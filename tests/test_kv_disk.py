@@ -54,10 +54,10 @@ class Store:
         for number in numbers:
             self.host.memory[15] = 0
             self.host.checks[15] = b""
-            self.disk.ended()
+            self.disk.mailbox.take()
             self.disk.read(0, [(15, name_of(number))])
             self.wait()
-            if [ended.blocks for ended in self.disk.ended() if ended.kind == "read"] == [1]:
+            if [ended.blocks for ended in self.disk.mailbox.take() if ended.kind == "read"] == [1]:
                 assert self.host.load(self.pool, [Move(14, 15, name_of(number))]) == []
                 found.append(number)
         return found

@@ -167,6 +167,27 @@ class EngineConfig:
         None, "folder for KV blocks of the host memory that are to outlive the engine; default: none"
     )
     disk_kv_memory: str | None = option(None, "bytes of that folder at most, e.g. 100GiB; default: 16GiB")
+    kv_role: Literal["prefill", "decode", "both"] | None = option(
+        None,
+        "prefill: other engines may have prompts computed here; decode: long prompts are computed by another engine",
+        short="--role",
+    )
+    prefill_url: str | None = option(
+        None,
+        "servers that compute prompts, by commas, or HOST:KV_PORT of their engines; default: http://127.0.0.1:8000",
+    )
+    prefill_min_tokens: int = option(
+        256, "tokens of a prompt that are not cached from which on another engine computes them", low=1, high=2**40
+    )
+    kv_transport: Literal["shared_memory", "socket", "mooncake", "nixl"] | None = option(
+        None, "how KV comes from another engine; default: shared_memory on one machine, else socket"
+    )
+    kv_host: str = option("127.0.0.1", "address at which an engine with kv_role=prefill listens for others")
+    kv_port: int = option(0, "port of it; 0: any that is free, which its server tells", low=0, high=65535)
+    cluster_key_file: str | None = option(
+        None,
+        "file with a secret that all engines which share KV have, of 16 bytes or more; default: one of this user's",
+    )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(
         "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
@@ -277,7 +298,8 @@ class EngineConfig:
     def _check_tiers(self) -> None:
         if self.disk_kv_memory is not None and self.disk_kv_path is None:
             raise ConfigError(f"disk_kv_memory={self.disk_kv_memory} names no folder; set disk_kv_path too")
-        if self.host_kv_memory is None:
+        self._check_role()
+        if not self.host_kv_bytes:
             if self.disk_kv_path is not None:
                 raise ConfigError(
                     f"disk_kv_path={self.disk_kv_path}: blocks go to a disk and come back through host memory; set "
@@ -290,11 +312,23 @@ class EngineConfig:
             f"data_parallel_size={self.data_parallel_size}": self.data_parallel_size > 1,
         }
         if found := [name for name, there in beside.items() if there]:
-            raise ConfigError(f"host_kv_memory with {found[0]}: not yet; leave one of them out")
+            raise ConfigError(f"{self._tier_option} with {found[0]}: not yet; leave one of them out")
         if self.prefix_cache == "off":
             raise ConfigError(
-                "host_kv_memory with prefix_cache=off: blocks come back through the prefix cache; leave one of them out"
+                f"{self._tier_option} with prefix_cache=off: blocks come back through the prefix cache; leave one of "
+                "them out"
             )
+
+    def _check_role(self) -> None:
+        if self.prefill_url is not None and not self.decodes:
+            raise ConfigError(
+                f"prefill_url={self.prefill_url} is for an engine that has prompts computed elsewhere; set "
+                "kv_role=decode (--role decode), or leave it out"
+            )
+        if self.kv_role == "both" and self.prefill_url is None:
+            raise ConfigError("kv_role=both needs prefill_url, the other servers that compute prompts for this one")
+        if self.cluster_key_file is not None and self.kv_role is None and self.disk_kv_path is None:
+            raise ConfigError("cluster_key_file is for engines that share KV; set kv_role or disk_kv_path")
 
     def _check_speculation(self) -> None:
         spec = self.speculation
@@ -358,8 +392,27 @@ class EngineConfig:
 
     @property
     def host_kv_bytes(self) -> int:
-        """`host_kv_memory` in bytes."""
-        return 0 if self.host_kv_memory is None else parse_size(self.host_kv_memory)
+        """`host_kv_memory` in bytes; an engine with a role has some in any case."""
+        return parse_size(self.host_kv_memory or ("1GiB" if self.kv_role else "0"))
+
+    @property
+    def _tier_option(self) -> str:
+        return "host_kv_memory" if self.host_kv_memory is not None else f"kv_role={self.kv_role}"
+
+    @property
+    def prefills(self) -> bool:
+        """Other engines may have prompts computed here."""
+        return self.kv_role in ("prefill", "both")
+
+    @property
+    def decodes(self) -> bool:
+        """Prompts may be computed by other engines."""
+        return self.kv_role in ("decode", "both")
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        """`prefill_url`, one each."""
+        return [each.strip() for each in (self.prefill_url or "http://127.0.0.1:8000").split(",") if each.strip()]
 
     @property
     def disk_kv_bytes(self) -> int:

@@ -124,7 +124,7 @@ def _add_flag(
         text += f" (default: {_shown(default)})"
     if hint is bool:
         boolean = argparse.BooleanOptionalAction
-        group.add_argument(*flags, action=boolean, default=argparse.SUPPRESS, help=text)
+        group.add_argument(*flags, dest=name, action=boolean, default=argparse.SUPPRESS, help=text)
         return
 
     def convert(given: str) -> Any:
@@ -135,9 +135,13 @@ def _add_flag(
 
     if _takes_texts(hint):
         text += " (may be repeated)"
-        group.add_argument(*flags, action="append", default=argparse.SUPPRESS, metavar="TEXT", help=text)
+        group.add_argument(
+            *flags, dest=name, action="append", default=argparse.SUPPRESS, metavar="TEXT", help=text
+        )
     else:
-        group.add_argument(*flags, type=convert, default=argparse.SUPPRESS, metavar=_metavar(hint), help=text)
+        group.add_argument(
+            *flags, dest=name, type=convert, default=argparse.SUPPRESS, metavar=_metavar(hint), help=text
+        )
 
 
 def _shown(default: Any) -> str:

@@ -33,7 +33,7 @@ from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.stats import EngineStats
-from quire.engine.tiers import KVTiers
+from quire.engine.tiers import WAIT_SECONDS, KVTiers
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.kv.host import HostTier
 from quire.models.checkpoint import Checkpoint, resolve
@@ -112,6 +112,8 @@ class Engine:
         kv_cache: the device's blocks, a cache a KV group.
         model_name: what the user called it.
         threads: how many a step uses.
+        tiers: the tiers below the pool, and other engines.
+        wait_seconds: how long a step waits for these where nothing else can be done.
         notes: what was decided at start without being asked for.
 
     Raises:
@@ -141,11 +143,11 @@ class Engine:
         self.device = open_device(config.device)
         self._ranks = self._start_ranks(report, open_checkpoint, proposer) if config.num_ranks > 1 else None
         self.threads = self._ranks.threads if self._ranks else config.threads or usable_threads()
-        self._tiers = KVTiers(config, hash_key)
+        self.tiers = KVTiers(config, hash_key)
         try:
-            started = self._start(report, open_checkpoint, proposer, self._tiers.key)
+            started = self._start(report, open_checkpoint, proposer, self.tiers.key)
         except BaseException:
-            self._tiers.close()
+            self.tiers.close()
             if self._ranks:
                 self._ranks.close()
             raise
@@ -161,11 +163,12 @@ class Engine:
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
         self.blocked = False
+        self.wait_seconds = WAIT_SECONDS
         self.notes = (
             *self.model.notes,
             *self.memory_plan.notes,
             *started.notes,
-            *self._tiers.notes,
+            *self.tiers.notes,
             *self._own_notes(),
         )
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
@@ -324,16 +327,17 @@ class Engine:
     def _kv_manager(self, hash_key: bytes, host: HostTier | None) -> KVManager:
         config, speculation = self.config, self.speculation
         # All that a block's bytes depend on beside its tokens.
-        system = fingerprint.system(self.path, self.model, config.kv_cache_dtype)
-        drafts = "" if speculation is None else speculation.fingerprint
-        layout = "|".join(cache.layout for cache in self.kv_cache)
-        hasher = BlockHasher(hash_key, f"{system}|{layout}|{drafts}")
+        identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
+            "layout of the KV": "|".join(cache.layout for cache in self.kv_cache),
+            "drafting model": "none" if speculation is None else speculation.fingerprint or "none",
+        }
+        hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
         windows = retentions(self.model, speculation)
         groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
         tier = None if host is None else Tier(host.num_slots)
-        self._tiers.open(host)
-        disk = self._tiers.disk.index if self._tiers.disk else None
+        self.tiers.open(host, identity | {"block_size": str(config.block_size)})
+        disk = self.tiers.disk.index if self.tiers.disk else None
         return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier, disk=disk)
 
     @property
@@ -348,8 +352,10 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing is waiting, running, or left to tell."""
-        return self.scheduler.idle and not self._in_flight and not self._updates and not self.scheduler.has_updates
+        """Nothing is waiting, running, to be moved, or left to tell."""
+        scheduler = self.scheduler
+        moving = any(kv.fetches.has_moves for kv in scheduler.kvs)
+        return scheduler.idle and not moving and not self._in_flight and not self._updates and not scheduler.has_updates
 
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler.add`."""
@@ -400,6 +406,10 @@ class Engine:
         reduced = {"all_reduces": sums, "all_reduced_bytes": summed} if sums else {}
         return stats | reduced | experts | stages
 
+    def exchange(self) -> None:
+        """Take in what other engines say, though there may be no step; see `KVTiers`."""
+        self.tiers.exchange(self.scheduler, self._stats.steps)
+
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""
         return self.scheduler.take_updates()
@@ -424,7 +434,7 @@ class Engine:
     def _advance(self) -> None:
         # 1. Decide what the next step computes.
         begin = time.monotonic()
-        self._tiers.exchange(self.scheduler)
+        self.tiers.exchange(self.scheduler, self._stats.steps)
         plan = self.scheduler.schedule(begin)
         # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
@@ -437,7 +447,7 @@ class Engine:
             self._in_flight.append((plan, self._compute(lambda: self.executor.submit(plan))))
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
-        elif not self._in_flight and not self.scheduler.idle and not self._tiers.waits(self.scheduler):
+        elif not self._in_flight and not self.scheduler.idle and not self.tiers.waits(self.scheduler, self.wait_seconds):
             self.blocked = self.scheduler.expects_others
             if not self.blocked:
                 self._end_stalled()
@@ -455,8 +465,8 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self.executor.close()
-            self._tiers.exchange(self.scheduler)
-            self._tiers.close()
+            self.tiers.exchange(self.scheduler)
+            self.tiers.close()
             if self._timeline:
                 self._timeline.close()
             del self.model, self.scheduler, self.executor, self.kv_cache, self.speculation, self._ranks
@@ -501,7 +511,7 @@ class Engine:
         ended, self._committing = self._committing, []
         self._in_flight.clear()
         if not whole:
-            self._tiers.reset()
+            self.tiers.reset()
         culprit = self.scheduler.restart(failed=failed is not None, whole=whole)
         if failed is not None:
             self._log_failure(failed, culprit)

@@ -10,8 +10,17 @@ from quire.models.checkpoint import content_hash
 from quire.models.model import Model
 
 
+def parts(folder: Path, model: Model, kv_cache_dtype: str) -> dict[str, str]:
+    """Each of these by what it is called."""
+    return {
+        "checkpoint": content_hash(folder),
+        "precision": model.precision,
+        "kv_cache_dtype": kv_cache_dtype,
+        "kernels": f"{model.kernels.describe(model.dtype)}, deterministic={model.kernels.deterministic}",
+    }
+
+
 def system(folder: Path, model: Model, kv_cache_dtype: str = "auto") -> str:
     """One short name for all of it, as responses carry it."""
-    kernels = f"{model.kernels.describe(model.dtype)}|deterministic={model.kernels.deterministic}"
-    text = f"{content_hash(folder)}|{model.precision}|kv={kv_cache_dtype}|{kernels}"
+    text = "|".join(f"{name}={value}" for name, value in parts(folder, model, kv_cache_dtype).items())
     return "qr-" + blake3.blake3(text.encode()).hexdigest(length=8)

@@ -1,43 +1,79 @@
-"""The engine's side of the tiers: it carries out what the scheduler asks of the disk."""
+"""The engine's side of the tiers: it carries out what the scheduler asks of the disk and of other engines, and tells it
+what has come of that.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import time
 from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
 
 from quire.config import EngineConfig
-from quire.core.fetches import Forget, Read
+from quire.core.exports import Have
+from quire.core.fetches import Forget, Prefill, Read
 from quire.core.lockstep import Lockstep
 from quire.core.scheduler import Scheduler
-from quire.kv.disk import DiskTier, DiskTierError, open_folder
+from quire.curve import read_token
+from quire.errors import ConfigError
+from quire.kv import wire
+from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
+from quire.kv.exporter import Dropped, Exporter, Released, Wanted
 from quire.kv.host import HostTier
+from quire.kv.importer import Importer, Prefiller, Progressed
+from quire.kv.mailbox import Mailbox
+from quire.kv.transport import opened
 from quire.runner.memory_plan import format_size
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.01
-"""How long a step waits for the disk where nothing else can be done."""
+"""How long a step waits for the tiers where nothing else can be done."""
+
+CLUSTER_KEY = "quire/cluster-key"
+"""Where a user's own is, in the folder for configuration."""
+
+
+class PrefillRequest(NamedTuple):
+    """A prompt to be computed for another engine; `KVTiers.prefilled` is told the number at its end."""
+
+    number: int
+    want: wire.Want
 
 
 class KVTiers:
     """The tiers below the pool. A folder that cannot be used is one line, and the engine serves without it.
 
     Args:
-        config: names the folder, and the budget.
-        hash_key: names of blocks; None: the folder's, or a random one.
+        config: names the folder, the budget, and the other engines.
+        hash_key: names of blocks; None: the cluster's, the folder's, or a random one.
 
     Attributes:
         key: with which blocks are named and checked.
         disk: None: there is none.
+        mailbox: what threads have to tell.
+        exporter: None: other engines read nothing here. importer: None: nothing is read from others.
+        to_compute, dropped: prompts for other engines to be computed, and those that need not be any more; whoever
+            drives the engine takes them from here.
         notes: for people.
     """
 
     def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
         self.disk: DiskTier | None = None
+        self.exporter: Exporter | None = None
+        self.importer: Importer | None = None
+        self.mailbox = Mailbox()
+        self.to_compute: list[PrefillRequest] = []
+        self.dropped: list[int] = []
         self.notes: list[str] = []
-        self._budget = config.disk_kv_bytes
+        self._config = config
+        self._cluster_key = _cluster_key(config)
+        self._transports = contextlib.ExitStack()
         self._folder: tuple[Path, bytes, int] | None = None
         if config.disk_kv_path is not None:
             try:
@@ -45,61 +81,168 @@ class KVTiers:
             except DiskTierError as error:
                 self._off(error)
         own = None if self._folder is None else self._folder[1]
+        if self._cluster_key is not None:
+            own = blake3(self._cluster_key, derive_key_context="quire 2026 names of a cluster's KV blocks").digest()
         self.key = hash_key or own or secrets.token_bytes(32)
 
-    def open(self, host: HostTier | None) -> None:
-        """Find out what the folder has."""
-        if self._folder is None or host is None:
+    def open(self, host: HostTier | None, identity: dict[str, str]) -> None:
+        """Find out what the folder has, and find the other engines.
+
+        Args:
+            identity: what a block's bytes depend on.
+
+        Raises:
+            ConfigError: a transport or a port cannot be had.
+        """
+        if host is None:
             return
-        folder, key, _ = self._folder
+        if self._folder is not None:
+            self._open_disk(host, *self._folder[:2])
+        if self._cluster_key is None or self._config.kv_role is None:
+            return
+        config, curve = self._config, wire.curve(self._cluster_key)
+        transports = opened(config.kv_transport, host.region, self._cluster_key, config.kv_host)
+        for transport in transports:
+            self._transports.callback(transport.close)
+        names = ", ".join(each.name for each in transports)
+        if config.prefills:
+            where = config.kv_host, config.kv_port
+            self.exporter = Exporter(*where, curve, identity, host, transports, self.mailbox)
+            self.notes.append(f"other engines may have prompts computed here: {self.exporter.address} ({names})")
+        if config.decodes:
+            links = curve, identity, host, transports, self.mailbox
+            self.importer = Importer([Prefiller(url, *links) for url in config.prefill_urls], self.mailbox)
+            self.notes.append(
+                f"prompts of {config.prefill_min_tokens:,} tokens and more are computed by "
+                f"{', '.join(config.prefill_urls)} ({names}), or here while it cannot be reached"
+            )
+
+    def _open_disk(self, host: HostTier, folder: Path, key: bytes) -> None:
+        budget = self._config.disk_kv_bytes
         try:
-            self.disk = DiskTier(folder, key, self._budget, host)
+            self.disk = DiskTier(folder, key, budget, host, self.mailbox)
         except OSError as error:
             self._off(error)
             return
         found = len(self.disk.index) * host.block_bytes
-        self.notes.append(f"disk tier: {format_size(self._budget)} in {folder}, which has {format_size(found)} of KV")
+        self.notes.append(f"disk tier: {format_size(budget)} in {folder}, which has {format_size(found)} of KV")
 
     def _off(self, error: Exception) -> None:
         self.notes.append(f"disk_kv_path: {error}; there is no disk tier")
         logger.warning("%s", self.notes[-1])
 
-    def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
-        """Tell the scheduler what the disk has done, and the disk what is wanted."""
-        disk = self.disk
-        if disk is None or isinstance(scheduler, Lockstep):  # replicas have no tiers yet
-            return
-        fetches = scheduler.kv.fetches
-        for order in fetches.orders:
-            if isinstance(order, Forget):
-                disk.forget(order.hash)
-            elif isinstance(order, Read):
-                disk.read(order.number, order.blocks)
-            else:
-                disk.write(order.slot, order.hash)
-        fetches.orders.clear()
-        for kind, number, count, seconds in disk.ended(wait_seconds):
-            if kind == "read":
-                scheduler.read_ended(number, count, seconds)
-            else:
-                fetches.written(number, bool(count))
+    def exchange(self, scheduler: Scheduler | Lockstep, num_steps: int = 0, wait_seconds: float = 0.0) -> None:
+        """Tell the scheduler what others have done, and them what is wanted.
 
-    def waits(self, scheduler: Scheduler | Lockstep) -> bool:
-        """Whether requests wait for the disk; waits a little for it then."""
-        if self.disk is None or not scheduler.kvs[0].fetches.reads:
+        Args:
+            num_steps: that the engine has computed.
+        """
+        if isinstance(scheduler, Lockstep):  # replicas have no tiers yet
+            return
+        if self.importer is not None:
+            scheduler.kv.fetches.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
+        self._order(scheduler)
+        for news in self.mailbox.take(wait_seconds):
+            self._take_in(scheduler, news)
+        if self.exporter is not None:
+            self.exporter.steps = num_steps
+            for told in scheduler.kv.exports.advance(scheduler.kv.cache):
+                if isinstance(told, Have):
+                    self.exporter.have(*told)
+                else:
+                    self.exporter.gone(told.number)
+
+    def _order(self, scheduler: Scheduler) -> None:
+        orders = scheduler.kv.fetches.orders
+        for order in orders:
+            if isinstance(order, Prefill):
+                if self.importer is not None:
+                    self.importer.order(order)
+            elif self.disk is None:
+                continue
+            elif isinstance(order, Forget):
+                self.disk.forget(order.hash)
+            elif isinstance(order, Read):
+                self.disk.read(order.number, order.blocks)
+            else:
+                self.disk.write(order.slot, order.hash)
+        orders.clear()
+
+    def _take_in(self, scheduler: Scheduler, news: object) -> None:
+        kv = scheduler.kv
+        match news:
+            case Ended("read", number, count, seconds):
+                scheduler.read_ended(number, count, seconds)
+            case Ended("write", slot, count, _):
+                kv.fetches.written(slot, bool(count))
+            case Progressed(number):
+                kv.fetches.progressed(number, time.monotonic())
+            case Wanted(number, want):
+                computing = kv.exports.missing(want.hashes, kv.cache)
+                kv.exports.begin(number, want.hashes, computing)
+                if computing:
+                    self.to_compute.append(PrefillRequest(number, want))
+            case Released(number, blocks):
+                kv.exports.release(number, blocks)
+            case Dropped(number):
+                kv.exports.end(number)
+                self.dropped.append(number)
+
+    def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
+        """Whether requests wait for the tiers; waits a little for these then."""
+        if isinstance(scheduler, Lockstep) or not scheduler.kv.fetches.reads:
             return False
-        self.exchange(scheduler, WAIT_SECONDS)
+        if wait_seconds:
+            self.exchange(scheduler, wait_seconds=wait_seconds)
         return True
 
     def reset(self) -> None:
         """The scheduler's books are made anew: nothing may be written into slots that they do not know of."""
         if self.disk is not None:
             self.disk.drain()
+        if self.importer is not None:
+            self.importer.drain()
+        for news in self.mailbox.take():
+            if self.exporter is not None and isinstance(news, Wanted):
+                self.exporter.gone(news.number)
+        if self.exporter is not None:
+            self.exporter.all_gone()
 
     def close(self) -> None:
-        """Let go of the folder, once all is written."""
-        if self.disk is not None:
-            self.disk.close()
+        """Let go of the folder, once all is written, and of other engines."""
+        for each in (self.importer, self.exporter, self.disk):
+            if each is not None:
+                each.close()
+        self._transports.close()
         if self._folder is not None:
             os.close(self._folder[2])
-        self.disk = self._folder = None
+        self.mailbox.close()
+        self.disk = self._folder = self.importer = self.exporter = None
+
+
+def _cluster_key(config: EngineConfig) -> bytes | None:
+    """The secret of all engines that share KV; None: this one shares none.
+
+    Raises:
+        ConfigError: it cannot be read, or made.
+    """
+    if config.cluster_key_file is not None:
+        return read_token(config.cluster_key_file, "--cluster-key-file")
+    if config.kv_role is None:
+        return None
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    file = folder / CLUSTER_KEY
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.{os.getpid()}")
+        new.touch(0o600)
+        new.write_text(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(new, file)  # of two that do this at once, one wins
+        new.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"kv_role={config.kv_role}: {file} cannot be made ({error.strerror or error}); name another file with "
+            "--cluster-key-file"
+        ) from error
+    return read_token(str(file), "cluster key")

@@ -15,9 +15,7 @@ import os
 import secrets
 import stat
 import struct
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +25,7 @@ from blake3 import blake3
 
 from quire.errors import QuireError
 from quire.kv.host import HostTier
+from quire.kv.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +112,16 @@ class DiskTier:
         key: see there.
         budget: bytes of all files.
         host: whose slots they are.
+        mailbox: told of what has `Ended`; default: one of its own.
 
     Attributes:
         index: by name, where each block is. Only the thread changes it, but for `forget`.
         failures: writes and reads that failed.
     """
 
-    def __init__(self, folder: Path, key: bytes, budget: int, host: HostTier) -> None:
+    def __init__(self, folder: Path, key: bytes, budget: int, host: HostTier, mailbox: Mailbox | None = None) -> None:
         self.folder, self.budget, self.host = folder, budget, host
+        self.mailbox = mailbox or Mailbox()
         self.index: dict[bytes, Place] = {}
         self.failures = 0
         self._key = blake3(key, derive_key_context="quire 2026 header of a KV block's record").digest()
@@ -129,8 +130,6 @@ class DiskTier:
         self._names: dict[int, list[bytes]] = {}
         self._files: dict[int, int] = {}  # descriptors
         self._open: int | None = None  # the segment that is appended to
-        self._ended: deque[Ended] = deque()
-        self._something = threading.Event()
         for file in sorted(folder.glob("*.kv")):
             self._scan(file)
         self._next = 1 + max(self._sizes, default=0)
@@ -151,17 +150,9 @@ class DiskTier:
         """The block is bad."""
         self.index.pop(name, None)
 
-    def ended(self, wait_seconds: float = 0.0) -> list[Ended]:
-        """What has ended since the last call; waits so long where nothing has."""
-        if wait_seconds and not self._ended:
-            self._something.wait(wait_seconds)
-        self._something.clear()
-        return [self._ended.popleft() for _ in range(len(self._ended))]
-
     def drain(self) -> None:
-        """Wait until all is done that was asked for; it is not told in `ended`."""
+        """Wait until all is done that was asked for."""
         self._thread.submit(int).result()
-        self.ended()
 
     def close(self) -> None:
         """Write what was to be written, and let go of the files."""
@@ -178,8 +169,7 @@ class DiskTier:
             count = work()
         except Exception as error:
             self._failed(error)
-        self._ended.append(Ended(kind, number, count, time.monotonic() - begin))
-        self._something.set()
+        self.mailbox.post(Ended(kind, number, count, time.monotonic() - begin))
 
     def _failed(self, error: Exception) -> None:
         """Count it; the first failure, and each tenfold number of them, is a line in the log."""

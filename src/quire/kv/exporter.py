@@ -128,6 +128,11 @@ class Exporter:
         """Nothing more comes."""
         self._outbox.post((number, -1, [], []))
 
+    def all_gone(self) -> None:
+        """Nothing more comes of whatever was wanted."""
+        for number in list(self._known):
+            self.gone(number)
+
     def close(self) -> None:
         """Say no more."""
         self._stopping = True

@@ -102,16 +102,15 @@ def _host_tier(config: EngineConfig, kv: list[KVCache], plan: MemoryPlan, key: b
         ConfigError: it would hold no block, or the model has layers with windows.
     """
     size, each = config.host_kv_bytes, kv[0].bytes_per_block
-    if config.host_kv_memory is None:
+    if not size:
         return None
     if [group.window for group in plan.groups] != [None]:
         raise ConfigError(
-            f"host_kv_memory={config.host_kv_memory} with a model that has layers with a sliding window: not yet; "
-            "leave it out"
+            "host_kv_memory or kv_role with a model that has layers with a sliding window: not yet; leave them out"
         )
     if size < each:
         raise ConfigError(
-            f"host_kv_memory={config.host_kv_memory} is less than one block of {format_size(each)}; raise it to at "
+            f"host_kv_memory={format_size(size)} is less than one block of {format_size(each)}; raise it to at "
             f"least {format_size(64 * each)}, or leave it out"
         )
     return HostTier(size // each, each, key, pinned=kv[0].memory.is_cuda)
@@ -120,7 +119,7 @@ def _host_tier(config: EngineConfig, kv: list[KVCache], plan: MemoryPlan, key: b
 def _describe(host: HostTier, config: EngineConfig) -> str:
     tokens = host.num_slots * config.block_size
     text = f"host tier: {host.num_slots:,} KV blocks ({tokens:,} tokens) in {format_size(config.host_kv_bytes)}"
-    if host.pinned:
+    if host.pinned or config.kv_role:
         return text
     return (
         f"{text}; on a CPU this is the same memory as kv_cache_memory, which serves better as long as it may grow: a "
@@ -134,8 +133,8 @@ def _planned(
     """What the memory is used for."""
     if config.host_kv_bytes > (found := free_memory()):
         raise MemoryPlanError(
-            f"host_kv_memory={config.host_kv_memory} is more than the {format_size(found)} of memory that are free; "
-            "lower it"
+            f"host_kv_memory={format_size(config.host_kv_bytes)} is more than the {format_size(found)} of memory that "
+            "are free; lower it"
         )
     if not device.asynchronous:
         free = max(0, free_for_each(model, 1) - config.host_kv_bytes) if free is None else free
