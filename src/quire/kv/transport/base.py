@@ -1,14 +1,16 @@
 """What a transport is: it reads ranges of another engine's host tier into slots of one's own.
 
 An engine *reads* what another one has: nobody ever writes into another engine's memory. So whatever happens to a
-transfer concerns the reader's own slots alone, and the engine that is read from need only keep its slots as they are for
-as long as it said. What arrives is checked like every block (`HostTier.load`), so a transport need not be believed.
+transfer concerns the reader's own slots alone, and the engine that is read from need only keep its slots as they are
+for as long as it said. What arrives is checked like every block (`HostTier.load`), so a transport need not be believed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from quire.errors import QuireError
 
@@ -22,7 +24,8 @@ class Region(NamedTuple):
 
     Attributes:
         memory: [size] uint8, writable.
-        fd: of the memory as a file; -1: it is none, and other processes cannot map it.
+        fd: of the memory as a file (a memfd), from its first byte on; -1: it is none, and other processes cannot open
+            it. Whoever made the region keeps it open for as long as there is a transport of it.
     """
 
     memory: memoryview
@@ -44,12 +47,15 @@ class Link(Protocol):
         """Read ranges, and wait for them, so long at most.
 
         Raises:
-            TransferError: not all have come. With a fenced transport nothing of them comes later.
+            TransferError: not all have come, and the link is of no use any more: connect anew. With a fenced transport
+                nothing of them comes later.
         """
         ...
 
     def close(self) -> None:
-        """End the connection; a `read` under way in another thread fails soon."""
+        """End the connection; a `read` under way in another thread fails soon. Of a fenced transport, nothing is
+        written any more when this returns.
+        """
         ...
 
 
@@ -79,5 +85,42 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the region; nobody can read it any more."""
+        """Let go of the region, and end all links; nobody can connect to it any more."""
         ...
+
+
+CONNECT_SECONDS = 5.0
+"""How long `connect` waits at most."""
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+def write_address(address: msgspec.Struct) -> str:
+    """An address as text."""
+    return msgspec.json.encode(address).decode()
+
+
+def read_address(text: str, kind: type[Struct]) -> Struct:
+    """What `write_address` has written.
+
+    Raises:
+        TransferError: it is no address of this kind.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        tag = kind.__struct_config__.tag
+        raise TransferError(f"{text[:80]!r} is not the address of a region by {tag}: {error}") from error
+
+
+def check_ranges(ranges: Sequence[Range], there: int, here: int) -> None:
+    """Ranges of one byte or more lie within a region of `there` bytes, and one's own of `here`.
+
+    Raises:
+        TransferError: one does not.
+    """
+    for source, target, length in ranges:
+        if length < 1 or source < 0 or target < 0 or source + length > there or target + length > here:
+            raise TransferError(
+                f"{length} bytes from {source} to {target} are not within regions of {there} and {here} bytes"
+            )
