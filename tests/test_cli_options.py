@@ -73,6 +73,13 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "host_kv_memory": ("16GiB", "16GiB"),
     "disk_kv_path": ("some/folder", "some/folder"),
     "disk_kv_memory": ("100GiB", "100GiB"),
+    "kv_role": ("prefill", "prefill"),
+    "prefill_url": ("http://a:8000,b:29600", "http://a:8000,b:29600"),
+    "prefill_min_tokens": ("64", 64),
+    "kv_transport": ("socket", "socket"),
+    "kv_host": ("0.0.0.0", "0.0.0.0"),
+    "kv_port": ("29600", 29600),
+    "cluster_key_file": ("key", "key"),
     "gpu_memory_utilization": ("0.5", 0.5),
     "cuda_graphs": ("off", "off"),
     "profile": ("some/folder", "some/folder"),
@@ -125,6 +132,8 @@ NEEDED = {
     "token_file": {"nnodes": 2, "tensor_parallel_size": 2},
     "disk_kv_path": {"host_kv_memory": "1GiB"},
     "disk_kv_memory": {"host_kv_memory": "1GiB", "disk_kv_path": "some/folder"},
+    "prefill_url": {"kv_role": "decode"},
+    "cluster_key_file": {"kv_role": "prefill"},
 }
 """What an option is valid with."""
 

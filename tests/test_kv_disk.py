@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_used_is_one_line_and_serving_goes_on(
 
 def test_a_disk_that_fails_costs_hits_and_nothing_else(filled: Path, expected: list[Outcome]) -> None:
     engine = make(filled)
-    disk = engine._tiers.disk
+    disk = engine.tiers.disk
     assert disk is not None
 
     def fails(*args: Any) -> int:

@@ -161,7 +161,7 @@ def test_a_prefiller_whose_request_ends_says_that_nothing_more_comes_and_the_res
 
 
 def test_a_prefiller_that_says_nothing_is_waited_for_until_the_deadline_which_progress_moves():
-    scheduler, runner = decoder()
+    scheduler, _ = decoder()
     scheduler.add(make_request(1, PROMPT, 2))
     assert scheduler.schedule(0.0) is None
     [order] = scheduler.kv.fetches.orders

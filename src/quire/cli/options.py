@@ -135,9 +135,7 @@ def _add_flag(
 
     if _takes_texts(hint):
         text += " (may be repeated)"
-        group.add_argument(
-            *flags, dest=name, action="append", default=argparse.SUPPRESS, metavar="TEXT", help=text
-        )
+        group.add_argument(*flags, dest=name, action="append", default=argparse.SUPPRESS, metavar="TEXT", help=text)
     else:
         group.add_argument(
             *flags, dest=name, type=convert, default=argparse.SUPPRESS, metavar=_metavar(hint), help=text

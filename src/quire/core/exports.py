@@ -1,8 +1,8 @@
 """What other engines read from this one's host tier.
 
-An export is a chain of blocks that another engine waits for. Whatever of it is in the tier is told, in order, and pinned
-until the other engine has read it; what is in the pool is saved first; and what is in neither is waited for while a
-request computes it. So a chain may leave while its prompt is still being computed, chunk by chunk.
+An export is a chain of blocks that another engine waits for. Whatever of it is in the tier is told, in order, and
+pinned until the other engine has read it; what is in the pool is saved first; and what is in neither is waited for
+while a request computes it. So a chain may leave while its prompt is still being computed, chunk by chunk.
 """
 
 from __future__ import annotations

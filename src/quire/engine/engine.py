@@ -7,7 +7,7 @@ import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -162,7 +162,7 @@ class Engine:
         self._committing: list[int] = []  # requests of the step that is being committed
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
-        self.blocked = False
+        self.blocked = self._awaits_tiers = False
         self.wait_seconds = WAIT_SECONDS
         self.notes = (
             *self.model.notes,
@@ -347,7 +347,7 @@ class Engine:
             scheduler = self.scheduler
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
-            self._stats.kv_tiers = scheduler.kvs[0].fetches.counts
+            self._stats.kv_tiers = self.tiers.counts(scheduler.kvs[0])
         return self._stats
 
     @property
@@ -410,6 +410,17 @@ class Engine:
         """Take in what other engines say, though there may be no step; see `KVTiers`."""
         self.tiers.exchange(self.scheduler, self._stats.steps)
 
+    def prefilled(self, numbers: Sequence[int]) -> None:
+        """Requests that computed prompts for other engines are over; see `KVTiers.to_compute`."""
+        for kv in self.scheduler.kvs:
+            for number in numbers:
+                kv.exports.computed(number)
+
+    @property
+    def awaits_tiers(self) -> bool:
+        """The last step found nothing that can run before blocks come from a tier."""
+        return self._awaits_tiers and not self.idle
+
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""
         return self.scheduler.take_updates()
@@ -434,6 +445,7 @@ class Engine:
     def _advance(self) -> None:
         # 1. Decide what the next step computes.
         begin = time.monotonic()
+        self._awaits_tiers = False
         self.tiers.exchange(self.scheduler, self._stats.steps)
         plan = self.scheduler.schedule(begin)
         # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
@@ -447,7 +459,9 @@ class Engine:
             self._in_flight.append((plan, self._compute(lambda: self.executor.submit(plan))))
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
-        elif not self._in_flight and not self.scheduler.idle and not self.tiers.waits(self.scheduler, self.wait_seconds):
+        elif (
+            not self._in_flight and not self.scheduler.idle and not self.tiers.waits(self.scheduler, self.wait_seconds)
+        ):
             self.blocked = self.scheduler.expects_others
             if not self.blocked:
                 self._end_stalled()

@@ -16,7 +16,8 @@ from blake3 import blake3
 
 from quire.config import EngineConfig
 from quire.core.exports import Have
-from quire.core.fetches import Forget, Prefill, Read
+from quire.core.fetches import PEER, Forget, Prefill, Read
+from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.scheduler import Scheduler
 from quire.curve import read_token
@@ -27,7 +28,8 @@ from quire.kv.exporter import Dropped, Exporter, Released, Wanted
 from quire.kv.host import HostTier
 from quire.kv.importer import Importer, Prefiller, Progressed
 from quire.kv.mailbox import Mailbox
-from quire.kv.transport import opened
+from quire.kv.transport.base import Region, Transport
+from quire.kv.transport.shared import SharedMemoryTransport
 from quire.runner.memory_plan import format_size
 
 logger = logging.getLogger(__name__)
@@ -188,6 +190,13 @@ class KVTiers:
                 kv.exports.end(number)
                 self.dropped.append(number)
 
+    def counts(self, kv: KVManager) -> dict[str, dict[str, int]]:
+        """Of each tier, blocks that were `stored` there and `loaded` from there, and `bad` ones; of other engines,
+        blocks that they read here, and those that were read from them.
+        """
+        peers = {"stored": kv.exports.exported, "loaded": kv.fetches.read[PEER]}
+        return kv.fetches.counts | ({"peer": peers} if self.exporter or self.importer else {})
+
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
         """Whether requests wait for the tiers; waits a little for these then."""
         if isinstance(scheduler, Lockstep) or not scheduler.kv.fetches.reads:
@@ -218,6 +227,10 @@ class KVTiers:
             os.close(self._folder[2])
         self.mailbox.close()
         self.disk = self._folder = self.importer = self.exporter = None
+
+
+def opened(name: str | None, region: Region, key: bytes, host: str) -> list[Transport]:
+    return [SharedMemoryTransport(region)]
 
 
 def _cluster_key(config: EngineConfig) -> bytes | None:

@@ -23,7 +23,9 @@ import zmq
 
 from quire import child, log
 from quire.config import EngineConfig
+from quire.core.fetches import MOST_FETCHES
 from quire.core.request import Request, RequestUpdate
+from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RankLostError, RequestError
 from quire.ipc import wire
@@ -41,6 +43,12 @@ IDLE_POLL_MS = 1000
 
 DOWNLOAD_SECONDS = 7 * 24 * 3600
 """A checkpoint may have to be downloaded, of which nothing is told meanwhile."""
+
+WAIT_POLL_MS = 100
+"""So often an engine looks up that waits for blocks from elsewhere: some may be late."""
+
+PREFILL_WORKER = (1 << 22) - 1
+"""In place of an HTTP process's index, in the numbers of requests whose prompts are computed for other engines."""
 
 STATISTICS_INTERVAL = 10.0
 """Seconds between two lines of statistics while there is work."""
@@ -103,6 +111,8 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(control, zmq.POLLIN)
+        self._poller.register(self.engine.tiers.mailbox, zmq.POLLIN)
+        self.engine.wait_seconds = 0.0  # it is waited for by the poller
         self._last_statistics = (time.monotonic(), self._recorder.stats(self.engine))
 
     def _load(self) -> Engine:
@@ -162,6 +172,7 @@ class EngineProcess:
                 "quantization_group_size": how.group if how else None,
             },
             startup_seconds=time.monotonic() - self._began,
+            kv_port=exporter.address.port if (exporter := engine.tiers.exporter) else 0,
         )
 
     # -- the loop ------------------------------------------------------------------------------------------
@@ -178,6 +189,7 @@ class EngineProcess:
         try:
             while not self._stopping:
                 self._receive()
+                self._exchange()
                 self._let_in()
                 self.engine.check_ranks()
                 if not self.engine.idle:
@@ -193,7 +205,8 @@ class EngineProcess:
     def _receive(self) -> None:
         """Take in every message that is there; wait for one while there is nothing else to do."""
         busy = not (self.engine.idle or self.engine.blocked) or bool(self._outside)
-        ready = dict(self._poller.poll(0 if busy else IDLE_POLL_MS))
+        wait = WAIT_POLL_MS if self.engine.awaits_tiers else 0
+        ready = dict(self._poller.poll(wait if busy else IDLE_POLL_MS))
         if not busy:
             self._board.fields[PULSE] += 1
         if self._control in ready:
@@ -238,6 +251,28 @@ class EngineProcess:
 
     def _reply(self, client: bytes, ticket: int, value: bytes) -> None:
         self._socket.send_multipart((client, wire.encode(wire.Reply(ticket, value))))
+
+    def _exchange(self) -> None:
+        """Take in what other engines say: a prompt that one of them wants is a request like any other."""
+        self.engine.exchange()
+        tiers = self.engine.tiers
+        asked, tiers.to_compute = tiers.to_compute, []
+        for number, want in asked:
+            add = wire.Add(
+                number=PREFILL_WORKER << wire.WORKER_SHIFT | number,
+                name=f"prefill-{number}",
+                owner=want.owner,
+                prompt_token_ids=want.tokens,
+                params=SamplingParams(seed=0, priority=want.priority),
+                max_tokens=0,
+                scope=want.scope,
+                arrived=time.monotonic(),
+            )
+            with _contained("another engine"):
+                self._take_in(add)
+        dropped, tiers.dropped = tiers.dropped, []
+        for number in dropped:
+            self._abort(PREFILL_WORKER << wire.WORKER_SHIFT | number, "abort")
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -288,6 +323,8 @@ class EngineProcess:
         self._begin([add.number])
         try:
             request = _request(number, add)
+            if add.suspect:
+                request.num_fetches = MOST_FETCHES  # what may be to blame takes no other engine down
             self.engine.add(request)
         except Exception as error:
             if not isinstance(error, RequestError):
@@ -356,6 +393,11 @@ class EngineProcess:
             self._on_probation = None
 
     def _send_to(self, worker: int, updates: list[RequestUpdate]) -> None:
+        if worker == PREFILL_WORKER:
+            self.engine.prefilled(
+                [each.request - (worker << wire.WORKER_SHIFT) for each in updates if each.finish_reason]
+            )
+            return
         self._socket.send_multipart((f"http-{worker}".encode(), wire.encode(wire.Updates(updates))))
 
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:

@@ -100,7 +100,8 @@ def _health(context: AppContext) -> dict[str, Any]:
         return {"status": client.state} | _phase(context)
     if not context.is_ready:
         return {"status": "loading"} | _phase(context)
-    return {"status": "ok" if client.healthy else "stalled"}
+    kv = {"kv_port": client.info.kv_port} if client.info and client.info.kv_port else {}
+    return {"status": "ok" if client.healthy else "stalled"} | kv
 
 
 def _phase(context: AppContext) -> dict[str, Any]:
