@@ -407,8 +407,9 @@ class Engine:
         return stats | reduced | experts | stages
 
     def exchange(self) -> None:
-        """Take in what other engines say, though there may be no step; see `KVTiers`."""
-        self.tiers.exchange(self.scheduler, self._stats.steps)
+        """Take in what other engines say, and answer, though there may be no step; see `KVTiers`."""
+        self.tiers.exchange(self.scheduler)
+        self.tiers.tell(self.scheduler, self._stats.steps)
 
     def prefilled(self, numbers: Sequence[int]) -> None:
         """Requests that computed prompts for other engines are over; see `KVTiers.to_compute`."""
@@ -446,8 +447,9 @@ class Engine:
         # 1. Decide what the next step computes.
         begin = time.monotonic()
         self._awaits_tiers = False
-        self.tiers.exchange(self.scheduler, self._stats.steps)
+        self.tiers.exchange(self.scheduler)
         plan = self.scheduler.schedule(begin)
+        self.tiers.tell(self.scheduler, self._stats.steps)
         # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
             scheduled = time.monotonic()
@@ -479,7 +481,7 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self.executor.close()
-            self.tiers.exchange(self.scheduler)
+            self.tiers.tell(self.scheduler, self._stats.steps)
             self.tiers.close()
             if self._timeline:
                 self._timeline.close()
@@ -499,6 +501,7 @@ class Engine:
         self._updates += updates
         self._committing = []
         stats.count(plan, result, updates)
+        self.tiers.tell(scheduler, stats.steps)
         for observer in self._observers:
             observer.committed(plan, result, updates)
         if self._timeline and self._ranks:

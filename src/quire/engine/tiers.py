@@ -133,19 +133,25 @@ class KVTiers:
         self.notes.append(f"disk_kv_path: {error}; there is no disk tier")
         logger.warning("%s", self.notes[-1])
 
-    def exchange(self, scheduler: Scheduler | Lockstep, num_steps: int = 0, wait_seconds: float = 0.0) -> None:
-        """Tell the scheduler what others have done, and them what is wanted.
-
-        Args:
-            num_steps: that the engine has computed.
-        """
+    def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
+        """Tell the scheduler what others have done; waits so long where there is nothing to tell."""
         if isinstance(scheduler, Lockstep):  # replicas have no tiers yet
             return
         if self.importer is not None:
             scheduler.kv.fetches.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
-        self._order(scheduler)
         for news in self.mailbox.take(wait_seconds):
             self._take_in(scheduler, news)
+
+    def tell(self, scheduler: Scheduler | Lockstep, num_steps: int) -> None:
+        """Tell others what the scheduler wants, and what it has for them.
+
+        Args:
+            num_steps: that the engine has computed.
+        """
+        if isinstance(scheduler, Lockstep):
+            return
+        if scheduler.kv.fetches.orders:
+            self._order(scheduler)
         if self.exporter is not None:
             self.exporter.steps = num_steps
             for told in scheduler.kv.exports.advance(scheduler.kv.cache):

@@ -112,8 +112,8 @@ class Exporter:
             raise ConfigError(
                 f"kv_host={host} kv_port={port}: cannot listen there ({error}); choose a free port, or 0 for any"
             ) from error
-        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        self.address = Address.read(endpoint, "kv_port")
+        bound = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.address = Address(host, int(bound.rpartition(":")[2]))
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="quire-exporter", daemon=True)
         self._thread.start()

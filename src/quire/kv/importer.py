@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
@@ -192,6 +193,8 @@ class Prefiller:
         try:
             with urllib.request.urlopen(f"{self.url.rstrip('/')}/health", timeout=wire.SILENCE_SECONDS) as answer:
                 port = json.loads(answer.read(65536)).get("kv_port")
+        except urllib.error.HTTPError as error:
+            raise UnreachableError(f"its server is not ready (HTTP status {error.code})") from error
         except (OSError, ValueError, AttributeError) as error:
             raise UnreachableError(f"its server does not answer ({error})") from error
         if not isinstance(port, int) or not 0 < port < 65536:
