@@ -143,9 +143,17 @@ def params(index: int) -> SamplingParams:
 
 def run(engine: Engine, texts: list[list[int]], first_id: int = 0, most: int = 8, scope: str = "") -> list[Outcome]:
     """Tokens and log-probabilities of prompts that are served at once."""
+    begin(engine, texts, first_id, most, scope)
+    return rest(engine, len(texts), first_id)
+
+
+def begin(engine: Engine, texts: list[list[int]], first_id: int = 0, most: int = 8, scope: str = "") -> None:
     for index, text in enumerate(texts):
         engine.add(Request(first_id + index, text, params(index), max_tokens=most, scope=scope))
-    outcomes: list[Outcome] = [[] for _ in texts]
+
+
+def rest(engine: Engine, count: int = 1, first_id: int = 0) -> list[Outcome]:
+    outcomes: list[Outcome] = [[] for _ in range(count)]
     while not engine.idle:
         for update in engine.step():
             assert update.error is None
@@ -170,6 +178,7 @@ def peer(engine: Engine) -> int:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_length_of_a_prompt(model: str, options: dict[str, Any], latent: Path) -> None:
+    options |= {"num_kv_blocks": 400}
     options |= {name: str(latent) if value == "deepseek_v3" else value for name, value in MODELS[model].items()}
     texts = [prompt(length, first) for first, length in enumerate(LENGTHS)]
     expected = alone(options, texts)
@@ -182,3 +191,189 @@ def test_every_length_of_a_prompt(model: str, options: dict[str, Any], latent: P
     finally:
         engine.close()
         prefill.close()
+
+
+def test_a_prompt_leaves_while_it_is_computed_and_streams_go_on_meanwhile(options: dict[str, Any]) -> None:
+    prefill = Prefill(**options, max_num_batched_tokens=32)
+    engine = decoder(options, prefill)
+    expected = alone(options, [prompt(170), prompt(10, 1)], most=20)
+    try:
+        assert run(engine, [prompt(170), prompt(10, 1)], most=20) == expected
+        assert engine.stats.prefill_tokens == 10 + 10, "ten tokens of the long prompt's last block are computed here"
+        assert peer(engine) == 10
+    finally:
+        engine.close()
+        prefill.close()
+
+
+def test_what_is_cached_here_is_not_asked_for(options: dict[str, Any], prefill: Prefill) -> None:
+    engine = decoder(options, prefill, prefill_min_tokens=40)
+    head = prompt(100)
+    run(engine, [head])
+    assert peer(engine) == 6
+    [outcome] = run(engine, [[*head, *prompt(30, 5)]], first_id=10)
+    assert peer(engine) == 6 and [outcome] == alone(options, [[*head, *prompt(30, 5)]])
+    engine.close()
+
+
+def test_tenants_share_nothing(options: dict[str, Any], prefill: Prefill) -> None:
+    engine = decoder(options, prefill)
+    run(engine, [prompt(100)], scope="one")
+    run(engine, [prompt(100)], first_id=10, scope="other")
+    assert prefill.computed == 2 and prefill.engine.stats.cached_tokens == 0
+    engine.close()
+
+
+def test_prompt_log_probabilities_are_computed_here(options: dict[str, Any], prefill: Prefill) -> None:
+    engine = decoder(options, prefill)
+    scored = SamplingParams(seed=1, prompt_logprobs=1, temperature=0.0).resolved()
+    engine.add(Request(0, prompt(100), scored, max_tokens=2))
+    while not engine.idle:
+        engine.step()
+    assert not prefill.computed and not peer(engine)
+    engine.close()
+
+
+def test_the_one_with_less_to_do_is_asked(options: dict[str, Any], prefill: Prefill) -> None:
+    other = Prefill(**options)
+    engine = decoder(options, prefill, other)
+    prefill.hold.set()
+    other.hold.set()
+    for index in range(4):
+        engine.add(Request(index, prompt(100, index), params(index), max_tokens=4))
+        engine.step()
+    wait_until(lambda: prefill.computed + other.computed == 4)
+    assert prefill.computed == other.computed == 2
+    prefill.hold.clear()
+    other.hold.clear()
+    while not engine.idle:
+        engine.step()
+    assert peer(engine) == 24
+    engine.close()
+    other.close()
+
+
+def test_two_engines_decode_what_one_computes(options: dict[str, Any], prefill: Prefill) -> None:
+    first, second = decoder(options, prefill), decoder(options, prefill)
+    expected = alone(options, [prompt(150)])
+    assert run(first, [prompt(150)]) == run(second, [prompt(150)]) == expected
+    assert prefill.computed == 1 and peer(first) == peer(second) == 9
+    first.close()
+    second.close()
+
+
+def test_an_engine_that_ends_is_done_without_and_found_again(options: dict[str, Any]) -> None:
+    prefill = Prefill(**options)
+    engine = decoder(options, prefill)
+    importer = engine.tiers.importer
+    assert importer is not None
+    prefill.hold.set()
+    expected = alone(options, [prompt(150), prompt(130, 1)])
+    begin(engine, [prompt(150), prompt(130, 1)])
+    engine.step()
+    wait_until(lambda: prefill.computed == 2)
+    port = int(prefill.address.rpartition(":")[2])
+    prefill.close()
+    assert rest(engine, 2) == expected and not peer(engine)
+    again = Prefill(**options, kv_port=port)
+    wait_until(lambda: importer.ready)
+    assert run(engine, [prompt(140, 7)], first_id=20) == alone(options, [prompt(140, 7)]) and peer(engine) == 8
+    engine.close()
+    again.close()
+
+
+def test_one_that_asked_and_ends_leaves_nothing_pinned(options: dict[str, Any], prefill: Prefill) -> None:
+    engine = decoder(options, prefill)
+    prefill.hold.set()
+    engine.add(Request(0, prompt(150), params(0), max_tokens=4))
+    engine.step()
+    wait_until(lambda: prefill.computed == 1)
+    engine.close()
+    wait_until(lambda: not prefill.engine.scheduler.kv.exports.under_way)
+    assert not prefill.engine.scheduler.requests, "nobody wants it any more"
+    prefill.hold.clear()
+    wait_until(lambda: prefill.engine.idle)
+    assert not prefill.engine.scheduler.kv.fetches.tier.pins
+
+
+def test_a_request_that_is_aborted_while_its_prompt_is_computed_elsewhere(
+    options: dict[str, Any], prefill: Prefill
+) -> None:
+    engine = decoder(options, prefill)
+    prefill.hold.set()
+    engine.add(Request(0, prompt(150), params(0), max_tokens=4))
+    engine.step()
+    wait_until(lambda: prefill.computed == 1)
+    engine.abort(0)
+    assert engine.step()[0].finish_reason == "abort"
+    prefill.hold.clear()
+    assert run(engine, [prompt(150)], first_id=1) == alone(options, [prompt(150)])
+    assert prefill.computed == 1 and peer(engine) == 9
+    engine.close()
+
+
+@pytest.mark.parametrize("where", [0, 3, 8])
+def test_a_bit_that_is_flipped_on_the_way_costs_a_computed_block(
+    where: int, options: dict[str, Any], prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = decoder(options, prefill)
+    tier = engine.scheduler.kv.fetches.tier
+    filled, host = tier.filled, engine.tiers.host
+    assert host is not None
+    flipped: list[int] = []
+
+    def flip(slot: int) -> None:
+        if len(flipped) == where:
+            host.memory[slot, 77] ^= 1
+        flipped.append(slot)
+        filled(slot)
+
+    monkeypatch.setattr(tier, "filled", flip)
+    assert run(engine, [prompt(150)]) == alone(options, [prompt(150)])
+    assert engine.stats.kv_tiers["host"]["bad"] == 1 and len(flipped) >= 9
+    engine.close()
+
+
+def test_a_prefill_engine_whose_tier_is_full_says_so_and_the_rest_is_computed_here(options: dict[str, Any]) -> None:
+    block = 2048 * BLOCK
+    prefill = Prefill(**{**options, "host_kv_memory": str(4 * block)})
+    engine = decoder(options, prefill)
+    texts = [prompt(150, index) for index in range(3)]
+    assert run(engine, texts) == alone(options, texts)
+    assert peer(engine) >= 4
+    engine.close()
+    prefill.close()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "block size": ({"block_size": 32}, "block_size is 16 where prompts are computed, and 32 where"),
+    "kernels": ({"cpu_kernels": "torch"}, "kernels is"),
+    "cache": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is auto where prompts are computed, and int8 where"),
+    "drafter": (
+        {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
+        "KV is",
+    ),
+    "key": ({"cluster_key_file": "another"}, "it does not take this cluster key"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
+    what: str, options: dict[str, Any], prefill: Prefill, tmp_path: Path
+) -> None:
+    more, why = WRONG[what]
+    if "cluster_key_file" in more:
+        file = tmp_path / "another"
+        file.write_text("the secret of another cluster")
+        more = {"cluster_key_file": str(file)}
+    config = {**options, "kv_role": "decode", "prefill_url": prefill.address, "prefill_min_tokens": 16, **more}
+    engine = Engine(EngineConfig(**config))
+    importer = engine.tiers.importer
+    assert importer is not None
+    [prefiller] = importer.prefillers
+    wait_until(lambda: why in prefiller.state)
+    assert not importer.ready
+    own = {name: value for name, value in more.items() if name != "cluster_key_file"}
+    assert run(engine, [prompt(100)]) == alone({**options, **own}, [prompt(100)])
+    assert not peer(engine)
+    engine.close()

@@ -328,6 +328,7 @@ class Engine:
         config, speculation = self.config, self.speculation
         # All that a block's bytes depend on beside its tokens.
         identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
+            "block_size": str(config.block_size),
             "layout of the KV": "|".join(cache.layout for cache in self.kv_cache),
             "drafting model": "none" if speculation is None else speculation.fingerprint or "none",
         }
@@ -336,7 +337,7 @@ class Engine:
         windows = retentions(self.model, speculation)
         groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
         tier = None if host is None else Tier(host.num_slots)
-        self.tiers.open(host, identity | {"block_size": str(config.block_size)})
+        self.tiers.open(host, identity)
         disk = self.tiers.disk.index if self.tiers.disk else None
         return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier, disk=disk)
 

@@ -57,7 +57,7 @@ class KVTiers:
 
     Attributes:
         key: with which blocks are named and checked.
-        disk: None: there is none.
+        host, disk: None: there is none.
         mailbox: what threads have to tell.
         exporter: None: other engines read nothing here. importer: None: nothing is read from others.
         to_compute, dropped: prompts for other engines to be computed, and those that need not be any more; whoever
@@ -66,6 +66,7 @@ class KVTiers:
     """
 
     def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
+        self.host: HostTier | None = None
         self.disk: DiskTier | None = None
         self.exporter: Exporter | None = None
         self.importer: Importer | None = None
@@ -96,6 +97,7 @@ class KVTiers:
         Raises:
             ConfigError: a transport or a port cannot be had.
         """
+        self.host = host
         if host is None:
             return
         if self._folder is not None:
@@ -232,7 +234,7 @@ class KVTiers:
         if self._folder is not None:
             os.close(self._folder[2])
         self.mailbox.close()
-        self.disk = self._folder = self.importer = self.exporter = None
+        self.host = self.disk = self._folder = self.importer = self.exporter = None
 
 
 def opened(name: str | None, region: Region, key: bytes, host: str) -> list[Transport]:

@@ -96,6 +96,7 @@ class Exporter:
         self._transports = {each.name: each.address for each in transports}
         self._importers: dict[bytes, _Importer] = {}
         self._known: dict[int, tuple[bytes, int]] = {}  # by our number: whose, and theirs
+        self._refused: set[tuple[str, str]] = set()  # who was told so, which is a line in the log once
         self._next = 0
         self.steps = 0
         self.name = f"{socket.gethostname()}:{os.getpid()}"
@@ -188,12 +189,22 @@ class Exporter:
         elif isinstance(message, wire.Cancel) and (number := importer.wants.pop(message.number, None)) is not None:
             del self._known[number]
             self._mailbox.post(Dropped(number))
+        elif isinstance(message, wire.Bye):
+            self._forget(who)
+
+    def _forget(self, who: bytes) -> None:
+        """An importer reads nothing more."""
+        for number in self._importers.pop(who).wants.values():
+            del self._known[number]
+            self._mailbox.post(Dropped(number))
 
     def _greet(self, who: bytes, hello: wire.Hello) -> None:
         ours, theirs = {"protocol": str(wire.PROTOCOL)}, {"protocol": str(hello.protocol)}
         why = wire.difference(ours, theirs) or wire.difference(self._identity, hello.identity)
         if why is not None:
-            logger.warning("engine %s cannot use KV blocks of this one: %s", hello.name, why)
+            level = logging.DEBUG if (hello.name, why) in self._refused else logging.WARNING
+            self._refused.add((hello.name, why))
+            logger.log(level, "engine %s cannot use KV blocks of this one: %s", hello.name, why)
             self._send(who, wire.Refused(why))
             return
         self._importers[who] = _Importer(hello.name)
@@ -223,10 +234,7 @@ class Exporter:
         for who, importer in list(self._importers.items()):
             if now - importer.heard > wire.SILENCE_SECONDS:
                 logger.warning("engine %s, which reads KV blocks of this one, is gone", importer.name)
-                del self._importers[who]
-                for number in importer.wants.values():
-                    del self._known[number]
-                    self._mailbox.post(Dropped(number))
+                self._forget(who)
             else:
                 self._send(who, wire.Beat(self.steps))
 

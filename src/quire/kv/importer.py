@@ -44,6 +44,9 @@ REST_SECONDS = 1.0
 LOOK_SECONDS, MOST_LOOK_SECONDS = 0.5, 10.0
 """Between attempts to reach an engine: at first, and after many that failed."""
 
+LEAVE_MS = 200
+"""Milliseconds for the last message of a connection."""
+
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -184,7 +187,7 @@ class Prefiller:
             raise UnreachableError(str(error)) from error
         finally:
             connection.disable_monitor()
-            context.destroy(linger=0)
+            context.destroy(linger=LEAVE_MS)
 
     def _found(self) -> Address:
         """Where it listens for importers; its server says so."""
@@ -231,6 +234,7 @@ class Prefiller:
             if now - beat >= wire.BEAT_SECONDS:
                 beat = now
                 connection.send(wire.encode(wire.Beat()))
+        connection.send(wire.encode(wire.Bye()))
 
     def _watch(self, event: int) -> None:
         if event & REFUSING:

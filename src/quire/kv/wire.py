@@ -110,7 +110,11 @@ class Beat(msgspec.Struct, tag="beat"):
     steps: int = 0
 
 
-FromImporter = Hello | Want | Got | Cancel | Beat
+class Bye(msgspec.Struct, tag="bye"):
+    """The importer leaves."""
+
+
+FromImporter = Hello | Want | Got | Cancel | Beat | Bye
 FromExporter = Refused | Welcome | Have | Gone | Beat
 
 encode = msgspec.msgpack.Encoder().encode
