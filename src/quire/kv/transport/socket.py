@@ -104,7 +104,7 @@ class SocketTransport:
         host: of this machine, as others reach it. port: 0: any that is free.
 
     Raises:
-        ConfigError: this machine does not have the address, or the port is taken.
+        ConfigError: this machine does not have the address, it is all of them, or the port is taken.
     """
 
     name, fenced = "socket", True
@@ -295,11 +295,14 @@ class SocketLink:
 
 def _bound(server: Socket, host: str, port: int) -> int:
     """The port at which the server listens now."""
+    resolved = Address(host, port).resolved("host")
+    if resolved.startswith(("tcp://0.0.0.0:", "tcp://[::]:")):
+        raise ConfigError(f"host {host!r} is not where others reach this machine; name one of its addresses")
     try:
-        server.bind(Address(host, port).resolved("host"))
+        server.bind(resolved)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"KV blocks cannot be offered at {Address(host, port)}: {error.strerror}; choose an address of this "
+            f"KV blocks cannot be offered at {Address(host, port)}: {zmq.strerror(error.errno)}; choose an address of this "
             "machine, and a port that is free"
         ) from error
     return int(bytes(server.getsockopt(zmq.LAST_ENDPOINT)).strip(b"\0").rpartition(b":")[2])
