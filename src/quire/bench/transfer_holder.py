@@ -18,7 +18,8 @@ def main() -> None:
         region = make_region(held.size)
         region.memory[:] = filled(held.size, held.seed)
         try:
-            said = Said(open_transport(held.transport, region, held.token.encode(), held.host).address)
+            transport = open_transport(held.transport, region, held.token.encode(), held.host)
+            said = Said(transport.address)
         except QuireError as error:
             said = Said(error=str(error))
         link.sendall(msgspec.json.encode(said) + b"\n")

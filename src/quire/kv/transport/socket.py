@@ -114,6 +114,8 @@ class SocketTransport:
         self._curve = Curve(token, "quire 2026 KV blocks")
         self._context: zmq.Context[Socket] = zmq.Context()
         self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+        self._connecting = threading.Lock()
+        self._closed = False
         try:
             server = self._curve.listening(self._context)
             door = Doorkeeper(self._context, self._curve)
@@ -134,8 +136,11 @@ class SocketTransport:
 
     def connect(self, address: str) -> SocketLink:
         there = read_address(address, SocketAddress)
-        link = SocketLink(self._context, self._curve, there, self._memory)
-        self._links.add(link)
+        with self._connecting:
+            if self._closed:
+                raise TransferError("the transport was closed")
+            link = SocketLink(self._context, self._curve, there, self._memory)
+            self._links.add(link)
         try:
             link.read([], CONNECT_SECONDS)
         except TransferError as error:
@@ -143,14 +148,16 @@ class SocketTransport:
         return link
 
     def close(self) -> None:
+        with self._connecting:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
         for link in list(self._links):
             link.close()
-        if self._wake >= 0:
-            os.write(self._wake, WAKE)
-            self._thread.join()
-            os.close(self._wake)
-            self._wake = -1
-            self._context.destroy(linger=0)
+        os.write(self._wake, WAKE)
+        self._thread.join()
+        os.close(self._wake)
+        self._context.destroy(linger=0)
 
     # -- the holder's thread -------------------------------------------------------------------------------------
 
@@ -158,16 +165,17 @@ class SocketTransport:
         poller = zmq.Poller()
         for source in (server, door.socket, self._wake):
             poller.register(source, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._wake in ready:
-                break
-            if door.socket in ready:
-                door.answer()
-            if server in ready:
-                self._answer(server)
-        server.close()
-        door.socket.close()
+        try:
+            while self._wake not in (ready := dict(poller.poll())):
+                if door.socket in ready:
+                    door.answer()
+                if server in ready:
+                    self._answer(server)
+        except Exception:
+            logger.exception("KV blocks are not offered any more: a bug")
+        finally:
+            server.close()
+            door.socket.close()
 
     def _answer(self, server: Socket) -> None:
         """The question that has come; one that makes no sense has no answer."""
@@ -302,8 +310,8 @@ def _bound(server: Socket, host: str, port: int) -> int:
         server.bind(resolved)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"KV blocks cannot be offered at {Address(host, port)}: {zmq.strerror(error.errno)}; choose an address of this "
-            "machine, and a port that is free"
+            f"KV blocks cannot be offered at {Address(host, port)}: {zmq.strerror(error.errno or 0)}; choose an "
+            "address of this machine, and a port that is free"
         ) from error
     return int(bytes(server.getsockopt(zmq.LAST_ENDPOINT)).strip(b"\0").rpartition(b":")[2])
 
