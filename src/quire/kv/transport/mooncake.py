@@ -1,0 +1,133 @@
+"""Mooncake's transfer engine (`quire[mooncake]`): RDMA where there are devices, else TCP.
+
+Its ports, one for its handshake and one for data, are open on all addresses, nothing is encrypted, and whoever reaches
+them can read and write what is registered: that is the host tier, of which every block is checked, and nothing else.
+Let no other network reach them. Not fenced: what was begun is written when it comes, even if nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.errors import ConfigError
+from quire.kv.transport.base import CONNECT_SECONDS, Range, Region, TransferError, read_address, write_address
+from quire.kv.transport.polled import PolledLink, address_of
+
+DONE, WAITING = 1, 0
+"""What `transfer_check_status` says; anything else: it has failed."""
+
+
+class MooncakeAddress(msgspec.Struct, frozen=True, tag="mooncake"):
+    """Where the engine shakes hands ("host:port"), and where the region begins in its process."""
+
+    segment: str
+    base: int
+    size: int
+
+
+class MooncakeTransport:
+    """See `Transport`.
+
+    Args:
+        host: of this machine, as others reach it.
+
+    Raises:
+        ConfigError: Mooncake is not installed, or does not start.
+    """
+
+    name, fenced = "mooncake", False
+
+    def __init__(self, region: Region, host: str = "127.0.0.1") -> None:
+        self._base, self._size = address_of(region.memory), len(region.memory)
+        self._engine: Any = _library().TransferEngine()
+        self._links: weakref.WeakSet[MooncakeLink] = weakref.WeakSet()
+        protocol = "rdma" if Path("/sys/class/infiniband").is_dir() else "tcp"
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+            raise ConfigError(f"Mooncake does not start with host {host!r} by {protocol}; its log says why")
+        if self._engine.register_memory(self._base, self._size) != 0:
+            raise ConfigError(f"Mooncake cannot register {self._size} bytes; its log says why (see 'ulimit -l')")
+        self._address = MooncakeAddress(f"{host}:{self._engine.get_rpc_port()}", self._base, self._size)
+
+    @property
+    def address(self) -> str:
+        return write_address(self._address)
+
+    def connect(self, address: str) -> MooncakeLink:
+        there = read_address(address, MooncakeAddress)
+        self._reach(there.segment)
+        link = MooncakeLink(self._engine, there, self._base, self._size)
+        self._links.add(link)
+        return link
+
+    def _reach(self, segment: str) -> None:
+        """Get to know another engine.
+
+        Opening its segment takes a lock that all transfers need, for up to a minute where it does not answer; so a
+        probe comes first, and both in a thread.
+        """
+        opened = threading.Event()
+        engine = self._engine
+
+        def reach() -> None:
+            if engine.send_probe(segment) == 0:
+                engine.batch_transfer_async_read(segment, [], [], [])
+                opened.set()
+
+        thread = threading.Thread(target=reach, name="quire-kv-mooncake", daemon=True)
+        thread.start()
+        thread.join(CONNECT_SECONDS)
+        if not opened.is_set():
+            raise TransferError(f"no Mooncake engine answers at {segment}")
+
+    def close(self) -> None:
+        for link in list(self._links):
+            link.close()
+        if self._engine is not None:
+            self._engine.unregister_memory(self._base)
+            self._engine = None
+
+
+class MooncakeLink(PolledLink):
+    """See `Link`."""
+
+    def __init__(self, engine: Any, there: MooncakeAddress, base: int, size: int) -> None:
+        super().__init__(there.size, size)
+        self._engine, self._segment, self._bases = engine, there.segment, (there.base, base)
+
+    def _begin(self, ranges: Sequence[Range]) -> Callable[[], bool]:
+        """A transfer a range: of a batch of several only the first is told about without waiting for all."""
+        there, here = self._bases
+        begun = {
+            self._engine.batch_transfer_async_read(self._segment, [here + target], [there + source], [length])
+            for source, target, length in ranges
+        }
+        if 0 in begun:
+            raise TransferError(f"Mooncake cannot read from {self._segment}; its log says why")
+
+        def done() -> bool:
+            for transfer in list(begun):
+                status = self._engine.transfer_check_status(transfer)
+                if status not in (DONE, WAITING):
+                    raise TransferError(f"Mooncake has not read all from {self._segment}; its log says why")
+                if status == DONE:
+                    begun.discard(transfer)
+            return not begun
+
+        return done
+
+
+def _library() -> Any:
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it offers no other switch
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        missing = "apt-get install libibverbs1" if "libibverbs" in str(error) else "pip install 'quire[mooncake]'"
+        raise ConfigError(f"the transport mooncake needs Mooncake's transfer engine: {error}; {missing}") from error

@@ -1,0 +1,69 @@
+"""Links of libraries that write into the region on their own, and are asked how far they are."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from quire.kv.transport.base import Range, TransferError, check_ranges
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+"""Seconds between looks: a tenth of what has passed, within these."""
+
+
+def address_of(memory: memoryview) -> int:
+    """Where a region begins in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class PolledLink(ABC):
+    """See `Link`. What was begun goes on when `read` has given up: the library may write so long as this process lives.
+
+    Args:
+        there, here: sizes of the other region and of one's own.
+    """
+
+    def __init__(self, there: int, here: int) -> None:
+        self._there, self._here = there, here
+        self._closed = False
+        self._reading = threading.Lock()
+
+    @abstractmethod
+    def _begin(self, ranges: Sequence[Range]) -> Callable[[], bool]:
+        """Begin to read; what is returned says whether all has come.
+
+        Raises:
+            TransferError: here, or from what is returned: it has failed.
+        """
+
+    def read(self, ranges: Sequence[Range], seconds: float) -> None:
+        check_ranges(ranges, self._there, self._here)
+        if not ranges:
+            return
+        with self._reading:
+            try:
+                self._read(ranges, seconds)
+            except TransferError:
+                self._closed = True
+                raise
+
+    def _read(self, ranges: Sequence[Range], seconds: float) -> None:
+        if self._closed:
+            raise TransferError("the link was closed")
+        began = time.monotonic()
+        done = self._begin(ranges)
+        while not done():
+            passed = time.monotonic() - began
+            if passed > seconds:
+                raise TransferError(f"not all has come within {seconds:g} seconds")
+            if self._closed:
+                raise TransferError("the link was closed")
+            time.sleep(max(SHORTEST_PAUSE, min(LONGEST_PAUSE, passed / 10)))
+
+    def close(self) -> None:
+        self._closed = True
+        with self._reading:
+            pass  # `read` has noticed

@@ -1,0 +1,332 @@
+"""Between machines, over TCP: ZeroMQ with CURVE, so that what passes is encrypted, and only who has the cluster key can
+say or read anything.
+
+The reader asks for pieces, a few at a time, and the holder's thread answers each with the bytes. What a reader has not
+taken is never much: ZeroMQ drops answers beyond a bound, which no reader reaches that keeps to `WINDOW`. Only the
+reader's own thread writes into its region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quire.curve import Address, Curve, Doorkeeper, Socket, heartbeats
+from quire.errors import ConfigError
+from quire.kv.transport.base import (
+    CONNECT_SECONDS,
+    Range,
+    Region,
+    TransferError,
+    check_ranges,
+    read_address,
+    write_address,
+)
+
+logger = logging.getLogger(__name__)
+
+PIECE = 1 << 20
+"""Bytes of an answer at most."""
+
+MOST_RANGES = 256
+"""Of a question."""
+
+WINDOW = 8
+"""Questions that a reader has not had the answers to."""
+
+LONGEST_QUESTION = 8192
+"""Bytes; 256 ranges take no more."""
+
+SILENCE_SECONDS = 30.0
+"""After which a holder lets a reader go that is silent, and the memory with it that its answers take."""
+
+ENCRYPTION = 64
+"""Bytes that a frame is longer at most once it is encrypted."""
+
+WAKE = b"\1" + bytes(7)
+REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH
+ENDS = zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED
+
+Position = Annotated[int, msgspec.Meta(ge=0)]
+Length = Annotated[int, msgspec.Meta(ge=1, le=PIECE)]
+
+
+class SocketAddress(msgspec.Struct, frozen=True, tag="socket"):
+    """Where the holder listens.
+
+    Attributes:
+        region: random, so that one that came later to the same port is not taken for it.
+    """
+
+    host: str
+    port: int
+    region: bytes
+    size: int
+
+
+class Question(msgspec.Struct, array_like=True):
+    """A reader's message of one frame. What is asked for may be nothing, to see whether the region is there."""
+
+    region: bytes
+    number: int
+    ranges: Annotated[list[tuple[Position, Length]], msgspec.Meta(max_length=MOST_RANGES)]
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The first frame of an answer; the second one has the ranges' bytes, end to end.
+
+    Attributes:
+        refused: why there are none, for people.
+    """
+
+    number: int
+    refused: str = ""
+
+
+class SocketTransport:
+    """See `Transport`.
+
+    Args:
+        region: need be no file.
+        token: the cluster key.
+        host: of this machine, as others reach it. port: 0: any that is free.
+
+    Raises:
+        ConfigError: this machine does not have the address, it is all of them, or the port is taken.
+    """
+
+    name, fenced = "socket", True
+
+    def __init__(self, region: Region, token: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._memory = region.memory
+        self._curve = Curve(token, "quire 2026 KV blocks")
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+        self._connecting = threading.Lock()
+        self._closed = False
+        try:
+            server = self._curve.listening(self._context)
+            door = Doorkeeper(self._context, self._curve)
+            server.maxmsgsize = LONGEST_QUESTION
+            server.rcvhwm = server.sndhwm = 2 * WINDOW
+            heartbeats(server, SILENCE_SECONDS)
+            self._address = SocketAddress(host, _bound(server, host, port), secrets.token_bytes(8), len(self._memory))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, args=(server, door), name="quire-kv-socket", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        return write_address(self._address)
+
+    def connect(self, address: str) -> SocketLink:
+        there = read_address(address, SocketAddress)
+        with self._connecting:
+            if self._closed:
+                raise TransferError("the transport was closed")
+            link = SocketLink(self._context, self._curve, there, self._memory)
+            self._links.add(link)
+        try:
+            link.read([], CONNECT_SECONDS)
+        except TransferError as error:
+            raise TransferError(f"{Address(there.host, there.port)}: {error}") from error
+        return link
+
+    def close(self) -> None:
+        with self._connecting:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        for link in list(self._links):
+            link.close()
+        os.write(self._wake, WAKE)
+        self._thread.join()
+        os.close(self._wake)
+        self._context.destroy(linger=0)
+
+    # -- the holder's thread -------------------------------------------------------------------------------------
+
+    def _serve(self, server: Socket, door: Doorkeeper) -> None:
+        poller = zmq.Poller()
+        for source in (server, door.socket, self._wake):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while self._wake not in (ready := dict(poller.poll())):
+                if door.socket in ready:
+                    door.answer()
+                if server in ready:
+                    self._answer(server)
+        except Exception:
+            logger.exception("KV blocks are not offered any more: a bug")
+        finally:
+            server.close()
+            door.socket.close()
+
+    def _answer(self, server: Socket) -> None:
+        """The question that has come; one that makes no sense has no answer."""
+        peer, *frames = server.recv_multipart()
+        try:
+            question = msgspec.msgpack.decode(b"".join(frames), type=Question)
+            body, refused = self._bytes(question), ""
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            logger.debug("a question for KV blocks makes no sense: %s", error)
+            return
+        except TransferError as error:
+            body, refused = memoryview(b""), str(error)
+        answer = msgspec.msgpack.encode(Answer(question.number, refused))
+        with contextlib.suppress(zmq.Again):
+            server.send_multipart([peer, answer, body], zmq.NOBLOCK, copy=False)
+
+    def _bytes(self, question: Question) -> memoryview:
+        if question.region != self._address.region:
+            raise TransferError("the region that is asked for is not here any more")
+        check_ranges([Range(source, 0, length) for source, length in question.ranges], len(self._memory), PIECE)
+        if sum(length for _, length in question.ranges) > PIECE:
+            raise TransferError(f"more than {PIECE} bytes are asked for at once")
+        pieces = [self._memory[source : source + length] for source, length in question.ranges]
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+class SocketLink:
+    """See `Link`. Not connected before the first `read`."""
+
+    def __init__(self, context: zmq.Context[Socket], curve: Curve, there: SocketAddress, memory: memoryview) -> None:
+        self._there, self._memory = there, memory
+        self._closed = False
+        self._reading = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._socket = curve.connecting(context)
+        self._socket.rcvhwm, self._socket.maxmsgsize = 2 * WINDOW, PIECE + ENCRYPTION
+        self._monitor: Socket = self._socket.get_monitor_socket(sum({*REFUSING, *ENDS}))
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._monitor, self._wake):
+            self._poller.register(source, zmq.POLLIN)
+        try:
+            self._socket.connect(Address(there.host, there.port).resolved("the other engine's host"))
+        except (ConfigError, zmq.ZMQError, OverflowError) as error:
+            self.close()
+            raise TransferError(f"{there.host!r}, port {there.port}: {error}") from error
+
+    def read(self, ranges: Sequence[Range], seconds: float) -> None:
+        check_ranges(ranges, self._there.size, len(self._memory))
+        with self._reading:
+            try:
+                self._read(ranges, time.monotonic() + seconds)
+            except TransferError:
+                self._end()
+                raise
+
+    def _read(self, ranges: Sequence[Range], end: float) -> None:
+        questions = enumerate(_questions(ranges)) if ranges else iter([(0, [])])
+        awaited: dict[int, list[Range]] = {}
+        for number, pieces in questions:
+            self._ask(number, pieces)
+            awaited[number] = pieces
+            if len(awaited) == WINDOW:
+                self._take_in(awaited, end)
+        while awaited:
+            self._take_in(awaited, end)
+
+    def _ask(self, number: int, pieces: Sequence[Range]) -> None:
+        if self._closed:
+            raise TransferError("the link was closed")
+        asked = [(source, length) for source, _, length in pieces]
+        with contextlib.suppress(zmq.Again):  # not connected any more, as the monitor says
+            self._socket.send(msgspec.msgpack.encode(Question(self._there.region, number, asked)), zmq.NOBLOCK)
+
+    def _take_in(self, awaited: dict[int, list[Range]], end: float) -> None:
+        """The next answer."""
+        frames = self._received(end)
+        try:
+            head, body = (frame.buffer for frame in frames)
+            answer = msgspec.msgpack.decode(head, type=Answer)
+            pieces = awaited.pop(answer.number)
+        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+            raise TransferError("the other engine's answer makes no sense") from error
+        if answer.refused:
+            raise TransferError(f"the other engine refuses: {answer.refused[:200]}")
+        if len(body) != sum(length for _, _, length in pieces):
+            raise TransferError("the other engine's answer is of another length")
+        for _, target, length in pieces:
+            self._memory[target : target + length] = body[:length]
+            body = body[length:]
+
+    def _received(self, end: float) -> list[zmq.Frame]:
+        """The next message's frames."""
+        while not self._closed:
+            left = end - time.monotonic()
+            ready = dict(self._poller.poll(math.ceil(max(0.0, left) * 1000)))
+            if self._closed:
+                break
+            if self._socket in ready:
+                return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            if self._monitor in ready:
+                event = recv_monitor_message(self._monitor)["event"]
+                if event in REFUSING:
+                    raise TransferError("whoever listens there does not take this cluster key")
+                raise TransferError("the other engine is not there, has ended, or has another cluster key")
+            if left <= 0:
+                raise TransferError("the other engine has not answered in time")
+        raise TransferError("the link was closed")
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            os.write(self._wake, WAKE)
+        with self._reading:
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._wake >= 0:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+            os.close(self._wake)
+            self._wake = -1
+
+
+def _bound(server: Socket, host: str, port: int) -> int:
+    """The port at which the server listens now."""
+    resolved = Address(host, port).resolved("host")
+    if resolved.startswith(("tcp://0.0.0.0:", "tcp://[::]:")):
+        raise ConfigError(f"host {host!r} is not where others reach this machine; name one of its addresses")
+    try:
+        server.bind(resolved)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"KV blocks cannot be offered at {Address(host, port)}: {zmq.strerror(error.errno or 0)}; choose an "
+            "address of this machine, and a port that is free"
+        ) from error
+    return int(bytes(server.getsockopt(zmq.LAST_ENDPOINT)).strip(b"\0").rpartition(b":")[2])
+
+
+def _questions(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Ranges in pieces, and so many pieces at a time as a question may ask for."""
+    pieces: list[Range] = []
+    room = PIECE
+    for source, target, length in ranges:
+        while length:
+            part = min(length, room)
+            pieces.append(Range(source, target, part))
+            source, target, length, room = source + part, target + part, length - part, room - part
+            if room == 0 or len(pieces) == MOST_RANGES:
+                yield pieces
+                pieces, room = [], PIECE
+    if pieces:
+        yield pieces
