@@ -28,8 +28,8 @@ from quire.kv.exporter import Dropped, Exporter, Released, Wanted
 from quire.kv.host import HostTier
 from quire.kv.importer import Importer, Prefiller, Progressed
 from quire.kv.mailbox import Mailbox
-from quire.kv.transport.base import Region, Transport
-from quire.kv.transport.shared import SharedMemoryTransport
+from quire.kv.transport import open_transport
+from quire.kv.transport.base import TransferError, Transport
 from quire.runner.memory_plan import format_size
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,7 @@ class KVTiers:
         if self._cluster_key is None or self._config.kv_role is None:
             return
         config, curve = self._config, wire.curve(self._cluster_key)
-        transports = opened(config.kv_transport, host.region, self._cluster_key, config.kv_host)
-        for transport in transports:
-            self._transports.callback(transport.close)
+        transports = self._opened(host, self._cluster_key)
         names = ", ".join(each.name for each in transports)
         if config.prefills:
             where = config.kv_host, config.kv_port
@@ -120,6 +118,20 @@ class KVTiers:
                 f"prompts of {config.prefill_min_tokens:,} tokens and more are computed by "
                 f"{', '.join(config.prefill_urls)} ({names}), or here while it cannot be reached"
             )
+
+    def _opened(self, host: HostTier, key: bytes) -> list[Transport]:
+        """The ways to other engines, the fastest first."""
+        given, opened = self._config.kv_transport, []
+        for name in [given] if given else ["shared_memory", "socket"]:
+            try:
+                opened.append(open_transport(name, host.region, key, self._config.kv_host))
+            except TransferError as error:
+                if given:
+                    raise ConfigError(f"kv_transport={name}: {error}") from error
+                self.notes.append(f"transport {name} cannot be used: {error}")
+                continue
+            self._transports.callback(opened[-1].close)
+        return opened
 
     def _open_disk(self, host: HostTier, folder: Path, key: bytes) -> None:
         budget = self._config.disk_kv_bytes
@@ -235,10 +247,6 @@ class KVTiers:
             os.close(self._folder[2])
         self.mailbox.close()
         self.host = self.disk = self._folder = self.importer = self.exporter = None
-
-
-def opened(name: str | None, region: Region, key: bytes, host: str) -> list[Transport]:
-    return [SharedMemoryTransport(region)]
 
 
 def _cluster_key(config: EngineConfig) -> bytes | None:

@@ -1,0 +1,210 @@
+"""Prefill and decode apart while processes are killed and stopped, and connections cut: every request ends with one
+engine's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.engine.engine import Engine
+from quire.kv import wire
+from tests.engine_server import EngineServer
+from tests.test_kv_prefill import Outcome, params, prompt
+
+LENGTHS = 40, 90, 130, 160
+OPTIONS: dict[str, Any] = {
+    "model": "demo",
+    "threads": 1,
+    "num_kv_blocks": 60,
+    "max_model_len": 192,
+    "host_kv_memory": "2MiB",
+    "max_num_batched_tokens": 96,
+}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Decoder:
+    """An engine of this process whose prompts are computed by another process, and what its requests got."""
+
+    def __init__(self, port: int, key: str, expected: list[Outcome], transport: str | None) -> None:
+        more = {"kv_role": "decode", "prefill_url": f"127.0.0.1:{port}", "prefill_min_tokens": 16}
+        self.engine = Engine(
+            EngineConfig(**OPTIONS, **more, cluster_key_file=key, check_invariants=True, kv_transport=transport)
+        )
+        self.expected = expected
+        self.outcomes: dict[int, tuple[int, Outcome]] = {}
+        self._next = 0
+
+    @property
+    def ready(self) -> bool:
+        importer = self.engine.tiers.importer
+        assert importer is not None
+        return importer.ready
+
+    @property
+    def read(self) -> int:
+        return self.engine.stats.kv_tiers["peer"]["loaded"]
+
+    def add(self, text: int) -> None:
+        self.outcomes[self._next] = text, []
+        self.engine.add(Request(self._next, prompt(LENGTHS[text % 4], text), params(text), max_tokens=8))
+        self._next += 1
+
+    def step(self) -> None:
+        for update in self.engine.step():
+            assert update.error is None
+            text, outcome = self.outcomes[update.request]
+            for token, entry in zip(update.tokens, update.logprobs or [], strict=True):
+                outcome.append((token, tuple(entry.values)))
+            if update.finish_reason is not None:
+                assert outcome == self.expected[text], f"request {update.request}, prompt {text}"
+                del self.outcomes[update.request]
+
+    def forget(self) -> None:
+        """All that it has cached, so that prompts are computed elsewhere again."""
+        self.engine.scheduler.kv.cache.clear()
+
+    def close(self) -> None:
+        fetches = self.engine.scheduler.kv.fetches
+        kv = self.engine.scheduler.kv
+        assert kv.num_available == kv.num_usable and not fetches.tier.pins and not fetches.reads
+        assert not fetches.tier.counts["filling"] and not fetches.tier.counts["quarantined"]
+        self.engine.close()
+
+
+@contextlib.asynccontextmanager
+async def apart(
+    transport: str | None, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[EngineServer, Decoder]]:
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.5)  # of the one that decodes
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        key = Path(name) / "key"
+        key.write_text("a secret of this cluster")
+        port = free_port()
+        options = {**OPTIONS, "kv_role": "prefill", "kv_port": port, "kv_transport": transport}
+        async with EngineServer(Path(name), **options, cluster_key_file=str(key)) as server:
+            await server.ready_client()
+            decoder = await asyncio.to_thread(Decoder, port, str(key), expected, transport)
+            await until(lambda: decoder.ready)
+            yield server, decoder
+            await asyncio.to_thread(decoder.close)
+
+
+async def until(condition: Any) -> None:
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        await asyncio.sleep(0.005)
+
+
+async def served(decoder: Decoder) -> None:
+    end = time.monotonic() + 60.0
+    while not decoder.engine.idle:
+        assert time.monotonic() < end, "requests do not end"
+        await asyncio.to_thread(decoder.step)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Outcome]:
+    """Of eight prompts, what one engine without a cache says to each."""
+    texts = [prompt(LENGTHS[index % 4], index) for index in range(8)]
+    outcomes: list[Outcome] = []
+    options = {name: value for name, value in OPTIONS.items() if name != "host_kv_memory"}
+    engine = Engine(EngineConfig(**options, prefix_cache="off"))
+    for index, text in enumerate(texts):
+        engine.add(Request(index, text, params(index), max_tokens=8))
+        outcomes.append([])
+    while not engine.idle:
+        for update in engine.step():
+            for token, entry in zip(update.tokens, update.logprobs or [], strict=True):
+                outcomes[update.request].append((token, tuple(entry.values)))
+    engine.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "socket"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_prefill_process_that_dies_or_hangs_costs_time_and_no_token(
+    number: signal.Signals, transport: str, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with apart(transport, expected, monkeypatch) as (server, decoder):
+        for text in range(8):
+            decoder.add(text)
+        while not decoder.read:
+            await asyncio.to_thread(decoder.step)
+        os.kill(server.process.pid, number)
+        await served(decoder)
+        assert not decoder.ready or number is signal.SIGKILL
+        if number is signal.SIGSTOP:
+            await until(lambda: not decoder.ready)
+            os.kill(server.process.pid, signal.SIGCONT)
+        else:
+            await server.replace_engine()
+        await until(lambda: decoder.ready)
+        read = decoder.read
+        for text in range(8):
+            decoder.forget()
+            decoder.engine.scheduler.kv.fetches.tier.reset()
+            decoder.add(text)
+            await served(decoder)
+        assert decoder.read > read
+
+
+async def chaos(seed: int, seconds: float, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Kill, stop and continue the process that computes prompts, at random times under load; blocks that came."""
+    rnd = random.Random(seed)
+    transport = rnd.choice(["shared_memory", "socket"])
+    async with apart(transport, expected, monkeypatch) as (server, decoder):
+        end = time.monotonic() + seconds
+        stopped = False
+        while time.monotonic() < end:
+            [what] = rnd.choices(["add", "steps", "forget", "kill", "stop", "continue"], [30, 60, 6, 0.7, 1.5, 4])
+            if what == "add" and len(decoder.outcomes) < 6:
+                decoder.add(rnd.randrange(8))
+            elif what == "steps":
+                for _ in range(rnd.randrange(12)):
+                    await asyncio.to_thread(decoder.step)
+            elif what == "forget":
+                decoder.forget()
+            elif what == "kill":
+                server.kill()
+                stopped = False
+                await server.replace_engine()
+            elif what == "stop" or (what == "continue" and stopped):
+                stopped = what == "stop"
+                os.kill(server.process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
+        os.kill(server.process.pid, signal.SIGCONT)
+        await served(decoder)
+        return decoder.read
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_whatever_happens_to_the_prefill_process_every_request_ends_right(
+    seed: int, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await chaos(seed, 5.0, expected, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+async def test_a_thousand_fault_schedules(expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum([await chaos(seed, 4.0, expected, monkeypatch) for seed in range(1000)])
