@@ -116,6 +116,7 @@ SAMPLING_VALUES: dict[str, tuple[str, Any]] = {
     "prompt_logprobs": ("0", 0),
     "priority": ("-1", -1),
     "cache_salt": ("tenant", "tenant"),
+    "kv_transfer_params": ('{"do_remote_decode": true}', {"do_remote_decode": True}),
 }
 ENGINE_SWITCHES = (
     "enable_chunked_prefill",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config import EngineConfig
@@ -204,6 +205,24 @@ def test_a_prompt_leaves_while_it_is_computed_and_streams_go_on_meanwhile(option
     finally:
         engine.close()
         prefill.close()
+
+
+def test_a_request_may_say_where_its_prompt_is_computed(options: dict[str, Any], prefill: Prefill) -> None:
+    other = Prefill(**options)
+    engine = decoder(options, prefill, other, prefill_min_tokens=100)
+    importer = engine.tiers.importer
+    assert importer is not None
+    expected = alone(options, [prompt(60), prompt(60, 1), prompt(160, 2)])
+    asked = {"do_remote_prefill": True}, {"do_remote_decode": True}
+    for index, (length, said) in enumerate([(60, asked[0]), (60, None), (160, asked[1])]):
+        if said is asked[0]:
+            said = {**said, "remote_engine_id": importer.prefillers[1].engine}
+        one = msgspec.structs.replace(params(index), kv_transfer_params=said)
+        engine.add(Request(index, prompt(length, index), one, max_tokens=8))
+    assert rest(engine, 3) == expected
+    assert prefill.computed + other.computed == 1 and peer(engine) == 3
+    engine.close()
+    other.close()
 
 
 def test_what_is_cached_here_is_not_asked_for(options: dict[str, Any], prefill: Prefill) -> None:

@@ -103,7 +103,7 @@ SAME_NAME: dict[str, Any] = {
     "frequency_penalty": -0.5, "repetition_penalty": 1.5, "seed": 3, "stop": ["a", "b"], "stop_token_ids": [1, 2],
     "include_stop_str_in_output": True, "min_tokens": 2, "ignore_eos": True, "allowed_token_ids": [5, 6],
     "bad_words": ["x"], "prompt_logprobs": 2, "skip_special_tokens": False, "priority": -3, "cache_salt": "s",
-    "max_tokens": 9, "speculate": False,
+    "max_tokens": 9, "speculate": False, "kv_transfer_params": {"do_remote_decode": True},
 }  # fmt: skip
 
 

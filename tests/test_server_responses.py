@@ -29,6 +29,7 @@ def token_text(token: int) -> str:
 def responder(chat: bool, **fields: Any) -> Responder:
     described: dict[str, Any] = {
         "response_id": "id-1", "created": 17, "model": "demo", "system_fingerprint": "fp_1", "token_text": token_text,
+        "kv_transfer": {"remote_engine_id": "a:1", "remote_host": "a", "remote_port": 7},
     }  # fmt: skip
     if chat:
         fields = {"messages": [{"role": "user", "content": "hi"}], **fields}
@@ -437,3 +438,20 @@ def test_continuous_usage_counts_what_has_gone_out(chat: bool) -> None:
     maker = responder(chat, stream=True, stream_options={"continuous_usage_stats": True})
     chunks = run(maker, [output], [(0, 0, "a", 0), (0, 0, "bc", 0)])
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == ([0] if chat else []) + [1, 3, 3]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_that_is_decoded_elsewhere_says_where_its_blocks_are(chat: bool) -> None:
+    made = responder(chat, kv_transfer_params={"do_remote_decode": True, "remote_engine_id": None})
+    told = json.loads(made.full([output_of()]))["kv_transfer_params"]
+    assert told == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": None,
+        "remote_engine_id": "a:1",
+        "remote_host": "a",
+        "remote_port": 7,
+    }
+    again = responder(chat, kv_transfer_params=told)._call.params.kv_transfer_params
+    assert again == {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "a:1"}
+    assert "kv_transfer_params" not in json.loads(responder(chat).full([output_of()]))

@@ -86,6 +86,7 @@ class Prefill(NamedTuple):
     Attributes:
         tokens: the prompt that has the blocks, and the token after them.
         priority, owner, scope: the request's.
+        engine: the one that it is to be, if that can be reached; "": any.
     """
 
     number: int
@@ -94,6 +95,7 @@ class Prefill(NamedTuple):
     priority: int
     owner: str
     scope: str
+    engine: str = ""
 
 
 class Forget(NamedTuple):
@@ -286,15 +288,18 @@ class Fetches:
 
     def begin_prefill(self, request: Request, first: int, last: int, block_size: int, now: float) -> SlotFetch | None:
         """Have a request's blocks `first` to `last - 1` computed by another engine; None where it is not worth it."""
-        hashes = request.hashes[first:last]
+        hashes, asked = request.hashes[first:last], request.params.kv_transfer_params or {}
         num_tokens = block_size * sum(each not in self.tier for each in hashes)
-        if self.prefill_tokens is None or num_tokens < self.prefill_tokens:
+        if self.prefill_tokens is None or asked.get("do_remote_decode"):
+            return None
+        if num_tokens < (1 if asked.get("do_remote_prefill") else self.prefill_tokens):
             return None
         fetch, blocks = self._begin_read(PEER, hashes, now)
         if fetch is not None:
             tokens = request.tokens[: (first + len(fetch.hashes)) * block_size + 1]
             priority, owner = request.params.priority, request.owner
-            self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope))
+            engine = asked.get("remote_engine_id", "")
+            self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope, engine))
         return fetch
 
     def _begin_read(

@@ -33,6 +33,10 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_LOGPROBS = 20
+MAX_KV_TRANSFER_PARAMS = 32
+KV_TRANSFER_FIELDS = "do_remote_decode", "do_remote_prefill", "remote_engine_id"
+"""Those of `kv_transfer_params` that mean something here."""
+
 MAX_CACHE_SALT_LENGTH = 256
 MAX_INT32 = (1 << 31) - 1
 MAX_INT64 = (1 << 63) - 1
@@ -120,6 +124,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         cache_salt: requests share cached prefixes only with requests of the same salt.
         speculate: tokens may be drafted and verified several at a time, where the engine does so. It changes speed,
             not tokens.
+        kv_transfer_params: where engines compute prompts for others, as vLLM spells it: `do_remote_decode`: the prompt
+            is computed here, whatever its length; `do_remote_prefill`: it is computed by another engine, whatever its
+            length, by the one named `remote_engine_id` if that can be reached. It changes speed, not tokens.
 
     Raises:
         SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts
@@ -150,6 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
     priority: int = 0
     cache_salt: str | None = None
     speculate: bool = True
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -320,6 +328,24 @@ def _bias(name: str, value: Any) -> dict[int, float]:
     return {_token_id(f"a key of {name}", key): number(f"{name}[{key}]", bias) for key, bias in value.items()}
 
 
+def _kv_transfer(name: str, value: Any) -> dict[str, Any]:
+    """What it says of this engine is checked; other fields are some other engine's."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _refuse(name, value, "a mapping of names, as another engine's answer has it")
+    if len(value) > MAX_KV_TRANSFER_PARAMS:
+        raise SamplingParamsError(f"{name} has {len(value)} entries; at most {MAX_KV_TRANSFER_PARAMS} are allowed")
+    for key in ("do_remote_decode", "do_remote_prefill"):
+        if value.get(key) is not None:
+            _boolean(f"{name}[{key!r}]", value[key])
+    if value.get("do_remote_decode") and value.get("do_remote_prefill"):
+        raise SamplingParamsError(
+            f"{name} asks for do_remote_decode and do_remote_prefill; this engine computes the prompt, or another one"
+        )
+    if value.get("remote_engine_id") is not None:
+        _text(f"{name}['remote_engine_id']", value["remote_engine_id"], MAX_CACHE_SALT_LENGTH)
+    return {key: value[key] for key in KV_TRANSFER_FIELDS if value.get(key) is not None}
+
+
 _NOT_ALL = "those of the whole vocabulary, vLLM's -1, are not offered"
 
 _CHECKS: dict[str, _Check] = {
@@ -347,6 +373,7 @@ _CHECKS: dict[str, _Check] = {
     "priority": _integer(-MAX_INT32 - 1, MAX_INT32),
     "cache_salt": _salt,
     "speculate": _boolean,
+    "kv_transfer_params": _kv_transfer,
 }
 
 _OPTIONAL = frozenset(

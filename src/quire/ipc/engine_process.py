@@ -172,7 +172,7 @@ class EngineProcess:
                 "quantization_group_size": how.group if how else None,
             },
             startup_seconds=time.monotonic() - self._began,
-            kv_port=exporter.address.port if (exporter := engine.tiers.exporter) else 0,
+            kv_transfer=engine.tiers.exporter.told() if engine.tiers.exporter else {},
         )
 
     # -- the loop ------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
         full_length_requests: how many requests of `max_model_len` tokens the KV pool holds at once.
         config: every engine option, with what the engine made of those that were left to it.
         startup_seconds: from the process's start until it was ready.
-        kv_port: where other engines may ask for prompts to be computed; 0: nowhere.
+        kv_transfer: where other engines may ask for prompts to be computed: `remote_engine_id`, `remote_host` and
+            `remote_port`; empty: nowhere.
     """
 
     boot: int
@@ -63,7 +64,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     memory_plan: list[tuple[str, str]]
     config: dict[str, Any]
     startup_seconds: float
-    kv_port: int = 0
+    kv_transfer: dict[str, Any] = {}
 
 
 # -- HTTP process to engine ----------------------------------------------------------------------------------

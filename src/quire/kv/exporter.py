@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -75,7 +75,7 @@ class Exporter:
         mailbox: told `Wanted`, `Released` and `Dropped`.
 
     Attributes:
-        address: where it listens.
+        address: where it listens. name: of this engine, another one after each start.
         steps: that the engine has computed; the engine says so.
 
     Raises:
@@ -99,8 +99,8 @@ class Exporter:
         self._refused: set[tuple[str, str]] = set()  # who was told so, which is a line in the log once
         self._next = 0
         self.steps = 0
-        self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._epoch = secrets.randbits(63)
+        self.name = f"{socket.gethostname()}:{os.getpid()}:{self._epoch:016x}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = Doorkeeper(self._context, curve)
         self._socket = curve.listening(self._context)
@@ -120,6 +120,10 @@ class Exporter:
         self._thread.start()
 
     # -- the engine's side -----------------------------------------------------------------------------------
+
+    def told(self) -> dict[str, Any]:
+        """Where it is found, as `kv_transfer_params` spell it."""
+        return {"remote_engine_id": self.name, "remote_host": self.address.host, "remote_port": self.address.port}
 
     def have(self, number: int, first: int, slots: Sequence[int]) -> None:
         """Blocks can be read, until they are released or dropped."""

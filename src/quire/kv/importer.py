@@ -86,6 +86,7 @@ class Prefiller:
 
     Attributes:
         state: for people.
+        engine: its name; "" before it was reached.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Prefiller:
         transports: Sequence[Transport],
         mailbox: Mailbox,
     ) -> None:
-        self.url, self.state = url, "not reached yet"
+        self.url, self.state, self.engine = url, "not reached yet", ""
         self._welcome, self._resting_until = False, 0.0
         self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
         self._transports = {each.name: each for each in transports}
@@ -264,7 +265,7 @@ class Prefiller:
         """The first way to its host tier that there is."""
         if welcome.block_bytes != self._tier.block_bytes:
             raise UnreachableError(f"its blocks have {welcome.block_bytes} bytes, and {self._tier.block_bytes} here")
-        whys = []
+        self.engine, whys = welcome.name, []
         for name, transport in self._transports.items():
             if name in welcome.transports and name not in self._switched_off:
                 try:
@@ -372,8 +373,8 @@ class Importer:
         return any(each.ready for each in self.prefillers)
 
     def order(self, order: Prefill) -> None:
-        """Have blocks computed by the engine that has least to do."""
-        for prefiller in sorted(self.prefillers, key=lambda each: each.load):
+        """Have blocks computed by the engine that was named, or else by the one that has least to do."""
+        for prefiller in sorted(self.prefillers, key=lambda each: (each.engine != order.engine, each.load)):
             if prefiller.order(order):
                 return
         self._mailbox.post(Ended("read", order.number, 0, 0.0))

@@ -81,6 +81,10 @@ SAMPLING: dict[str, Schema] = {
         maxLength=limit.MAX_CACHE_SALT_LENGTH,
     ),
     "speculate": _flag(True, "Draft tokens for it, where the server does so. It changes speed, never tokens."),
+    "kv_transfer_params": _schema(
+        "object",
+        "Where servers compute prompts for others, as vLLM spells it: do_remote_decode, or what an answer to that has.",
+    ),
 }
 """Fields of both routes that go into `SamplingParams` under their own names."""
 
@@ -207,7 +211,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
-    "kv_transfer_params": (),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),

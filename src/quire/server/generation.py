@@ -294,9 +294,10 @@ class Generation:
         fingerprint = info.fingerprint if info is not None else ""
         token_text = tokenizer.token_text if tokenizer is not None else _no_text
         created, model = int(time.time()), self._context.model_names[0]
+        of_server = model, fingerprint, token_text, info.kv_transfer if info is not None else {}
         if isinstance(call, ChatCall):
-            return ChatResponder(call, self._id, created, model, fingerprint, token_text)
-        return CompletionResponder(call, self._id, created, model, fingerprint, token_text)
+            return ChatResponder(call, self._id, created, *of_server)
+        return CompletionResponder(call, self._id, created, *of_server)
 
     # -- the end -------------------------------------------------------------------------------------------
 

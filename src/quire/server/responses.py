@@ -7,7 +7,7 @@ here, so that it does not matter how often, or how late, a stream asks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -40,6 +40,7 @@ class Responder(ABC, Generic[CallT]):
         response_id: the answer's id. created: Unix time in whole seconds. model: the name to tell.
         system_fingerprint: names what tokens depend on beside the request.
         token_text: the text of a token by its id, for tokens that come without.
+        kv_transfer: where other engines find the prompt's blocks, for calls that are to be decoded elsewhere.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Responder(ABC, Generic[CallT]):
         model: str,
         system_fingerprint: str,
         token_text: Callable[[int], str],
+        kv_transfer: Mapping[str, Any],
     ) -> None:
         self._call: CallT = call
         self._token_text = token_text
@@ -64,6 +66,9 @@ class Responder(ABC, Generic[CallT]):
             "system_fingerprint": system_fingerprint,
             "seed": call.params.seed,
         }
+        if (call.params.kv_transfer_params or {}).get("do_remote_decode") and kv_transfer:
+            told = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": None}
+            self._fields["kv_transfer_params"] = told | dict(kv_transfer)
         self._head = _encode({**self._fields, "object": self.chunk_kind})[:-1]
         self._tail = b',"usage":null}' if call.include_usage else b"}"
         self._sent: dict[int, _Sent] = {}

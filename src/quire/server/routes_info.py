@@ -100,7 +100,7 @@ def _health(context: AppContext) -> dict[str, Any]:
         return {"status": client.state} | _phase(context)
     if not context.is_ready:
         return {"status": "loading"} | _phase(context)
-    kv = {"kv_port": client.info.kv_port} if client.info and client.info.kv_port else {}
+    kv = {"kv_port": client.info.kv_transfer["remote_port"]} if client.info and client.info.kv_transfer else {}
     return {"status": "ok" if client.healthy else "stalled"} | kv
 
 
