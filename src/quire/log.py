@@ -99,6 +99,7 @@ class RequestSummary:
         request_id: the id in the answer's header and body.
         path, model, user: what was asked for, as the client has it; "" where it is not known.
         key: what the API key is called that it came with; "" where there is none.
+        fetches: from where blocks were fetched for it, how many tokens' and in how many seconds, see `FetchStats`.
         output_tokens: of all its choices.
         first_token_seconds: from its arrival; None if there was no token.
         total_seconds: from its arrival to its end.
@@ -114,6 +115,7 @@ class RequestSummary:
     user: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    fetches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     output_tokens: int = 0
     first_token_seconds: float | None = None
     total_seconds: float = 0.0
@@ -141,7 +143,7 @@ def request_line(summary: RequestSummary) -> str:
     head = ", ".join(sanitize(part) for part in asked if part)
     ran = summary.prompt_tokens > 0
     parts = [
-        f"{summary.prompt_tokens} prompt ({summary.cached_tokens} cached)" if ran else None,
+        f"{summary.prompt_tokens} prompt ({summary.cached_tokens} cached{_fetched(summary)})" if ran else None,
         f"{summary.output_tokens} out" if ran else None,
         f"first token {_duration(first)}" if first is not None else "no token" if ran else None,
         f"{_rate(rate)} tok/s" if rate is not None else None,
@@ -149,6 +151,17 @@ def request_line(summary: RequestSummary) -> str:
         sanitize(summary.reason) + (f": {sanitize(summary.error, 200)}" if summary.error else ""),
     ]
     return f"{sanitize(summary.request_id, None)}  {head}{': ' if head else ''}" + ", ".join(filter(None, parts))
+
+
+_SOURCES = {"host": "host memory", "disk": "the disk", "peer": "another engine"}
+
+
+def _fetched(summary: RequestSummary) -> str:
+    """What of it came from where, and how long that took."""
+    came = [fetch for fetch in summary.fetches if fetch["tokens"] and fetch["seconds"] is not None]
+    return "".join(
+        f", {each['tokens']} from {_SOURCES[each['source']]} in {_duration(each['seconds'])}" for each in came
+    )
 
 
 def log_request(logger: logging.Logger, summary: RequestSummary) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from quire.core.cost import Costs
 from quire.core.prefix_cache import Node
-from quire.core.request import Request
+from quire.core.request import FetchStats, Request
 from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import Tier
 
@@ -33,8 +33,8 @@ WORTH = 2
 LEAST_FETCH = 2
 """Fewer blocks are computed."""
 
-DISK, PEER = "disk", "peer"
-"""Where blocks are read from: the disk, or another engine that computes them."""
+HOST, DISK, PEER = "host", "disk", "peer"
+"""Where blocks come from: the host tier; and into that from the disk, or another engine that computes them."""
 
 PATIENCE = {DISK: 20.0, PEER: 120.0}
 """Seconds without progress after which requests wait no longer."""
@@ -54,9 +54,11 @@ class Fetch:
         moves: one a block.
         promised: blocks beside these that must stay available for the request that asked for them.
         num_published: blocks that came.
+        stats: of the request that it was begun for.
     """
 
-    order = (-math.inf, 0, 0)
+    order, source = (-math.inf, 0, 0), HOST
+    stats: FetchStats | None = None
 
     def __init__(
         self, parent: Node | None, scope: str, keys: list[bytes], moves: list[Move], promised: int = 0
@@ -113,9 +115,11 @@ class SlotFetch:
         filling: slots that are read into. pinned: slots of those that are there.
         deadline: from then on no request waits for it, unless there is progress.
         late: it has passed.
+        stats: of the request that it was begun for.
     """
 
     order, num_published = (-math.inf, 0, 0), 0
+    stats: FetchStats | None = None
 
     def __init__(self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float) -> None:
         self.source, self.hashes, self.filling, self.pinned = source, hashes, filling, pinned
@@ -162,8 +166,8 @@ class Fetches:
         """By tier, blocks that were stored there and loaded from there, and those that were bad."""
         if not self.tier.num_slots:
             return {}
-        counts = {"host": {"stored": self.saved, "loaded": self.loaded, "bad": self.bad_loads}}
-        return counts if self.disk is None else counts | {"disk": {"stored": self.stored, "loaded": self.read[DISK]}}
+        counts = {HOST: {"stored": self.saved, "loaded": self.loaded, "bad": self.bad_loads}}
+        return counts if self.disk is None else counts | {DISK: {"stored": self.stored, "loaded": self.read[DISK]}}
 
     @property
     def has_moves(self) -> bool:
@@ -187,7 +191,7 @@ class Fetches:
 
     def worth(self, num_blocks: int, block_size: int, first: int) -> bool:
         """Whether so many blocks of a chain, from its block `first` on, are better loaded than computed."""
-        return num_blocks >= LEAST_FETCH and self.costs.prefers_load("host", num_blocks, block_size, first)
+        return num_blocks >= LEAST_FETCH and self.costs.prefers_load(HOST, num_blocks, block_size, first)
 
     def used(self, node: Node, block: int) -> None:
         """A request has taken a block from the prefix cache. What is worth it is on the disk before it is evicted, so

@@ -36,6 +36,23 @@ class Status(enum.Enum):
 
 
 @dataclass(slots=True)
+class FetchStats:
+    """Blocks that a request waited for, from a tier.
+
+    Attributes:
+        source: "host": to the pool; "disk" or "peer" (another engine, which computed them): to the host tier.
+        tokens: that were asked for, and once it has ended, that came.
+        begin: when it began, on the caller's clock.
+        seconds: that it took; None while it goes on.
+    """
+
+    source: str
+    tokens: int
+    begin: float
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
 class RequestStats:
     """Times (seconds, on the caller's clock) and counts of one request.
 
@@ -45,6 +62,7 @@ class RequestStats:
         steps: steps that it took part in.
         preemptions: how often it lost its blocks.
         drafted, accepted: draft tokens that were verified for it, and those of them that it sampled too.
+        fetches: that were begun for it.
     """
 
     arrived: float
@@ -57,6 +75,7 @@ class RequestStats:
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
+    fetches: list[FetchStats] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from operator import attrgetter
 
 from quire.config import EngineConfig
 from quire.core.draft_length import DraftLengths
-from quire.core.fetches import MOST_FETCHES
+from quire.core.fetches import MOST_FETCHES, Fetch, SlotFetch
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
-from quire.core.request import Event, Request, RequestUpdate, Status
+from quire.core.request import Event, FetchStats, Request, RequestUpdate, Status
 from quire.core.spans import next_span, unverified
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
@@ -99,6 +99,7 @@ class Scheduler:
         """So many blocks of what was to be read have come into the host tier, in so many seconds."""
         fetch = self.kv.fetches.read_ended(number, count, seconds)
         if fetch is not None:
+            self._note(fetch, count, seconds)
             self._abandon(fetch)
 
     def _line_up(self, request: Request) -> None:
@@ -158,6 +159,7 @@ class Scheduler:
         for fetch in self.kv.loaded(plan, result):
             for event in self._leaders.published(fetch.hashes[: fetch.num_published]):
                 self.arrived(event)
+            self._note(fetch, fetch.num_published, result.loading)
             self._abandon(fetch)
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
@@ -384,9 +386,16 @@ class Scheduler:
             [needed, *_] = self._blocks_to_start(request, match, len(request.tokens))
             fetch = self.kv.bring(request, cached, last, needed, self._next_number, now)
             if fetch is not None:
+                fetch.stats = FetchStats(fetch.source, len(fetch.hashes) * size, now)
+                request.stats.fetches.append(fetch.stats)
                 self._leaders.claim(fetch)
                 return Event(BLOCK, fetch.hashes[-1])
         return event
+
+    def _note(self, fetch: Fetch | SlotFetch, blocks: int, seconds: float) -> None:
+        """A fetch has ended: what the request that it was begun for tells of it."""
+        if fetch.stats is not None:
+            fetch.stats.tokens, fetch.stats.seconds = blocks * self.kv.block_size, seconds
 
     def _abandon(self, leader: Leader) -> None:
         """It computes no further blocks: whoever waits for one of them does without."""

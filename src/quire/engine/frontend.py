@@ -451,4 +451,5 @@ def _metrics(stats: Mapping[int, RequestStats]) -> RequestMetrics:
         preemptions=sum(choice.preemptions for choice in stats.values()),
         drafted=sum(choice.drafted for choice in stats.values()),
         accepted=sum(choice.accepted for choice in stats.values()),
+        fetches=first.fetches,
     )

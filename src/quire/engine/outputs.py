@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.core.request import FetchStats
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -62,6 +64,7 @@ class RequestMetrics:
         steps: steps that held a span of the request.
         preemptions: how often it lost its blocks and was computed again.
         drafted, accepted: draft tokens that were verified for it, and those of them that it sampled too.
+        fetches: of the first choice: blocks that it waited for, from a tier.
     """
 
     queue_seconds: float = 0.0
@@ -74,6 +77,7 @@ class RequestMetrics:
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
+    fetches: list[FetchStats] = field(default_factory=list)
 
 
 @dataclass(slots=True)

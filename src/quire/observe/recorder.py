@@ -215,6 +215,7 @@ class Recorder:
             "preemptions": request.stats.preemptions,
             "drafted": request.stats.drafted,
             "accepted": request.stats.accepted,
+            "fetches": [asdict(fetch) for fetch in request.stats.fetches],
         }
 
     def _step_documents(self, since: int) -> Iterator[dict[str, Any]]:
@@ -290,6 +291,7 @@ def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
         "preemptions": stats.preemptions,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
+        "fetches": [asdict(fetch) for fetch in stats.fetches],
         "chunks": list(record.chunks),
     }
 

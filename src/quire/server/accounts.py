@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -122,5 +123,7 @@ class Account:
         """What the call's line in the log says of its tokens."""
         summary.prompt_tokens = sum(self._prompt_tokens)
         summary.cached_tokens = sum(output.cached_tokens for output in self._outputs if output)
+        metrics = [output.metrics for output in self._outputs if output and output.metrics]
+        summary.fetches = [dataclasses.asdict(fetch) for each in metrics for fetch in each.fetches]
         summary.output_tokens = sum(sum(counts) for counts in self._counts)
         summary.first_token_seconds = self.first_token_seconds

@@ -94,6 +94,9 @@ class Row {
       this.parts[index].style.width = `${(100 * part) / whole}%`;
     });
     this.bar.title = `${count(known)} cached, ${count(parts[1])} of the prompt computed, ${count(output)} of at most ${count(limit)} output tokens`;
+    const fetch = request.status === "awaiting" && (request.fetches || []).at(-1);
+    const source = { host: "host memory", disk: "disk", peer: "another engine" };
+    if (fetch) this.bar.title = `waits for ${count(fetch.tokens)} tokens from ${source[fetch.source] ?? fetch.source}`;
     setText(this.badge, request.status);
     this.badge.dataset.state = request.status;
     this.cells[0].title = `${request.id}, choice ${request.choice}, priority ${request.priority}`;

@@ -137,6 +137,7 @@ function phases(one) {
     seconds: waited,
     help: "Waiting for its first step",
   });
+  rows.push(...(one.fetches || []).map((fetch) => fetchRow(fetch, one)));
   if (one.match_seconds !== null)
     rows.push({
       name: "Match prefix",
@@ -164,6 +165,24 @@ function phases(one) {
       help: "Turning tokens into text, in sum; it runs beside the decoding",
     });
   return rows;
+}
+
+const SOURCES = {
+  host: ["From host memory", "Loaded from the host's memory"],
+  disk: ["From disk", "Read from the disk"],
+  peer: ["From another engine", "Computed by another engine, and read from there"],
+};
+
+function fetchRow({ source, tokens, begin, seconds }, one) {
+  const [name, help] = SOURCES[source] ?? [source, "Fetched"];
+  const took = seconds ?? Math.max(0, one.queue_seconds - (begin - one.arrived));
+  return {
+    name,
+    tone: "cached",
+    begin: begin - one.arrived,
+    seconds: took,
+    help: seconds === null ? `${help}: not waited for to the end` : `${help}: ${count(tokens)} tokens`,
+  };
 }
 
 function chunkRows(one) {
