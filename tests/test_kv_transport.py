@@ -375,6 +375,8 @@ def test_closing_a_holder_ends_its_readers_and_frees_the_port(region: Region) ->
         reader.close()
         other.close()
         other.close()
+        with pytest.raises(TransferError, match="the transport was closed"):
+            reader.connect(holder.address)
 
 
 # -- who may read --------------------------------------------------------------------------------------------

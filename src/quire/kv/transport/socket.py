@@ -210,6 +210,7 @@ class SocketLink:
         self._closed = False
         self._reading = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake)  # not before: another thread may be about to write to it
         self._socket = curve.connecting(context)
         self._socket.rcvhwm, self._socket.maxmsgsize = 2 * WINDOW, PIECE + ENCRYPTION
         self._monitor: Socket = self._socket.get_monitor_socket(sum({*REFUSING, *ENDS}))
@@ -286,19 +287,16 @@ class SocketLink:
 
     def close(self) -> None:
         self._closed = True
-        with contextlib.suppress(OSError):
-            os.write(self._wake, WAKE)
+        os.write(self._wake, WAKE)
         with self._reading:
             self._end()
 
     def _end(self) -> None:
         self._closed = True
-        if self._wake >= 0:
+        if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()
             self._socket.close()
-            os.close(self._wake)
-            self._wake = -1
 
 
 def _bound(server: Socket, host: str, port: int) -> int:
