@@ -30,7 +30,16 @@ from quire.errors import ConfigError
 from quire.kv.transport import TRANSPORTS, installed, open_transport
 from quire.kv.transport.base import Link, Range, Region, TransferError, Transport
 from quire.kv.transport.shared import SharedAddress, SharedMemoryTransport
-from quire.kv.transport.socket import PIECE, WINDOW, Answer, Question, SocketAddress, SocketLink, SocketTransport
+from quire.kv.transport.socket import (
+    LONGEST_QUESTION,
+    PIECE,
+    WINDOW,
+    Answer,
+    Question,
+    SocketAddress,
+    SocketLink,
+    SocketTransport,
+)
 
 TOKEN = "0123456789abcdef"
 SIZE = 4 * PIECE + 12_345
@@ -530,6 +539,19 @@ def test_no_message_stops_the_holder(region: Region) -> None:
         assert region.memory == CONTENT
         reader.close()
         context.destroy(linger=0)
+
+
+def test_a_message_that_is_too_long_ends_its_connection(region: Region) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    with served(region) as (_, address):
+        asking = Curve(TOKEN.encode(), "quire 2026 KV blocks").connecting(context)
+        ends = asking.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        asking.connect(f"tcp://127.0.0.1:{address.port}")
+        asking.send(bytes(LONGEST_QUESTION))
+        assert not ends.poll(300)
+        asking.send(bytes(LONGEST_QUESTION + 100))
+        assert ends.poll(10_000)
+    context.destroy(linger=0)
 
 
 def test_a_reader_that_takes_nothing_costs_bounded_memory_and_holds_nobody_up(region: Region) -> None:

@@ -119,7 +119,7 @@ class SocketTransport:
         try:
             server = self._curve.listening(self._context)
             door = Doorkeeper(self._context, self._curve)
-            server.maxmsgsize = LONGEST_QUESTION
+            server.maxmsgsize = LONGEST_QUESTION + ENCRYPTION
             server.rcvhwm = server.sndhwm = 2 * WINDOW
             heartbeats(server, SILENCE_SECONDS)
             self._address = SocketAddress(host, _bound(server, host, port), secrets.token_bytes(8), len(self._memory))
