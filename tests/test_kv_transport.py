@@ -291,7 +291,7 @@ def test_an_answer_that_comes_after_the_deadline_is_not_written(region: Region) 
 
     def read() -> None:
         try:
-            link.read([Range(0, 0, 2 * PIECE)], 1.0)
+            link.read([Range(0, 0, 2 * PIECE)], 2.0)
         except TransferError as error:
             failed.append(error)
 
