@@ -628,6 +628,22 @@ def test_another_user_gets_nothing(region: Region) -> None:
     assert "Permission denied" in done.stderr
 
 
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0,
+    reason="this user may not make containers",
+)
+def test_another_container_gets_nothing(region: Region) -> None:
+    address = SharedMemoryTransport(region).address
+    script = (
+        "from quire.bench.transfer import make_region; from quire.kv.transport.shared import SharedMemoryTransport; "
+        f"SharedMemoryTransport(make_region(10)).connect({address!r})"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+    contained = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", script]
+    done = subprocess.run(contained, capture_output=True, text=True)
+    assert "not to be seen from here" in done.stderr and "in another container" in done.stderr
+
+
 def test_a_region_that_others_cannot_open_has_no_address() -> None:
     memory = memoryview(bytearray(100))
     with pytest.raises(TransferError, match="no file that other processes can open"):

@@ -4,6 +4,8 @@ say or read anything.
 The reader asks for pieces, a few at a time, and the holder's thread answers each with the bytes. What a reader has not
 taken is never much: ZeroMQ drops answers beyond a bound, which no reader reaches that keeps to `WINDOW`. Only the
 reader's own thread writes into its region.
+
+Who has the key is believed to be an engine of one's own: ZeroMQ has no bound for a message of ever more frames.
 """
 
 from __future__ import annotations
