@@ -129,6 +129,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(1e-3)
 
 
+def link_to(transport: SocketTransport, there: SocketAddress, region: Region) -> SocketLink:
+    """A link to whoever is there, of which nothing is asked yet."""
+    endpoint = f"tcp://{there.host}:{there.port}"
+    return SocketLink(transport._curve.connecting(transport._context), endpoint, there, region.memory)
+
+
 def untouched(region: Region) -> bool:
     return region.memory == bytes([POISON]) * len(region.memory)
 
@@ -286,7 +292,7 @@ def test_an_answer_that_comes_after_the_deadline_is_not_written(region: Region) 
     server = curve.listening(context)
     port = server.bind_to_random_port("tcp://127.0.0.1")
     transport = SocketTransport(region, TOKEN.encode())
-    link = SocketLink(transport._context, transport._curve, SocketAddress("127.0.0.1", port, b"r", SIZE), region.memory)
+    link = link_to(transport, SocketAddress("127.0.0.1", port, b"r", SIZE), region)
     failed: list[TransferError] = []
 
     def read() -> None:
@@ -301,7 +307,7 @@ def test_an_answer_that_comes_after_the_deadline_is_not_written(region: Region) 
     for _ in range(2):
         assert server.poll(10_000)
         peer, question = server.recv_multipart()
-        asked.append(msgspec.msgpack.decode(question, type=Question).number)
+        asked.append(number_of(question))
     body = b"x" * PIECE
     server.send_multipart([peer, msgspec.msgpack.encode(Answer(asked[0])), body])
     reader.join(TIMEOUT)
@@ -313,6 +319,38 @@ def test_an_answer_that_comes_after_the_deadline_is_not_written(region: Region) 
     assert region.memory[PIECE:] == bytes([POISON]) * (SIZE - PIECE)
     transport.close()
     context.destroy(linger=0)
+
+
+def test_a_holder_that_is_slow_is_not_waited_for_beyond_the_deadline(region: Region) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    transport = SocketTransport(region, TOKEN.encode())
+    server = transport._curve.listening(context)
+    there = SocketAddress("127.0.0.1", server.bind_to_random_port("tcp://127.0.0.1"), b"r", SIZE)
+    over = threading.Event()
+
+    def answer() -> None:
+        """A hundredth of a second a question, which is 2 seconds for all."""
+        while not over.is_set():
+            if server.poll(100):
+                peer, question = server.recv_multipart()
+                over.wait(0.01)
+                server.send_multipart([peer, msgspec.msgpack.encode(Answer(number_of(question))), b"x" * 256])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    ranges = [Range(0, place, 1) for place in range(256)] * 200
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="has not answered in time"):
+        link_to(transport, there, region).read(ranges, 0.5)
+    assert time.monotonic() - began < 1.5
+    over.set()
+    thread.join()
+    transport.close()
+    context.destroy(linger=0)
+
+
+def number_of(question: bytes) -> int:
+    return msgspec.msgpack.decode(question, type=Question).number
 
 
 @pytest.mark.parametrize(
@@ -334,7 +372,7 @@ def test_a_holder_that_answers_nonsense_is_an_error(answer: list[bytes], error: 
     thread = threading.Thread(target=lambda: server.send_multipart([server.recv_multipart()[0], *answer]))
     thread.start()
     with pytest.raises(TransferError, match=error):
-        SocketLink(transport._context, transport._curve, there, region.memory).read([Range(0, 0, 1)], 10.0)
+        link_to(transport, there, region).read([Range(0, 0, 1)], 10.0)
     thread.join()
     assert untouched(region)
     transport.close()
@@ -629,7 +667,7 @@ def test_another_user_gets_nothing(region: Region) -> None:
 
 
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0,
+    subprocess.run("unshare --pid --fork --mount-proc true", shell=True, capture_output=True).returncode != 0,
     reason="this user may not make containers",
 )
 def test_another_container_gets_nothing(region: Region) -> None:
