@@ -73,7 +73,9 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """Where others find this region; text that `connect` takes, and that anyone may see."""
+        """Where others find this region; text that `connect` takes. Of a fenced transport anyone may see it; of the
+        others it may be all that one needs, beside a way to their ports, to read the region and write into it.
+        """
         ...
 
     def connect(self, address: str) -> Link:
@@ -90,7 +92,7 @@ class Transport(Protocol):
 
 
 CONNECT_SECONDS = 5.0
-"""How long `connect` waits at most."""
+"""How long `connect` waits at most, once the system knows a host's address."""
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 

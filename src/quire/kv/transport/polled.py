@@ -46,7 +46,7 @@ class PolledLink(ABC):
         with self._reading:
             try:
                 self._read(ranges, seconds)
-            except TransferError:
+            except BaseException:
                 self._closed = True
                 raise
 

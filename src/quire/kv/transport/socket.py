@@ -4,6 +4,8 @@ say or read anything.
 The reader asks for pieces, a few at a time, and the holder's thread answers each with the bytes. What a reader has not
 taken is never much: ZeroMQ drops answers beyond a bound, which no reader reaches that keeps to `WINDOW`. Only the
 reader's own thread writes into its region.
+
+Who has the key is believed to be an engine of one's own: ZeroMQ has no bound for a message of ever more frames.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class SocketTransport:
         try:
             server = self._curve.listening(self._context)
             door = Doorkeeper(self._context, self._curve)
-            server.maxmsgsize = LONGEST_QUESTION
+            server.maxmsgsize = LONGEST_QUESTION + ENCRYPTION
             server.rcvhwm = server.sndhwm = 2 * WINDOW
             heartbeats(server, SILENCE_SECONDS)
             self._address = SocketAddress(host, _bound(server, host, port), secrets.token_bytes(8), len(self._memory))
@@ -136,14 +138,15 @@ class SocketTransport:
 
     def connect(self, address: str) -> SocketLink:
         there = read_address(address, SocketAddress)
-        with self._connecting:
-            if self._closed:
-                raise TransferError("the transport was closed")
-            link = SocketLink(self._context, self._curve, there, self._memory)
-            self._links.add(link)
         try:
+            endpoint = Address(there.host, there.port).resolved("the other engine's host")
+            with self._connecting:
+                if self._closed:
+                    raise TransferError("the transport was closed")
+                link = SocketLink(self._curve.connecting(self._context), endpoint, there, self._memory)
+                self._links.add(link)
             link.read([], CONNECT_SECONDS)
-        except TransferError as error:
+        except (ConfigError, TransferError, zmq.ZMQError, OverflowError) as error:
             raise TransferError(f"{Address(there.host, there.port)}: {error}") from error
         return link
 
@@ -203,31 +206,40 @@ class SocketTransport:
 
 
 class SocketLink:
-    """See `Link`. Not connected before the first `read`."""
+    """See `Link`. Whether there is anybody is known with the first `read`, which may be of nothing.
 
-    def __init__(self, context: zmq.Context[Socket], curve: Curve, there: SocketAddress, memory: memoryview) -> None:
+    Args:
+        made: not connected yet; belongs to this link. endpoint: `there`, as ZeroMQ takes it.
+        memory: one's own region.
+
+    Raises:
+        zmq.ZMQError: there cannot be such an endpoint.
+    """
+
+    def __init__(self, made: Socket, endpoint: str, there: SocketAddress, memory: memoryview) -> None:
         self._there, self._memory = there, memory
         self._closed = False
         self._reading = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._socket = curve.connecting(context)
+        weakref.finalize(self, os.close, self._wake)  # not before: another thread may be about to write to it
+        self._socket = made
         self._socket.rcvhwm, self._socket.maxmsgsize = 2 * WINDOW, PIECE + ENCRYPTION
         self._monitor: Socket = self._socket.get_monitor_socket(sum({*REFUSING, *ENDS}))
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, self._wake):
             self._poller.register(source, zmq.POLLIN)
         try:
-            self._socket.connect(Address(there.host, there.port).resolved("the other engine's host"))
-        except (ConfigError, zmq.ZMQError, OverflowError) as error:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:
             self.close()
-            raise TransferError(f"{there.host!r}, port {there.port}: {error}") from error
+            raise
 
     def read(self, ranges: Sequence[Range], seconds: float) -> None:
         check_ranges(ranges, self._there.size, len(self._memory))
         with self._reading:
             try:
                 self._read(ranges, time.monotonic() + seconds)
-            except TransferError:
+            except BaseException:  # answers may be on their way
                 self._end()
                 raise
 
@@ -269,8 +281,9 @@ class SocketLink:
     def _received(self, end: float) -> list[zmq.Frame]:
         """The next message's frames."""
         while not self._closed:
-            left = end - time.monotonic()
-            ready = dict(self._poller.poll(math.ceil(max(0.0, left) * 1000)))
+            if (left := end - time.monotonic()) <= 0:
+                raise TransferError("the other engine has not answered in time")
+            ready = dict(self._poller.poll(math.ceil(left * 1000)))
             if self._closed:
                 break
             if self._socket in ready:
@@ -280,25 +293,20 @@ class SocketLink:
                 if event in REFUSING:
                     raise TransferError("whoever listens there does not take this cluster key")
                 raise TransferError("the other engine is not there, has ended, or has another cluster key")
-            if left <= 0:
-                raise TransferError("the other engine has not answered in time")
         raise TransferError("the link was closed")
 
     def close(self) -> None:
         self._closed = True
-        with contextlib.suppress(OSError):
-            os.write(self._wake, WAKE)
+        os.write(self._wake, WAKE)
         with self._reading:
             self._end()
 
     def _end(self) -> None:
         self._closed = True
-        if self._wake >= 0:
+        if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()
             self._socket.close()
-            os.close(self._wake)
-            self._wake = -1
 
 
 def _bound(server: Socket, host: str, port: int) -> int:
