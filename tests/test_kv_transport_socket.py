@@ -167,6 +167,7 @@ def test_closing_a_holder_ends_its_readers_and_frees_the_port(region: Region) ->
         with pytest.raises(TransferError, match=f"127.0.0.1:{address.port}: the other engine is not there"):
             reader.connect(holder.address)
         other = SocketTransport(region, TOKEN.encode(), port=address.port)
+        assert other.address != holder.address
         with pytest.raises(TransferError, match="the region that is asked for is not here any more"):
             reader.connect(holder.address)
         reader.close()
@@ -388,5 +389,20 @@ def test_a_host_or_port_that_cannot_be_listened_at_is_refused(region: Region) ->
             ("::", 0, "is not where others reach this machine"),
             ("no such host", 0, "name a host, or its address"),
         ):
+            transport = SocketTransport(region, TOKEN.encode(), host, port)
             with pytest.raises(ConfigError, match=match):
-                SocketTransport(region, TOKEN.encode(), host, port)
+                assert transport.address
+            transport.close()
+
+
+def test_who_only_reads_listens_nowhere(region: Region) -> None:
+    def listening() -> int:
+        return sum(thread.name == "quire-kv-socket" for thread in threading.enumerate())
+
+    with served(region) as (holder, _):
+        before = listening()
+        reader = SocketTransport(region, TOKEN.encode())
+        reader.connect(holder.address).read([Range(0, 0, 100)], TIMEOUT)
+        assert listening() == before
+        assert reader.address and listening() == before + 1
+        reader.close()

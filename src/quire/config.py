@@ -182,7 +182,9 @@ class EngineConfig:
     kv_transport: Literal["shared_memory", "socket", "mooncake", "nixl"] | None = option(
         None, "how KV comes from another engine; default: shared_memory on one machine, else socket"
     )
-    kv_host: str = option("127.0.0.1", "address at which an engine with kv_role=prefill listens for others")
+    kv_host: str = option(
+        "127.0.0.1", "address of this machine, as other engines reach it, at which one with kv_role=prefill listens"
+    )
     kv_port: int = option(0, "port of it; 0: any that is free, which its server tells", low=0, high=65535)
     cluster_key_file: str | None = option(
         None,

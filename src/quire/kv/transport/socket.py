@@ -98,7 +98,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class SocketTransport:
-    """See `Transport`.
+    """See `Transport`. It listens from when its `address` is first asked for.
 
     Args:
         region: need be no file.
@@ -106,7 +106,7 @@ class SocketTransport:
         host: of this machine, as others reach it. port: 0: any that is free.
 
     Raises:
-        ConfigError: this machine does not have the address, it is all of them, or the port is taken.
+        ConfigError: by `address`: this machine does not have it, it is all of them, or the port is taken.
     """
 
     name, fenced = "socket", True
@@ -118,23 +118,34 @@ class SocketTransport:
         self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
         self._connecting = threading.Lock()
         self._closed = False
+        self._host, self._port = host, port
+        self._name = secrets.token_bytes(8)  # of the region
+        self._address: SocketAddress | None = None
+        self._wake = -1
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        if self._address is None:  # who only reads listens nowhere
+            self._address = self._listen()
+        return write_address(self._address)
+
+    def _listen(self) -> SocketAddress:
+        server = self._curve.listening(self._context)
+        door = Doorkeeper(self._context, self._curve)
+        server.maxmsgsize = LONGEST_QUESTION + ENCRYPTION
+        server.rcvhwm = server.sndhwm = 2 * WINDOW
+        heartbeats(server, SILENCE_SECONDS)
         try:
-            server = self._curve.listening(self._context)
-            door = Doorkeeper(self._context, self._curve)
-            server.maxmsgsize = LONGEST_QUESTION + ENCRYPTION
-            server.rcvhwm = server.sndhwm = 2 * WINDOW
-            heartbeats(server, SILENCE_SECONDS)
-            self._address = SocketAddress(host, _bound(server, host, port), secrets.token_bytes(8), len(self._memory))
+            port = _bound(server, self._host, self._port)
         except BaseException:
-            self._context.destroy(linger=0)
+            server.close()
+            door.socket.close()
             raise
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, args=(server, door), name="quire-kv-socket", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        return write_address(self._address)
+        return SocketAddress(self._host, port, self._name, len(self._memory))
 
     def connect(self, address: str) -> SocketLink:
         there = read_address(address, SocketAddress)
@@ -157,9 +168,10 @@ class SocketTransport:
             return
         for link in list(self._links):
             link.close()
-        os.write(self._wake, WAKE)
-        self._thread.join()
-        os.close(self._wake)
+        if self._thread is not None:
+            os.write(self._wake, WAKE)
+            self._thread.join()
+            os.close(self._wake)
         self._context.destroy(linger=0)
 
     # -- the holder's thread -------------------------------------------------------------------------------------
@@ -196,7 +208,7 @@ class SocketTransport:
             server.send_multipart([peer, answer, body], zmq.NOBLOCK, copy=False)
 
     def _bytes(self, question: Question) -> memoryview:
-        if question.region != self._address.region:
+        if question.region != self._name:
             raise TransferError("the region that is asked for is not here any more")
         check_ranges([Range(source, 0, length) for source, length in question.ranges], len(self._memory), PIECE)
         if sum(length for _, length in question.ranges) > PIECE:
