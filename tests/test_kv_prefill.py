@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.errors import ConfigError
 from quire.kv.transport import installed
 from tests.oracle import save_checkpoint
 
@@ -406,3 +408,48 @@ def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
     assert run(engine, [prompt(100)]) == alone({**options, **own}, [prompt(100)])
     assert not peer(engine)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"kv_role": "decode", "prefill_url": "http://"}, "is no URL of a server"),
+        ({"kv_role": "decode", "prefill_url": "http://[::1"}, "is no URL of a server"),
+        ({"kv_role": "decode", "prefill_url": "ftp://a:80"}, "is no URL of a server"),
+        ({"kv_role": "decode", "prefill_url": "nowhere"}, "is not HOST:PORT"),
+        ({"kv_role": "both"}, "kv_role=both needs prefill_url"),
+        ({"kv_role": "prefill", "prefill_url": "http://a"}, "set kv_role=decode"),
+        ({"cluster_key_file": "x"}, "is for engines that share KV"),
+        ({"kv_role": "prefill", "cluster_key_file": "/nowhere/key"}, "cluster-key-file /nowhere/key: No such file"),
+        ({"kv_role": "prefill", "kv_host": "0.0.0.0"}, "is not where others reach this machine"),
+        ({"kv_role": "prefill", "prefix_cache": "off"}, "kv_role=prefill with prefix_cache=off"),
+        ({"kv_role": "prefill", "kv_port": 70000}, "allowed: from 0 to 65535"),
+        ({"kv_role": "prefill", "host_kv_memory": "1"}, "is less than one block"),
+    ],
+)
+def test_options_that_make_no_sense_are_one_error(more: dict[str, Any], why: str, key: str) -> None:
+    options = {"model": "demo", "threads": 1, "num_kv_blocks": 20, "max_model_len": 64}
+    if "cluster_key_file" not in more and "kv_role" in more:
+        options["cluster_key_file"] = key
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        Engine(EngineConfig(**{**options, **more}))
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it(options: dict[str, Any], prefill: Prefill) -> None:
+    port = int(prefill.address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"kv_port={port}: cannot listen there"):
+        Engine(EngineConfig(**{**options, "kv_role": "prefill", "kv_port": port}))
+
+
+def test_a_users_own_key_is_made_once_and_read_by_nobody_else(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    own = {name: value for name, value in options.items() if name != "cluster_key_file"}
+    prefill = Prefill(**own)
+    engine = decoder(own, prefill)
+    file = tmp_path / "config" / "quire" / "cluster-key"
+    assert file.stat().st_mode & 0o777 == 0o600 and [each.name for each in file.parent.iterdir()] == ["cluster-key"]
+    assert run(engine, [prompt(100)]) == alone(options, [prompt(100)]) and peer(engine) == 6
+    engine.close()
+    prefill.close()

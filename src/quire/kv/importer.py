@@ -84,6 +84,9 @@ class Prefiller:
         tier: into whose slots blocks are read.
         mailbox: told `Progressed` and `Ended`.
 
+    Raises:
+        ConfigError: the URL is none.
+
     Attributes:
         state: for people.
         engine: its name; "" before it was reached.
@@ -98,6 +101,7 @@ class Prefiller:
         transports: Sequence[Transport],
         mailbox: Mailbox,
     ) -> None:
+        _check_url(url)
         self.url, self.state, self.engine = url, "not reached yet", ""
         self._welcome, self._resting_until = False, 0.0
         self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
@@ -200,7 +204,8 @@ class Prefiller:
         except urllib.error.HTTPError as error:
             raise UnreachableError(f"its server is not ready (HTTP status {error.code})") from error
         except (OSError, ValueError, AttributeError) as error:
-            raise UnreachableError(f"its server does not answer ({error})") from error
+            why = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise UnreachableError(f"its server does not answer ({why})") from error
         if not isinstance(port, int) or not 0 < port < 65536:
             raise UnreachableError("its server says no kv_port; start it with --role prefill")
         return Address(urllib.parse.urlsplit(self.url).hostname or "", port)
@@ -388,6 +393,24 @@ class Importer:
         """Say no more to any."""
         for prefiller in self.prefillers:
             prefiller.close()
+
+
+def _check_url(url: str) -> None:
+    """Whether it can be asked.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if "://" not in url:
+        Address.read(url, "prefill_url")
+        return
+    try:
+        parts = urllib.parse.urlsplit(url)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise ConfigError(f"prefill_url {url!r} is no URL of a server, such as http://10.0.0.1:8000, and not HOST:PORT")
 
 
 def coalesced(ranges: Sequence[Range]) -> list[Range]:
