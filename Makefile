@@ -38,14 +38,14 @@ OPERATORS := build/mutants
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
     speculation_* server_faults server_page server_e2e speculation determinism kv_groups engine_failures \
-    parallel_determinism parallel_data parallel_mirror parallel_pipeline parallel_experts kv_host kv_disk engine_properties server_supervisor cli_serve \
+    parallel_determinism parallel_data parallel_mirror parallel_pipeline parallel_experts kv_* engine_properties server_supervisor cli_serve \
     cli_generate triton_* cpu_* engine_process server_generate server_http_process cli_doctor gpu_check models_* ops* quantization* sampling_* experts latent* \
     layers device* trees demo_* \
     memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
     llm parallel_group engine_resume engine_waiting detokenizer tokenizer_trial reading \
     cli_options server_app bench_scripts \
     server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
-    bench_peers_gguf bench_serve_workloads bench_sparse cli_quantize))) tests/core
+    bench_peers_gguf cli_bench_transfer bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \

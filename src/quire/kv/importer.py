@@ -41,7 +41,7 @@ READ_SECONDS = 20.0
 REST_SECONDS = 1.0
 """An engine that said that something does not come is asked for nothing else meanwhile."""
 
-LOOK_SECONDS, MOST_LOOK_SECONDS = 0.5, 10.0
+LOOK_SECONDS, MOST_LOOK_SECONDS = 0.5, 2.0
 """Between attempts to reach an engine: at first, and after many that failed."""
 
 LEAVE_MS = 200

@@ -1,0 +1,107 @@
+"""`quire serve --role prefill` and `--role decode` as their users meet them: two servers that answer as one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.kv.transport import installed
+from tests.http_tools import ServeProcess, listening_addresses, wait_until
+
+PROMPT = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for index in range(24))
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("cluster") / "key"
+    file.write_text("a secret of this cluster")
+    file.chmod(0o600)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def prefill(key: str) -> Iterator[ServeProcess]:
+    with ServeProcess("--role", "prefill", "--cluster-key-file", key, "--admin") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decode(key: str, prefill: ServeProcess) -> Iterator[ServeProcess]:
+    with decoding(key, prefill) as server:
+        yield server
+
+
+def decoding(key: str, prefill: ServeProcess, *more: str) -> ServeProcess:
+    return ServeProcess("--role", "decode", "--prefill-url", prefill.url, "--cluster-key-file", key, "--admin", *more)
+
+
+def ready(server: ServeProcess) -> None:
+    wait_until(lambda: "ready, by" in server.stderr)
+
+
+def fetched(server: ServeProcess) -> int:
+    """Blocks that came from another engine."""
+    return int(server.json("/view")["stats"]["kv_tiers"]["peer"]["loaded"])
+
+
+def test_the_official_client_gets_one_servers_tokens(decode: ServeProcess, prefill: ServeProcess) -> None:
+    ready(decode)
+    params = {"max_tokens": 24, "temperature": 0.8, "seed": 11}
+    with LLM("demo", threads=1) as llm:
+        expected = llm.generate(PROMPT, SamplingParams(**params, logprobs=0))[0]
+    with openai.OpenAI(base_url=f"{decode.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(model="demo", prompt=PROMPT, logprobs=0, **params)
+        parts = list(client.completions.create(model="demo", prompt=PROMPT, stream=True, **params))
+    choice = answer.choices[0]
+    assert choice.text == expected.outputs[0].text == "".join(part.choices[0].text for part in parts)
+    of_tokens = expected.outputs[0].token_ids, expected.outputs[0].logprobs or []
+    values = [entry[token].logprob for token, entry in zip(*of_tokens, strict=True)]
+    assert choice.logprobs.token_logprobs == values
+    blocks = (len(expected.prompt_token_ids) - 1) // 16
+    assert fetched(decode) == blocks and answer.usage.prompt_tokens_details.cached_tokens == 16 * blocks
+    assert prefill.json("/view")["stats"]["kv_tiers"]["peer"]["stored"] == blocks
+    wait_until(lambda: f"{16 * blocks} from another engine in" in decode.stderr)
+    [request] = [each for each in decode.json("/view")["finished"] if each["fetches"]]
+    assert [each["source"] for each in request["fetches"]] == ["peer", "host"]
+
+
+def test_a_proxy_of_vllms_may_stand_before_them(decode: ServeProcess, prefill: ServeProcess) -> None:
+    ready(decode)
+    prompt, before = "import sys\n" * 12, fetched(decode)  # too short to be sent elsewhere by itself
+    asked = {"model": "demo", "prompt": prompt, "temperature": 0, "seed": 1}
+    there = prefill.json("/v1/completions", asked | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+    told = there["kv_transfer_params"]
+    assert told["do_remote_prefill"] and told["remote_host"] == "127.0.0.1"
+    here = decode.json("/v1/completions", asked | {"max_tokens": 9, "kv_transfer_params": told})
+    alone = prefill.json("/v1/completions", asked | {"max_tokens": 9})
+    assert here["choices"][0]["text"] == alone["choices"][0]["text"] and fetched(decode) > before
+
+
+@pytest.mark.parametrize("transport", [name for name in installed() if name != "shared_memory"])
+def test_every_transport_and_who_only_decodes_listens_for_nothing(key: str, transport: str) -> None:
+    role = "--role", "prefill", "--cluster-key-file", key, "--kv-transport", transport
+    with ServeProcess(*role) as prefill, decoding(key, prefill, "--kv-transport", transport) as decode:
+        ready(decode)
+        asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 9}
+        assert decode.json("/v1/completions", asked)["choices"] == prefill.json("/v1/completions", asked)["choices"]
+        assert fetched(decode) > 16
+        if transport == "socket":
+            assert len(listening_addresses(decode.pids("all"))) == 1
+            assert all("127.0.0.1" in each for each in listening_addresses(prefill.pids("all")))
+
+
+def test_a_prefill_engine_that_dies_is_done_without_and_found_again(key: str) -> None:
+    with ServeProcess("--role", "prefill", "--cluster-key-file", key) as prefill, decoding(key, prefill) as decode:
+        ready(decode)
+        asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 9}
+        expected = decode.json("/v1/completions", asked)["choices"]
+        prefill.kill("engine")
+        wait_until(lambda: "prompts are computed here meanwhile" in decode.stderr)
+        again = asked | {"cache_salt": "computed anew"}
+        assert decode.json("/v1/completions", again)["choices"] == expected
+        wait_until(lambda: decode.stderr.count("ready, by") == 2)
+        before, once_more = fetched(decode), asked | {"cache_salt": "and again"}
+        assert decode.json("/v1/completions", once_more)["choices"] == expected and fetched(decode) > before
