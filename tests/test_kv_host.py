@@ -192,11 +192,15 @@ def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> 
         ({"host_kv_memory": "1KiB"}, ConfigError, "less than one block"),
         ({"host_kv_memory": "900TiB"}, MemoryPlanError, "more than the"),
         ({"host_kv_memory": "1MiB", "prefix_cache": "off"}, ConfigError, "prefix_cache=off"),
-        ({"host_kv_memory": "1MiB", "tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size=2: not yet"),
         (
-            {"host_kv_memory": "1MiB", "pipeline_parallel_size": 2, "async_scheduling": False},
+            {"host_kv_memory": "1MiB", "data_parallel_size": 2, "enable_expert_parallel": True},
             ConfigError,
-            "pipeline_parallel_size=2: not yet",
+            "data_parallel_size=2: not yet",
+        ),
+        (
+            {"host_kv_memory": "1MiB", "tensor_parallel_size": 2, "nnodes": 2, "token_file": "x"},
+            ConfigError,
+            "nnodes=2: not yet",
         ),
         ({"host_kv_memory": "much"}, ConfigError, "not a size"),
     ],

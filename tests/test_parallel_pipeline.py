@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
 from quire.errors import ConfigError, RanksDisagreeError, StepGivenUpError
-from quire.models.model import _layers_of
+from quire.models.model import layers_of
 from quire.models.quantize import quantize_folder
 from quire.ops import Quantization
 from quire.ops.cpu.group import SharedGroup
@@ -76,10 +76,10 @@ def test_stages_whose_layers_are_shared_change_nothing(setting: dict[str, Any], 
         assert run(made, order[::-1], first_id=100, stagger=2) == alone
 
 
-def test_the_layers_of_the_stages() -> None:
+def test_thelayers_of_the_stages() -> None:
     for layers in range(1, 40):
         for stages in range(1, layers + 1):
-            own = [_layers_of(stage, stages, layers) for stage in range(stages)]
+            own = [layers_of(stage, stages, layers) for stage in range(stages)]
             assert [layer for part in own for layer in part] == list(range(layers))
             sizes = [len(part) for part in own]
             assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)

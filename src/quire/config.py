@@ -285,9 +285,9 @@ class EngineConfig:
                 )
             return
         beside = {
-            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
-            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
             f"data_parallel_size={self.data_parallel_size}": self.data_parallel_size > 1,
+            f"nnodes={self.nnodes}": self.nnodes > 1,
+            "distributed_executor_backend=external_launcher": self.distributed_executor_backend == "external_launcher",
         }
         if found := [name for name, there in beside.items() if there]:
             raise ConfigError(f"host_kv_memory with {found[0]}: not yet; leave one of them out")

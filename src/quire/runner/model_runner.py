@@ -157,6 +157,7 @@ class ModelRunner:
                 self._forget()
             self._settle()
             bad_loads, loading = self._move_blocks(plan)
+            bad_loads = self._bad_for_any(plan, bad_loads)
             self._take_in(plan)
             failed = self._failed
             spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
@@ -195,7 +196,7 @@ class ModelRunner:
     def _move_blocks(self, plan: StepPlan) -> tuple[list[int], float]:
         """Blocks out of the pool, before anything is written there, and into it.
 
-        Returns the slots whose loads are bad, and the seconds that loads took.
+        Returns the slots whose loads are bad here, and the seconds that loads took.
         """
         if self.host is None:
             return [], 0.0
@@ -203,6 +204,13 @@ class ModelRunner:
         self.host.save(pool, plan.saves)
         begin = time.monotonic()
         return self.host.load(pool, plan.loads), time.monotonic() - begin
+
+    def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
+        """The slots whose loads are bad on any rank."""
+        if not plan.loads or self.model.ranks.size == 1:
+            return bad_loads
+        found = self.model.ranks.exchange([torch.tensor(bad_loads, dtype=torch.int64)], plan.number)
+        return sorted({slot for part in found for slot in part.clone().view(torch.int64).tolist()})
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.core.step import StepPlan
 from quire.errors import RankLostError
+from quire.kv.host import HostTier
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Mark
@@ -61,8 +62,10 @@ class PipelineRunner(ModelRunner):
         seconds: of all slots.
     """
 
-    def __init__(self, model: Model, kv: Sequence[KVCache], logit_rows: int, threads: int) -> None:
-        super().__init__(model, kv, logit_rows, threads, halves=False)
+    def __init__(
+        self, model: Model, kv: Sequence[KVCache], logit_rows: int, threads: int, host: HostTier | None = None
+    ) -> None:
+        super().__init__(model, kv, logit_rows, threads, halves=False, host=host)
         self._pipe = model.ranks
         self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
         self.busy, self.seconds = [0.0] * self._stages, 0.0
@@ -126,6 +129,9 @@ class PipelineRunner(ModelRunner):
     def _through_layers(self, own: PipelinedStep) -> list[Tensor]:
         """This stage's layers of a step: x and residual, or what the last norm makes of them."""
         model, spans = self.model, own.plan.spans
+        own.bad_loads, own.loading = self._move_blocks(own.plan)
+        if not spans:
+            return []
         self._take_in_rows(own.plan)
         self._take_in_blocks(own.plan)
         own.rows = np.array([self._requests[span.request].row for span in spans])
@@ -155,6 +161,7 @@ class PipelineRunner(ModelRunner):
     def _sample_all(self, step: PipelinedStep) -> None:
         """What follows the forward pass of a step that is through all layers, on every stage."""
         plan, hidden = step.plan, self._hidden
+        step.bad_loads = self._bad_for_any(plan, step.bad_loads)
         self._take_in_ends(plan)
         self._take_in_starts(plan)
         made = Forwarded(hidden, self.model.kernels.finite_rows(hidden), hidden)
