@@ -1,7 +1,10 @@
-"""Tiers beside several ranks: each copies its share of a block, and what lies in a slot does not show how many there are."""
+"""Tiers beside several ranks: each copies its share of a block, and a slot does not show how many there are."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,6 @@ from quire.engine.engine import Engine
 from quire.kv.host import HEAD, HostTier
 from quire.kv.layout import WHOLE, Layout, Share, Split
 from quire.ops import KVShape
-from quire.runner.model_runner import ModelRunner
 from tests.oracle import save_checkpoint
 from tests.test_kv_host import Outcome, emptied, hosted, params, prompts, run
 
@@ -157,7 +159,8 @@ BESIDE_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert
 
 def make(options: dict[str, Any], **more: Any) -> Engine:
     sizes = {"model": "demo", "threads": 1, "max_model_len": 192, "max_num_seqs": 8, "check_invariants": True}
-    return Engine(EngineConfig(**{**sizes, "async_scheduling": False, **options, **more}), hash_key=bytes(32))
+    options = {**sizes, "async_scheduling": False, **options, **more}
+    return Engine(EngineConfig(**options), hash_key=None if "disk_kv_path" in options else bytes(32))
 
 
 def one_rank(options: dict[str, Any]) -> dict[str, Any]:
@@ -181,5 +184,116 @@ def test_ranks_with_tiers_say_what_one_rank_says_without(options: dict[str, Any]
         assert run(engine, prompts()) == expected
         counts = hosted(engine)
         assert engine.stats.preemptions and counts["stored"] and counts["loaded"] and not counts["bad"]
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Outcome]:
+    engine = make({}, prefix_cache="off")
+    outcomes = run(engine, prompts(4)[1:], most=8)
+    engine.close()
+    return outcomes
+
+
+TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+SOON = {"num_kv_blocks": 60, "host_kv_memory": "16MiB"}
+
+
+def fill(engine: Engine) -> None:
+    """The host tier has the head of some prompts, and the pool has nothing."""
+    for first in (0, 10, 20):
+        run(engine, prompts(4)[1:], first_id=first, most=2)
+    emptied(engine)
+    run(engine, [[5] * 5], first_id=50, most=2)
+    assert hosted(engine)["stored"] >= 4 and not hosted(engine)["loaded"]
+
+
+def slot_of(engine: Engine, index: int) -> int:
+    """Where a block of the prompts' head lies."""
+    request = Request(99, prompts(2)[1], params(0), max_tokens=1)
+    engine.scheduler.kv.match(request)
+    return engine.scheduler.kv.fetches.tier.find(request.hashes)[index]
+
+
+def host_of(engine: Engine) -> HostTier:
+    executor = engine.executor
+    host: HostTier = getattr(executor, "_own", executor)._runner.host
+    return host
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(TP, id="TP 2"), pytest.param(PP, id="PP 2")])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_flipped_bit_in_one_rank_s_share_is_one_bad_load_and_no_other_token(
+    ranks: dict[str, int], number: int, expected: list[Outcome]
+) -> None:
+    engine = make(ranks, **SOON)
+    try:
+        fill(engine)
+        layout = Layout.of(engine.kv_cache[0], engine.model)
+        split = Split(ranks.get("pipeline_parallel_size", 1), ranks.get("tensor_parallel_size", 1))
+        piece = layout.pieces(host_of(engine).memory, split)[number][slot_of(engine, 2)]
+        piece[0, 0, 5] ^= 1
+        assert run(engine, prompts(4)[1:], first_id=100, most=8) == expected
+        assert (hosted(engine)["bad"], hosted(engine)["loaded"]) == (1, 2)
+    finally:
+        engine.close()
+
+
+def test_a_step_that_fails_while_blocks_are_loaded_is_given_up_by_all_ranks(expected: list[Outcome]) -> None:
+    engine = make(TP, **SOON)
+    try:
+        fill(engine)
+        host, calls = host_of(engine), []
+        load = host.load
+
+        def fails_once(pool: torch.Tensor, moves: list[Move]) -> list[int]:
+            if moves:
+                calls.append(len(moves))
+            if moves and len(calls) == 1:
+                raise RuntimeError("no memory, say")
+            return load(pool, moves)
+
+        host.load = fails_once  # type: ignore[method-assign, assignment]
+        assert run(engine, prompts(4)[1:], first_id=100, most=8) == expected
+        assert len(calls) > 1 and hosted(engine)["loaded"] >= 4 and not hosted(engine)["bad"]
+    finally:
+        engine.close()
+
+
+CHILD = """
+import json, sys
+from tests.test_kv_ranks import make, prompts, run
+engine = make(json.loads(sys.argv[1]))
+for first in range(0, 1000, 10):
+    run(engine, prompts(4)[1:], first_id=first, most=2)
+    print("served", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(TP, {}, id="TP 2, then one rank"),
+        pytest.param({}, TP, id="one rank, then TP 2", marks=pytest.mark.slow),
+        pytest.param(PP, TP, id="PP 2, then TP 2", marks=pytest.mark.slow),
+        pytest.param(TP, {**TP, **PP}, id="TP 2, then TP 2 x PP 2", marks=pytest.mark.slow),
+    ],
+)
+def test_what_ranks_have_stored_before_kill_9_other_ranks_find(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path, expected: list[Outcome]
+) -> None:
+    disk = {**SOON, "disk_kv_path": str(tmp_path / "kv"), "disk_kv_memory": "64MiB"}
+    command = [sys.executable, "-c", CHILD, json.dumps({**before, **disk})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(4):
+            assert child.stdout.readline() == b"served\n"
+        child.kill()
+    engine = make(after, **disk)
+    try:
+        assert run(engine, prompts(4)[1:], most=8) == expected
+        assert engine.stats.kv_tiers["disk"]["loaded"] >= 4
+        assert hosted(engine)["loaded"] >= 4 and not hosted(engine)["bad"]
     finally:
         engine.close()

@@ -97,8 +97,8 @@ class HostTier:
             self._split, self._num_pieces = share.split, share.layout.num_pieces(share.split)
         if self._num_pieces > MOST_PIECES:
             raise ConfigError(
-                f"host_kv_memory with {self._num_pieces} ranks that have different KV; at most {MOST_PIECES} may: lower "
-                "pipeline_parallel_size, or leave host_kv_memory out"
+                f"host_kv_memory with {self._num_pieces} ranks that have different KV; at most {MOST_PIECES} may: "
+                "lower pipeline_parallel_size, or leave host_kv_memory out"
             )
         size = num_slots * slot_bytes(block_bytes)
         own = -1 if fd < 0 else os.dup(fd)

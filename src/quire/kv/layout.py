@@ -1,8 +1,8 @@
 """What lies where in a block outside the pool: the same bytes, whatever the number of ranks.
 
 A block has the keys and values of all layers and heads: planes [layers, kv_heads, sides], and after them those of a
-model that drafts. That is how one rank has it in its pool, and one rank copies it as a whole. Of several, each has a box
-of it, some of the layers and some of the heads, and copies that.
+model that drafts. That is how one rank has it in its pool, and one rank copies it as a whole. Of several, each has a
+box of it, some of the layers and some of the heads, and copies that.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Layout:
         return 1 if split == WHOLE else split.stages * split.parts + bool(self.drafts)
 
     def pieces(self, blocks: Tensor, split: Split) -> list[Tensor]:
-        """Of blocks [count, block_bytes], views [count, ...] of all that different ranks have: for each stage, the parts
-        of its heads; and last, what drafts."""
+        """Of blocks [count, block_bytes], views [count, ...] of all that different ranks have: for each stage, the
+        parts of its heads; and last, what drafts."""
         if split == WHOLE:
             return [blocks]
         shape, each = self.shape, self.shape.kv_heads // split.parts
