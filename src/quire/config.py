@@ -161,7 +161,7 @@ class EngineConfig:
         None, "memory for KV, e.g. 4GiB (of each rank); default: a fair share of what is free"
     )
     host_kv_memory: str | None = option(
-        None, "host memory for KV blocks that the KV memory has no room for, e.g. 16GiB; default: none"
+        None, "host memory for KV blocks that the KV memory has no room for, e.g. 16GiB (of all ranks); default: none"
     )
     disk_kv_path: str | None = option(
         None, "folder for KV blocks of the host memory that are to outlive the engine; default: none"

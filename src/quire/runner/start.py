@@ -106,10 +106,10 @@ def _host_tier(
     Raises:
         ConfigError: it would hold no block, or the model has layers with windows.
     """
-    share = Share.of(kv[0], model)
-    size, each = config.host_kv_bytes, slot_bytes(share.layout.block_bytes)
     if config.host_kv_memory is None:
         return None
+    share = Share.of(kv[0], model)
+    size, each = config.host_kv_bytes, slot_bytes(share.layout.block_bytes)
     if [group.window for group in plan.groups] != [None]:
         raise ConfigError(
             f"host_kv_memory={config.host_kv_memory} with a model that has layers with a sliding window: not yet; "
