@@ -236,18 +236,18 @@ def test_other_processes_see_the_slots_and_the_memory_is_given_back() -> None:
     del host
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    assert region.memory[5 * 4096] == 8 and _mapped(inode)
+    assert region.memory[5 * 4096] == 8 and is_mapped(inode)
     del region
-    assert not _mapped(inode)
+    assert not is_mapped(inode)
 
 
-def _mapped(inode: int) -> bool:
+def is_mapped(inode: int) -> bool:
     return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_a_closed_engine_gives_the_tier_s_memory_back() -> None:
     engine = make({"model": "demo", "threads": 1}, num_kv_blocks=60, host_kv_memory="64MiB")
     inode = os.fstat(engine.executor._runner.host.fd).st_ino
-    assert _mapped(inode)
+    assert is_mapped(inode)
     engine.close()
-    assert not _mapped(inode)
+    assert not is_mapped(inode)

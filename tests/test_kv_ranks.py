@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from quire.kv.host import HEAD, HostTier
 from quire.kv.layout import WHOLE, Layout, Share, Split
 from quire.ops import KVShape
 from tests.oracle import save_checkpoint
-from tests.test_kv_host import Outcome, emptied, hosted, params, prompts, run
+from tests.test_kv_host import Outcome, emptied, hosted, is_mapped, params, prompts, run
 
 # -- layout --------------------------------------------------------------------------------------------------------
 
@@ -184,8 +185,11 @@ def test_ranks_with_tiers_say_what_one_rank_says_without(options: dict[str, Any]
         assert run(engine, prompts()) == expected
         counts = hosted(engine)
         assert engine.stats.preemptions and counts["stored"] and counts["loaded"] and not counts["bad"]
+        memory = os.fstat(host_of(engine).fd).st_ino
+        assert is_mapped(memory)
     finally:
         engine.close()
+    assert not is_mapped(memory)
 
 
 @pytest.fixture(scope="module")

@@ -39,22 +39,23 @@ class Checks:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory = memory.numpy()  # [slots, CHECK_BYTES]
+        self._memory = memory.numpy().data  # [slots * CHECK_BYTES]
 
     def __getitem__(self, slot: int) -> bytes:
-        check = self._memory[slot].tobytes()
-        count = check[2]
-        return check[: HEAD.size + count * HASH_BYTES] if count <= MOST_PIECES and count else b""
+        begin = slot * CHECK_BYTES
+        count = self._memory[begin + 2]
+        return bytes(self._memory[begin : begin + HEAD.size + count * HASH_BYTES]) if 0 < count <= MOST_PIECES else b""
 
     def __setitem__(self, slot: int, check: bytes) -> None:
-        self._memory[slot, : len(check)] = memoryview(check)
-        self._memory[slot, len(check) :] = 0
+        begin = slot * CHECK_BYTES
+        self._memory[begin : begin + CHECK_BYTES] = check.ljust(CHECK_BYTES, b"\0")
 
-    def add(self, slot: int, split: Split, count: int, number: int, found: bytes) -> None:
-        """The hash of one of `count` pieces; other ranks add those of others."""
-        begin = HEAD.size + number * HASH_BYTES
-        self._memory[slot, : HEAD.size] = memoryview(HEAD.pack(*split, count))
-        self._memory[slot, begin : begin + HASH_BYTES] = memoryview(found)
+    def add(self, slot: int, head: bytes, number: int, found: bytes) -> None:
+        """The hash of a piece; other ranks add those of others, and the same `head`."""
+        begin = slot * CHECK_BYTES
+        self._memory[begin : begin + HEAD.size] = head
+        begin += HEAD.size + number * HASH_BYTES
+        self._memory[begin : begin + HASH_BYTES] = found
 
 
 class HostTier:
@@ -92,21 +93,20 @@ class HostTier:
         fd: int = -1,
     ) -> None:
         self.num_slots, self.block_bytes, self.pinned, self._share = num_slots, block_bytes, pinned, share
-        self._split, self._num_pieces = WHOLE, 1
-        if share is not None:
-            self._split, self._num_pieces = share.split, share.layout.num_pieces(share.split)
-        if self._num_pieces > MOST_PIECES:
+        self._split, count = (WHOLE, 1) if share is None else (share.split, share.layout.num_pieces(share.split))
+        if count > MOST_PIECES:
             raise ConfigError(
-                f"host_kv_memory with {self._num_pieces} ranks that have different KV; at most {MOST_PIECES} may: "
+                f"host_kv_memory with {count} ranks that have different KV; at most {MOST_PIECES} may: "
                 "lower pipeline_parallel_size, or leave host_kv_memory out"
             )
+        self._head = HEAD.pack(*self._split, count)
         size = num_slots * slot_bytes(block_bytes)
         own = -1 if fd < 0 else os.dup(fd)
         flat, self.fd = (torch.zeros(size, dtype=torch.uint8, pin_memory=True), -1) if pinned else shared(size, own)
         if self.fd >= 0:
             weakref.finalize(self, os.close, self.fd)
         self.memory = flat[: num_slots * block_bytes].view(num_slots, block_bytes)
-        self.checks = Checks(flat[num_slots * block_bytes :].view(num_slots, CHECK_BYTES))
+        self.checks = Checks(flat[num_slots * block_bytes : size])
         self._key = blake3(key, derive_key_context="quire 2026 check of a KV block's bytes").digest()
 
     @property
@@ -123,7 +123,7 @@ class HostTier:
                     kept[slot].copy_(own[block])
                     saved = kept[slot] if self.pinned else own[block]
                     found = self._hash(name, self._split, number, saved)
-                    self.checks.add(slot, self._split, self._num_pieces, number, found)
+                    self.checks.add(slot, self._head, number, found)
 
     def load(self, pool: Tensor, moves: Sequence[Move]) -> list[int]:
         """Copy blocks into the pool. Returns the slots whose copies there are not what was saved."""
