@@ -76,7 +76,7 @@ def test_stages_whose_layers_are_shared_change_nothing(setting: dict[str, Any], 
         assert run(made, order[::-1], first_id=100, stagger=2) == alone
 
 
-def test_thelayers_of_the_stages() -> None:
+def test_the_layers_of_the_stages() -> None:
     for layers in range(1, 40):
         for stages in range(1, layers + 1):
             own = [layers_of(stage, stages, layers) for stage in range(stages)]
