@@ -136,7 +136,7 @@ def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(monkeypatch:
 def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     for more, name in (
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"speculative_config": {"method": "eagle", "model": "demo-eagle"}}, "speculative_config=eagle"),
         ({"async_scheduling": True}, "async_scheduling=True"),
     ):
         with pytest.raises(

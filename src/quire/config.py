@@ -266,9 +266,10 @@ class EngineConfig:
 
     def _check_pipeline(self) -> None:
         stages = self.pipeline_parallel_size
+        method = None if stages == 1 or self.speculation is None else self.speculation.method
         beside = {
             "enable_expert_parallel": self.enable_expert_parallel,
-            "speculative_config": self.speculative_config is not None,
+            f"speculative_config={method}": method not in (None, "ngram"),
             "async_scheduling=True": self.async_scheduling,
         }
         if stages > 1 and (found := [name for name, there in beside.items() if there]):

@@ -214,24 +214,34 @@ class ModelRunner:
 
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
+        self._drafting_ends(plan)
         self._take_in_ends(plan)
         self._take_in_rows(plan)
         self._take_in_starts(plan)
+        self._drafting_starts(plan)
         self._take_in_blocks(plan)
+
+    def _drafting_ends(self, plan: StepPlan) -> None:
+        if self._drafter is not None:
+            if plan.drop_drafting:
+                self._drafter.drop_drafting(plan.drop_drafting)
+            for number in plan.ended:
+                self._drafter.end(number)
+
+    def _drafting_starts(self, plan: StepPlan) -> None:
+        if self._drafter is not None:
+            for info in plan.started:
+                self._drafter.start(info)
 
     def _take_in_ends(self, plan: StepPlan) -> None:
         if self.mover is not None:
             self.mover.follow(plan)
         self._failed.difference_update(plan.ended)
-        if self._drafter is not None and plan.drop_drafting:
-            self._drafter.drop_drafting(plan.drop_drafting)
         for number in plan.ended:
             request = self._requests.pop(number, None)
             if request is not None:
                 self._free_rows.append(request.row)
             self.sampler.end(number)
-            if self._drafter is not None:
-                self._drafter.end(number)
 
     def _take_in_rows(self, plan: StepPlan) -> None:
         for info in plan.started:
@@ -241,8 +251,6 @@ class ModelRunner:
     def _take_in_starts(self, plan: StepPlan) -> None:
         for info in plan.started:
             self.sampler.start(info)
-            if self._drafter is not None:
-                self._drafter.start(info)
 
     def _take_in_blocks(self, plan: StepPlan) -> None:
         grown = [span for span in plan.spans if span.blocks]

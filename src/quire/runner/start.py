@@ -74,7 +74,9 @@ def start_runner(
     notes = [] if host is None else [_describe(host, config)]
     if not model.kernels.reads_spans:
         if model.stages > 1:
-            return Started(PipelineRunner(model, kv, plan.logit_rows, threads, host), kv, plan, tuple(notes))
+            return Started(
+                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host), kv, plan, tuple(notes)
+            )
         halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host)
         return Started(runner, kv, plan, tuple(notes))
