@@ -130,12 +130,18 @@ class PipelineRunner(ModelRunner):
         return PipelinedStep(plan, spans, drafts, rows, begin, self.device.mark())
 
     def drain(self) -> None:
-        """A slot without a plan: what is on its way goes on by a stage. Raises what `launch` does."""
+        """A slot without a plan: what is on its way goes on by a stage. Raises what `launch` does.
+
+        After a slot that failed here there is nothing on its way: what entered may not have come to this stage, and the
+        first rank, which asked for this slot before it knew, gives all of it up.
+        """
         next_number, self._next_number = self._next_number, None
+        if next_number is None:
+            return
         try:
             self._slot(None)
         except BaseException as error:
-            self._give_up((next_number or 0) - 1, error)
+            self._give_up(next_number - 1, error)
             raise
         self._next_number = next_number
 
