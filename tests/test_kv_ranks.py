@@ -226,7 +226,7 @@ def host_of(engine: Engine) -> HostTier:
     return host
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(TP, id="TP 2"), pytest.param(PP, id="PP 2")])
+@pytest.mark.parametrize("ranks", [pytest.param(TP, id="TP 2"), pytest.param(PP, id="PP 2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_flipped_bit_in_one_rank_s_share_is_one_bad_load_and_no_other_token(
     ranks: dict[str, int], number: int, expected: list[Outcome]

@@ -177,7 +177,10 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
         (KeyboardInterrupt, {}),
         (MemoryError, {}),
         (KeyboardInterrupt, {"tensor_parallel_size": 2}),
-        (KeyboardInterrupt, {"speculative_config": {"method": "ngram", "adaptive": False}}),
+        pytest.param(
+            *(KeyboardInterrupt, {"speculative_config": {"method": "ngram", "adaptive": False}}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_slot_that_fails_on_one_rank_is_given_up_by_all(
