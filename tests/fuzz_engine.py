@@ -127,10 +127,9 @@ def fit(switches: dict[str, Any], model: str) -> None:
         switches.pop("data_parallel_size", None)
     if "pipeline_parallel_size" in switches:
         switches["async_scheduling"] = False
-        if "speculative_config" in switches or model == "some windows":
+        if switches.get("speculative_config", {}).get("method", "ngram") != "ngram" or model == "some windows":
             del switches["pipeline_parallel_size"]
-    several = {"pipeline_parallel_size", "tensor_parallel_size"} & switches.keys()
-    if several or "window" in model or switches["prefix_cache"] == "off":
+    if "data_parallel_size" in switches or "window" in model or switches["prefix_cache"] == "off":
         switches.pop("host_kv_memory", None)
 
 

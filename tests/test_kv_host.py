@@ -192,11 +192,15 @@ def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> 
         ({"host_kv_memory": "1KiB"}, ConfigError, "less than one block"),
         ({"host_kv_memory": "900TiB"}, MemoryPlanError, "more than the"),
         ({"host_kv_memory": "1MiB", "prefix_cache": "off"}, ConfigError, "prefix_cache=off"),
-        ({"host_kv_memory": "1MiB", "tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size=2: not yet"),
         (
-            {"host_kv_memory": "1MiB", "pipeline_parallel_size": 2, "async_scheduling": False},
+            {"host_kv_memory": "1MiB", "data_parallel_size": 2, "enable_expert_parallel": True},
             ConfigError,
-            "pipeline_parallel_size=2: not yet",
+            "data_parallel_size=2: not yet",
+        ),
+        (
+            {"host_kv_memory": "1MiB", "tensor_parallel_size": 2, "nnodes": 2, "token_file": "x"},
+            ConfigError,
+            "nnodes=2: not yet",
         ),
         ({"host_kv_memory": "much"}, ConfigError, "not a size"),
     ],
@@ -232,18 +236,18 @@ def test_other_processes_see_the_slots_and_the_memory_is_given_back() -> None:
     del host
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    assert region.memory[5 * 4096] == 8 and _mapped(inode)
+    assert region.memory[5 * 4096] == 8 and is_mapped(inode)
     del region
-    assert not _mapped(inode)
+    assert not is_mapped(inode)
 
 
-def _mapped(inode: int) -> bool:
+def is_mapped(inode: int) -> bool:
     return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_a_closed_engine_gives_the_tier_s_memory_back() -> None:
     engine = make({"model": "demo", "threads": 1}, num_kv_blocks=60, host_kv_memory="64MiB")
     inode = os.fstat(engine.executor._runner.host.fd).st_ino
-    assert _mapped(inode)
+    assert is_mapped(inode)
     engine.close()
-    assert not _mapped(inode)
+    assert not is_mapped(inode)

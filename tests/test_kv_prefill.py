@@ -371,7 +371,7 @@ def test_a_prefill_engine_whose_tier_is_full_says_so_and_the_rest_is_computed_he
     engine = decoder(options, prefill)
     texts = [prompt(150, index) for index in range(3)]
     assert run(engine, texts) == alone(options, texts)
-    assert peer(engine) >= 4
+    assert peer(engine) >= 3
     engine.close()
     prefill.close()
 

@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
 from quire.errors import ConfigError, RanksDisagreeError, StepGivenUpError
-from quire.models.model import _layers_of
+from quire.models.model import layers_of
 from quire.models.quantize import quantize_folder
 from quire.ops import Quantization
 from quire.ops.cpu.group import SharedGroup
@@ -76,10 +76,23 @@ def test_stages_whose_layers_are_shared_change_nothing(setting: dict[str, Any], 
         assert run(made, order[::-1], first_id=100, stagger=2) == alone
 
 
+@pytest.mark.parametrize("setting", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)])
+def test_drafts_that_are_looked_up_change_nothing(setting: dict[str, Any], alone: Any, sizes: dict[str, int]) -> None:
+    sizes = {"pipeline_parallel_size": 2, **sizes}
+    spec = {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1}
+    switches = SMALL._replace(overlap=False)
+    with contextlib.closing(engine_of(setting, switches, speculative_config=spec, **sizes)) as made:
+        order = list(range(len(prompts())))
+        assert run(made, order) == alone
+        assert run(made, order[::-1], first_id=100, stagger=2) == alone
+        assert made.stats.accepted and made.stats.drafted > made.stats.accepted and made.stats.preemptions
+
+
 def test_the_layers_of_the_stages() -> None:
     for layers in range(1, 40):
         for stages in range(1, layers + 1):
-            own = [_layers_of(stage, stages, layers) for stage in range(stages)]
+            own = [layers_of(stage, stages, layers) for stage in range(stages)]
             assert [layer for part in own for layer in part] == list(range(layers))
             sizes = [len(part) for part in own]
             assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
@@ -136,7 +149,7 @@ def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(monkeypatch:
 def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     for more, name in (
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"speculative_config": {"method": "eagle", "model": "demo-eagle"}}, "speculative_config=eagle"),
         ({"async_scheduling": True}, "async_scheduling=True"),
     ):
         with pytest.raises(
@@ -158,9 +171,20 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["_slot", "_pass_on", "_sample_all", "_through_layers"])
-@pytest.mark.parametrize(("error", "width"), [(KeyboardInterrupt, 1), (MemoryError, 1), (KeyboardInterrupt, 2)])
+@pytest.mark.parametrize(
+    ("error", "more"),
+    [
+        (KeyboardInterrupt, {}),
+        (MemoryError, {}),
+        (KeyboardInterrupt, {"tensor_parallel_size": 2}),
+        pytest.param(
+            *(KeyboardInterrupt, {"speculative_config": {"method": "ngram", "adaptive": False}}),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_slot_that_fails_on_one_rank_is_given_up_by_all(
-    where: str, error: type[BaseException], width: int, monkeypatch: pytest.MonkeyPatch
+    where: str, error: type[BaseException], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is on its way is computed again, and gets the same tokens."""
     prompts = [[5, 6, n] for n in range(4)]
@@ -174,7 +198,7 @@ def test_a_slot_that_fails_on_one_rank_is_given_up_by_all(
         return call(self, *given)
 
     failed = 0
-    with LLM("demo", pipeline_parallel_size=2, tensor_parallel_size=width, threads=1) as llm:
+    with LLM("demo", pipeline_parallel_size=2, threads=1, **more) as llm:
         monkeypatch.setattr(PipelineRunner, where, fails)
         names = [llm.add_request(prompt, LONG) for prompt in prompts]
         outputs: dict[str, Any] = {}
@@ -189,6 +213,21 @@ def test_a_slot_that_fails_on_one_rank_is_given_up_by_all(
         assert error is MemoryError or not any(choice.error for choice in found)
         monkeypatch.setattr(PipelineRunner, where, call)
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, LONG)] == expected
+
+
+def test_after_a_slot_that_failed_one_without_a_plan_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank may have asked for it before it knew; the rows that it would compute with never came."""
+    with LLM("demo", pipeline_parallel_size=2, threads=1) as llm:
+        runner = llm._engine.executor._runner  # type: ignore[attr-defined]
+        slots: list[Any] = []
+        monkeypatch.setattr(runner, "_slot", slots.append)
+        runner.drain()
+        assert slots == [None]
+        monkeypatch.setattr(runner, "_entered", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.launch(StepPlan(0, []))
+        runner.drain()
+        assert slots == [None]
 
 
 def test_a_request_that_makes_steps_fail_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

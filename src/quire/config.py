@@ -161,7 +161,7 @@ class EngineConfig:
         None, "memory for KV, e.g. 4GiB (of each rank); default: a fair share of what is free"
     )
     host_kv_memory: str | None = option(
-        None, "host memory for KV blocks that the KV memory has no room for, e.g. 16GiB; default: none"
+        None, "host memory for KV blocks that the KV memory has no room for, e.g. 16GiB (of all ranks); default: none"
     )
     disk_kv_path: str | None = option(
         None, "folder for KV blocks of the host memory that are to outlive the engine; default: none"
@@ -289,9 +289,10 @@ class EngineConfig:
 
     def _check_pipeline(self) -> None:
         stages = self.pipeline_parallel_size
+        method = None if stages == 1 or self.speculation is None else self.speculation.method
         beside = {
             "enable_expert_parallel": self.enable_expert_parallel,
-            "speculative_config": self.speculative_config is not None,
+            f"speculative_config={method}": method not in (None, "ngram"),
             "async_scheduling=True": self.async_scheduling,
         }
         if stages > 1 and (found := [name for name, there in beside.items() if there]):
@@ -309,9 +310,9 @@ class EngineConfig:
                 )
             return
         beside = {
-            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
-            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
             f"data_parallel_size={self.data_parallel_size}": self.data_parallel_size > 1,
+            f"nnodes={self.nnodes}": self.nnodes > 1,
+            "distributed_executor_backend=external_launcher": self.distributed_executor_backend == "external_launcher",
         }
         if found := [name for name, there in beside.items() if there]:
             raise ConfigError(f"{self._tier_option} with {found[0]}: not yet; leave one of them out")

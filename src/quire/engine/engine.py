@@ -36,6 +36,7 @@ from quire.engine.stats import EngineStats
 from quire.engine.tiers import WAIT_SECONDS, KVTiers
 from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
 from quire.kv.host import HostTier
+from quire.kv.layout import Layout
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.fields import Fields
 from quire.models.registry import check_ranks
@@ -192,9 +193,10 @@ class Engine:
         if self._ranks:
             report("waiting for the other ranks", 0.0)
             free = self._ranks.wait_loaded(self.model.kernels.describe(self.model.dtype))
-            free = min(free, free_for_each(self.model, self._ranks.num_here))  # now that all have loaded
+            free = min(free, free_for_each(config, self.model, self._ranks.num_here))  # now that all have loaded
         starting = config, self.model, self.device, self.threads, report, self.speculation
-        started = start_runner(*starting, free=free, kv_key=hash_key)
+        host_fd = self._ranks.host_memory if self._ranks else -1
+        started = start_runner(*starting, free=free, kv_key=hash_key, host_fd=host_fd)
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
@@ -214,7 +216,8 @@ class Engine:
             self.expert_balancer = ExpertBalancer(self.model, prepared, config.eplb_interval)
         replicas = config.data_parallel_size
         self._stats = EngineStats(
-            num_blocks=self.memory_plan.num_usable * replicas, kv_block_bytes=self.kv_cache[0].bytes_per_block
+            num_blocks=self.memory_plan.num_usable * replicas,
+            kv_block_bytes=Layout.of(self.kv_cache[0], self.model).block_bytes,
         )
         schedulers = [
             Scheduler(config, self._kv_manager(hash_key, started.runner.host), self.max_model_len)
@@ -225,7 +228,7 @@ class Engine:
         in_thread = config.async_scheduling and not self.device.asynchronous
         self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(runner)
         if self._ranks:
-            self._ranks.begin(self.memory_plan)
+            self._ranks.begin(self.memory_plan, hash_key)
             if isinstance(runner, PipelineRunner):
                 self.executor = PipelineExecutor(runner, self._ranks)
             else:
@@ -329,9 +332,11 @@ class Engine:
         # All that a block's bytes depend on beside its tokens.
         identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
             "block_size": str(config.block_size),
-            "layout of the KV": "|".join(cache.layout for cache in self.kv_cache),
+            "layout of the KV": "|".join(Layout.of(cache, self.model).id for cache in self.kv_cache),
             "drafting model": "none" if speculation is None else speculation.fingerprint or "none",
         }
+        if not config.deterministic:  # ranks that add make other bits
+            identity["tensor_parallel_size"] = str(config.tensor_parallel_size)
         hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
         windows = retentions(self.model, speculation)

@@ -30,9 +30,10 @@ class Measured(msgspec.Struct, tag=True):
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Make the KV blocks that the first rank has planned, and take plans of steps."""
+    """Make the KV blocks that the first rank has planned, and take plans of steps; `kv_key`: see `start_runner`."""
 
     plan: MemoryPlan
+    kv_key: bytes
 
 
 class Ready(msgspec.Struct, tag=True):

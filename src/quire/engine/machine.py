@@ -17,6 +17,7 @@ from quire.config import EngineConfig
 from quire.engine.rank import RankStart
 from quire.ops.cpu.group import new_memory
 from quire.ops.cpu.mirror import Mirror
+from quire.ops.memory import shared
 from quire.ops.threads import usable_threads
 
 
@@ -43,6 +44,7 @@ class Machine:
         bell: see `SharedGroup`.
         mirrors: of the groups that have ranks elsewhere, by number.
         threads: of each rank here.
+        host_memory: descriptor of the host tier's memory, which belongs to the caller; -1: there is none.
 
     Raises:
         ConfigError: see `SharedGroup`.
@@ -58,6 +60,9 @@ class Machine:
             here = range(max(own.start, ranks.start) - ranks.start, min(own.stop, ranks.stop) - ranks.start)
             if len(here) < len(ranks):
                 self.mirrors[number] = Mirror(self._memories[number], matrix_bytes, len(ranks), here)
+        self.host_memory = -1
+        if config.host_kv_bytes:
+            _, self.host_memory = shared(config.host_kv_bytes)
         self.bell = os.eventfd(0, os.EFD_NONBLOCK) if self.mirrors else -1
 
     def memories(self, rank: int) -> tuple[int, int]:
@@ -74,6 +79,7 @@ class Machine:
         own, other = socket.socketpair()
         with other:
             here = {"link": other.fileno(), "memory": memory, "stage_memory": stage_memory, "bell": self.bell}
+            here["host_memory"] = self.host_memory
             start = msgspec.structs.replace(start, threads=self.threads, local_ranks=len(self.own), **here)
             fds = [fd for fd in here.values() if fd >= 0]
             process = child.spawn_beside(child.python("quire.engine.rank"), start, fds=fds)

@@ -37,7 +37,7 @@ class RankStart(msgspec.Struct, kw_only=True):
         checkpoints: what `contents` finds on the first machine.
         threads: of this rank. local_ranks: those of its machine.
         link: descriptor of its end of the sockets, which it inherits.
-        memory, stage_memory, bell: see `join`.
+        memory, stage_memory, bell: see `join`. host_memory: see `start_runner`.
         matrix_bytes: see `SharedGroup`.
         log_format, debug: see `log.configure`.
     """
@@ -55,6 +55,7 @@ class RankStart(msgspec.Struct, kw_only=True):
     memory: int = -1
     stage_memory: int = -1
     bell: int = -1
+    host_memory: int = -1
 
 
 def main() -> int:
@@ -158,12 +159,13 @@ def _load(start: RankStart, link: Link) -> ModelRunner | None:
     link.send(msgspec.msgpack.encode(Loaded(model.kernels.describe(model.dtype))))
     if link.receive() is None:  # `Measure`
         return None
-    link.send(msgspec.msgpack.encode(Measured(free_for_each(model, start.local_ranks))))
+    link.send(msgspec.msgpack.encode(Measured(free_for_each(config, model, start.local_ranks))))
     message = link.receive()
     if message is None:
         return None
     begin = msgspec.msgpack.decode(message, type=Begin)
-    runner = start_runner(config, model, device, start.threads, _silent, speculation, begin.plan).runner
+    starting = config, model, device, start.threads, _silent, speculation, begin.plan
+    runner = start_runner(*starting, kv_key=begin.kv_key, host_fd=start.host_memory).runner
     if runner.mover is not None:
         runner.mover.on_prepared = lambda prepared: link.send(msgspec.msgpack.encode(prepared))
     link.send(msgspec.msgpack.encode(Ready()))

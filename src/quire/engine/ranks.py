@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import queue
 import selectors
 import socket
@@ -62,7 +63,7 @@ class Ranks:
         report: told what is waited for.
 
     Attributes:
-        threads: of the first rank. num_here: ranks of this machine.
+        threads: of the first rank. num_here: ranks of this machine. host_memory: see `Machine`.
         group: the first rank's place among them. stage: among those that share its layers, see `Model`.
         prepared: what each rank has said last of experts that move.
         computed: what comes of the plans of other replicas.
@@ -99,6 +100,9 @@ class Ranks:
             here = each.here
         machine = Machine(config, here, matrix_bytes)
         self.threads, self.num_here = machine.threads, len(here)
+        self.host_memory = machine.host_memory
+        if self.host_memory >= 0:
+            weakref.finalize(self, os.close, self.host_memory)
         starts = _starts(config, path, matrix_bytes, len(here))
         try:
             self.group, self.stage = join(config, 0, *machine.memories(0), matrix_bytes, machine.bell)
@@ -136,9 +140,9 @@ class Ranks:
         answers = [self._hear(rank) for rank in range(1, self.group.size)]
         return min(answer.free for answer in answers if isinstance(answer, Measured))
 
-    def begin(self, plan: MemoryPlan) -> None:
+    def begin(self, plan: MemoryPlan, kv_key: bytes) -> None:
         """They make their blocks as this one has planned them, and take steps from now on. Raises as `wait_loaded`."""
-        self.send(msgspec.msgpack.encode(Begin(plan)))
+        self.send(msgspec.msgpack.encode(Begin(plan, kv_key)))
         for rank in range(1, self.group.size):
             self._hear(rank)
         for link in self._links:

@@ -1,10 +1,10 @@
 """The disk tier: KV blocks in files, which outlive the process.
 
 Blocks are appended to segments, and the oldest segment goes when all of them take more than the budget. A record is a
-header (the block's name, its length, its check, and a keyed hash of these) and the block's bytes. Nothing else is
-written, so nothing can contradict it: the index is what the headers say, and whether a block is good is found out when
-it is loaded, by its check (`HostTier`). A segment that a crash has torn ends at its last whole record, and a process
-only appends to segments of its own.
+header (the block's name, the lengths of what follows, and a keyed hash of these), the block's bytes, and their check.
+Nothing else is written, so nothing can contradict it: the index is what the headers say, and whether a block is good is
+found out when it is loaded, by its check (`HostTier`). A segment that a crash has torn ends at its last whole record,
+and a process only appends to segments of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from blake3 import blake3
 
 from quire.errors import QuireError
-from quire.kv.host import HostTier
+from quire.kv.host import CHECK_BYTES, HostTier
 from quire.kv.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ SEGMENT_BYTES = 64 * 2**20
 LEAST_SEGMENTS = 8
 """Into so many at least the budget is divided, since a whole one goes at once."""
 
-HEADER = struct.Struct("<4sI32s32s16s")  # magic, length, name, check, keyed hash of these
-MAGIC = b"QKV1"
+HEADER = struct.Struct("<4sIH32s16s")  # magic, lengths of block and check, name, keyed hash of these
+MAGIC = b"QKV2"
 KEY_FILE, LOCK_FILE = "key", "lock"
 
 
@@ -180,8 +180,8 @@ class DiskTier:
     def _append(self, slot: int, name: bytes) -> int:
         if name in self.index:
             return 1
-        payload = self.host.memory[slot].numpy().data
-        record = HEADER.size + len(payload)
+        payload, check = self.host.memory[slot].numpy().data, self.host.checks[slot]
+        record = HEADER.size + len(payload) + len(check)
         if record > self._segment_bytes:
             raise OSError(f"a block of {len(payload)} bytes is too large for a budget of {self.budget}")
         if self._open is None or self._sizes[self._open] + record > self._segment_bytes:
@@ -192,8 +192,8 @@ class DiskTier:
             raise OSError("the budget is smaller than a segment")
         offset = self._sizes[segment]
         try:
-            header = self._header(name, len(payload), self.host.checks[slot])
-            written = os.pwritev(self._files[segment], [header, payload], offset)
+            header = self._header(name, len(payload), len(check))
+            written = os.pwritev(self._files[segment], [header, payload, check], offset)
             if written != record:
                 raise OSError(f"{written} of {record} bytes could be written")
         except OSError:
@@ -210,27 +210,28 @@ class DiskTier:
             if place is None:
                 return count
             header, payload = bytearray(HEADER.size), self.host.memory[slot].numpy().data
-            read = os.preadv(self._files[place.segment], [header, payload], place.offset)
+            check = bytearray(CHECK_BYTES)  # or, behind a shorter one, what follows
+            read = os.preadv(self._files[place.segment], [header, payload, check], place.offset)
             known = self._parsed(header)
-            if known is None or known[0] != name or read != HEADER.size + len(payload):
+            if known is None or known[0] != name or read < HEADER.size + len(payload) + known[2]:
                 self.forget(name)
                 self._failed(OSError(f"segment {place.segment}: a record is not what it was"))
                 return count
-            self.host.checks[slot] = known[1]
+            self.host.checks[slot] = bytes(check[: known[2]])
         return len(blocks)
 
     # -- segments --------------------------------------------------------------------------------------------
 
-    def _header(self, name: bytes, length: int, check: bytes) -> bytes:
-        fields = HEADER.pack(MAGIC, length, name, check, bytes(16))[:-16]
+    def _header(self, name: bytes, length: int, check: int) -> bytes:
+        fields = HEADER.pack(MAGIC, length, check, name, bytes(16))[:-16]
         return fields + blake3(fields, key=self._key).digest(16)
 
-    def _parsed(self, header: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
-        """Name, check and length, if it is whole and ours."""
+    def _parsed(self, header: bytes | bytearray) -> tuple[bytes, int, int] | None:
+        """Name, and lengths of the block and its check, if it is whole and ours."""
         if len(header) < HEADER.size or header[-16:] != blake3(header[:-16], key=self._key).digest(16):
             return None
-        _, length, name, check, _ = HEADER.unpack(header)
-        return name, check, length
+        _, length, check, name, _ = HEADER.unpack(header)
+        return name, length, check
 
     def _scan(self, file: Path) -> None:
         """Take in a segment's records, up to one that is not whole."""
@@ -242,13 +243,13 @@ class DiskTier:
         self._sizes[number] = end = os.fstat(descriptor).st_size
         offset = 0
         while (known := self._parsed(os.pread(descriptor, HEADER.size, offset))) is not None:
-            name, _, length = known
-            if offset + HEADER.size + length > end:
+            name, length, check = known
+            if offset + HEADER.size + length + check > end:
                 break
             if length == self.host.block_bytes:
                 self.index[name] = Place(number, offset)
                 self._names[number].append(name)
-            offset += HEADER.size + length
+            offset += HEADER.size + length + check
 
     def _begin_segment(self) -> None:
         number, self._next = self._next, self._next + 1

@@ -148,7 +148,7 @@ class Model(ModelSizes):
         self.stage, self.stages = stage or self.ranks, stages
         self.replicas = self.ranks.size // self.stage.size // stages
         self.rank_groups = (self.ranks,) if self.stage is self.ranks else (self.stage, self.ranks)
-        own = _layers_of(self.ranks.rank // self.stage.size % stages, stages, config.num_layers)
+        own = layers_of(self.ranks.rank // self.stage.size % stages, stages, config.num_layers)
         if self.stages > 1:
             self.num_layers, self.groups = len(own), (self.groups[0]._replace(layers=tuple(own)),)
             for index in {*range(config.num_layers)} - {*own}:
@@ -264,6 +264,6 @@ class Model(ModelSizes):
         return self.head(hidden, torch.float32)
 
 
-def _layers_of(stage: int, stages: int, layers: int) -> range:
+def layers_of(stage: int, stages: int, layers: int) -> range:
     """The layers of one stage: as many as of any other one, or one more; the first one never has fewer."""
     return range(*(-(-layers * place // stages) for place in (stage, stage + 1)))

@@ -139,12 +139,6 @@ class KVCache:
             self.draft_kv = KVCache(*heads, *stored, memory=rest)
 
     @property
-    def layout(self) -> str:
-        """What lies where in a block, in words: blocks of two caches whose bytes are to be exchanged have the same."""
-        drafts = "" if self.draft_kv is None else f"|{self.draft_kv.shape}"
-        return f"{LAYOUT}|{self.block_size}|{self.shape}{drafts}"
-
-    @property
     def bytes_per_block(self) -> int:
         """From one block to the next: of all that lies in one."""
         return self.memory.stride(0)

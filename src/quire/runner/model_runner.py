@@ -157,6 +157,7 @@ class ModelRunner:
                 self._forget()
             self._settle()
             bad_loads, loading = self._move_blocks(plan)
+            bad_loads = self._bad_for_any(plan, bad_loads)
             self._take_in(plan)
             failed = self._failed
             spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
@@ -195,7 +196,7 @@ class ModelRunner:
     def _move_blocks(self, plan: StepPlan) -> tuple[list[int], float]:
         """Blocks out of the pool, before anything is written there, and into it.
 
-        Returns the slots whose loads are bad, and the seconds that loads took.
+        Returns the slots whose loads are bad here, and the seconds that loads took.
         """
         if self.host is None:
             return [], 0.0
@@ -204,26 +205,43 @@ class ModelRunner:
         begin = time.monotonic()
         return self.host.load(pool, plan.loads), time.monotonic() - begin
 
+    def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
+        """The slots whose loads are bad on any rank."""
+        if not plan.loads or self.model.ranks.size == 1:
+            return bad_loads
+        found = self.model.ranks.exchange([torch.tensor(bad_loads, dtype=torch.int64)], plan.number)
+        return sorted({slot for part in found for slot in part.clone().view(torch.int64).tolist()})
+
     def _take_in(self, plan: StepPlan) -> None:
         """What the plan says of requests and blocks, before anything is computed."""
+        self._drafting_ends(plan)
         self._take_in_ends(plan)
         self._take_in_rows(plan)
         self._take_in_starts(plan)
+        self._drafting_starts(plan)
         self._take_in_blocks(plan)
+
+    def _drafting_ends(self, plan: StepPlan) -> None:
+        if self._drafter is not None:
+            if plan.drop_drafting:
+                self._drafter.drop_drafting(plan.drop_drafting)
+            for number in plan.ended:
+                self._drafter.end(number)
+
+    def _drafting_starts(self, plan: StepPlan) -> None:
+        if self._drafter is not None:
+            for info in plan.started:
+                self._drafter.start(info)
 
     def _take_in_ends(self, plan: StepPlan) -> None:
         if self.mover is not None:
             self.mover.follow(plan)
         self._failed.difference_update(plan.ended)
-        if self._drafter is not None and plan.drop_drafting:
-            self._drafter.drop_drafting(plan.drop_drafting)
         for number in plan.ended:
             request = self._requests.pop(number, None)
             if request is not None:
                 self._free_rows.append(request.row)
             self.sampler.end(number)
-            if self._drafter is not None:
-                self._drafter.end(number)
 
     def _take_in_rows(self, plan: StepPlan) -> None:
         for info in plan.started:
@@ -233,8 +251,6 @@ class ModelRunner:
     def _take_in_starts(self, plan: StepPlan) -> None:
         for info in plan.started:
             self.sampler.start(info)
-            if self._drafter is not None:
-                self._drafter.start(info)
 
     def _take_in_blocks(self, plan: StepPlan) -> None:
         grown = [span for span in plan.spans if span.blocks]

@@ -6,7 +6,9 @@ one, and the last one's, which are through all layers, to all of them. So all ra
 sample all of it, as ranks do that share each layer: with a part of the head each.
 
 A request's next token waits until its last one is known, as many slots later as there are stages; the scheduler deals
-the requests that decode out over the steps.
+the requests that decode out over the steps. So where a step enters, all ranks know its requests' tokens, and find the
+same drafts for it, if they look them up in the text (n-grams); what drafts by features or KV would have to follow a
+step through its stages.
 """
 
 from __future__ import annotations
@@ -14,33 +16,47 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.step import StepPlan
+from quire.core.step import Span, StepPlan
 from quire.errors import RankLostError
+from quire.kv.host import HostTier
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Mark
+from quire.runner.drafter import Drafter
 from quire.runner.host_forward import Forwarded
 from quire.runner.model_runner import IntArray, LaunchedStep, ModelRunner, Part, check_complete
+from quire.runner.proposer import Drafts, Speculation
 
 
 class PipelinedStep(LaunchedStep):
     """A step on its way.
 
+    Args:
+        spans: the plan's, with their drafts. drafts: by request.
+
     Attributes:
-        rows: of the block tables, one a span; set when this stage computes it.
+        rows: of the block tables, one a span.
         row_starts: first row of each span, and one entry more.
     """
 
-    def __init__(self, plan: StepPlan, begin: Mark) -> None:
-        super().__init__(plan, [], begin, begin, begin)
-        self.plan, self.rows = plan, np.empty(0, np.int64)
-        self.row_starts: IntArray = np.cumsum([0, *(len(span.tokens) for span in plan.spans)])
+    def __init__(
+        self,
+        plan: StepPlan,
+        spans: list[Span],
+        drafts: Mapping[int, Drafts],
+        rows: IntArray,
+        begin: Mark,
+        drafted: Mark,
+    ) -> None:
+        super().__init__(plan, [], begin, drafted, drafted)
+        self.plan, self.spans, self.drafts, self.rows = plan, spans, drafts, rows
+        self.row_starts: IntArray = np.cumsum([0, *(len(span.tokens) for span in spans)])
 
     @property
     def is_through(self) -> bool:
@@ -61,8 +77,16 @@ class PipelineRunner(ModelRunner):
         seconds: of all slots.
     """
 
-    def __init__(self, model: Model, kv: Sequence[KVCache], logit_rows: int, threads: int) -> None:
-        super().__init__(model, kv, logit_rows, threads, halves=False)
+    def __init__(
+        self,
+        model: Model,
+        kv: Sequence[KVCache],
+        logit_rows: int,
+        threads: int,
+        speculation: Speculation | None = None,
+        host: HostTier | None = None,
+    ) -> None:
+        super().__init__(model, kv, logit_rows, threads, speculation=speculation, halves=False, host=host)
         self._pipe = model.ranks
         self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
         self.busy, self.seconds = [0.0] * self._stages, 0.0
@@ -84,7 +108,7 @@ class PipelineRunner(ModelRunner):
                 for group in self.model.rank_groups:
                     group.begin_anew(plan.number)
                 self._forget()
-            step = PipelinedStep(plan, self.device.mark())
+            step = self._entered(plan)
             self._slot(step)
         except BaseException as error:
             self._give_up(plan.number, error)
@@ -92,13 +116,32 @@ class PipelineRunner(ModelRunner):
         self._next_number = plan.number + 1
         return step
 
+    @torch.inference_mode()
+    def _entered(self, plan: StepPlan) -> PipelinedStep:
+        """The plan's step, with its drafts."""
+        begin, spans = self.device.mark(), plan.spans
+        drafts: Mapping[int, Drafts] = {}
+        self._drafting_ends(plan)
+        self._take_in_rows(plan)
+        self._drafting_starts(plan)
+        if isinstance(self._drafter, Drafter) and self._drafter.following:
+            spans, drafts = self._drafter.resolve(spans)
+        rows = np.array([self._requests[span.request].row for span in spans], np.int64)
+        return PipelinedStep(plan, spans, drafts, rows, begin, self.device.mark())
+
     def drain(self) -> None:
-        """A slot without a plan: what is on its way goes on by a stage. Raises what `launch` does."""
+        """A slot without a plan: what is on its way goes on by a stage. Raises what `launch` does.
+
+        After a slot that failed here there is nothing on its way: what entered may not have come to this stage, and the
+        first rank, which asked for this slot before it knew, gives all of it up.
+        """
         next_number, self._next_number = self._next_number, None
+        if next_number is None:
+            return
         try:
             self._slot(None)
         except BaseException as error:
-            self._give_up((next_number or 0) - 1, error)
+            self._give_up(next_number - 1, error)
             raise
         self._next_number = next_number
 
@@ -125,10 +168,11 @@ class PipelineRunner(ModelRunner):
 
     def _through_layers(self, own: PipelinedStep) -> list[Tensor]:
         """This stage's layers of a step: x and residual, or what the last norm makes of them."""
-        model, spans = self.model, own.plan.spans
-        self._take_in_rows(own.plan)
+        model, spans = self.model, own.spans
+        own.bad_loads, own.loading = self._move_blocks(own.plan)
+        if not spans:
+            return []
         self._take_in_blocks(own.plan)
-        own.rows = np.array([self._requests[span.request].row for span in spans])
         batches = self._forward.batches(spans, own.rows, own.row_starts)
         x: Tensor | None
         x, residual = self._entering if self._stage else (None, model.embedding(batches[0].token_ids))
@@ -155,8 +199,13 @@ class PipelineRunner(ModelRunner):
     def _sample_all(self, step: PipelinedStep) -> None:
         """What follows the forward pass of a step that is through all layers, on every stage."""
         plan, hidden = step.plan, self._hidden
+        step.bad_loads = self._bad_for_any(plan, step.bad_loads)
         self._take_in_ends(plan)
         self._take_in_starts(plan)
         made = Forwarded(hidden, self.model.kernels.finite_rows(hidden), hidden)
-        step.ends(self._finish(plan.spans, step.rows, step.row_starts, made, {}), self.device.mark())
+        step.ends(self._finish(step.spans, step.rows, step.row_starts, made, step.drafts), self.device.mark())
         self._pipe.check(step.digest())
+        if self._drafter is not None and self._drafter.following:
+            self._unsettled.append(step)
+            self._settle()
+            step.settled = self.device.mark()

@@ -12,7 +12,8 @@ from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError
-from quire.kv.host import HostTier
+from quire.kv.host import HostTier, slot_bytes
+from quire.kv.layout import Share
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape
 from quire.runner.device import Device
@@ -49,6 +50,7 @@ def start_runner(
     plan: MemoryPlan | None = None,
     free: int | None = None,
     kv_key: bytes = bytes(32),
+    host_fd: int = -1,
 ) -> Started:
     """Plan the memory and make the runner.
 
@@ -57,6 +59,7 @@ def start_runner(
         plan: another rank's, to be followed.
         free: bytes that each rank may take; None: of a CPU, what this process finds.
         kv_key: 32 secret bytes, with which blocks outside the pool are checked.
+        host_fd: of the host tier's memory, which ranks have in common; -1: there is one rank.
 
     Raises:
         ConfigError: what was asked for does not fit; see `plan_memory`.
@@ -67,11 +70,13 @@ def start_runner(
     kv = model.new_caches(
         [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
     )
-    host = _host_tier(config, kv, plan, kv_key)
+    host = _host_tier(config, model, kv, plan, kv_key, host_fd)
     notes = [] if host is None else [_describe(host, config)]
     if not model.kernels.reads_spans:
         if model.stages > 1:
-            return Started(PipelineRunner(model, kv, plan.logit_rows, threads), kv, plan, ())
+            return Started(
+                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host), kv, plan, tuple(notes)
+            )
         halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host)
         return Started(runner, kv, plan, tuple(notes))
@@ -90,20 +95,23 @@ def start_runner(
     return Started(runner, kv, plan, tuple(notes))
 
 
-def free_for_each(model: Model, ranks: int) -> int:
+def free_for_each(config: EngineConfig, model: Model, ranks: int) -> int:
     """Bytes that each of so many ranks of this machine may take now, beside what they have in common."""
-    return max(0, free_memory() - model.shared_bytes) // ranks
+    return max(0, free_memory() - model.shared_bytes - config.host_kv_bytes) // ranks
 
 
-def _host_tier(config: EngineConfig, kv: list[KVCache], plan: MemoryPlan, key: bytes) -> HostTier | None:
+def _host_tier(
+    config: EngineConfig, model: Model, kv: list[KVCache], plan: MemoryPlan, key: bytes, fd: int
+) -> HostTier | None:
     """Memory for blocks that the pool gives up, where it was asked for.
 
     Raises:
         ConfigError: it would hold no block, or the model has layers with windows.
     """
-    size, each = config.host_kv_bytes, kv[0].bytes_per_block
-    if not size:
+    if not config.host_kv_bytes:
         return None
+    share = Share.of(kv[0], model)
+    size, each = config.host_kv_bytes, slot_bytes(share.layout.block_bytes)
     if [group.window for group in plan.groups] != [None]:
         raise ConfigError(
             "host_kv_memory or kv_role with a model that has layers with a sliding window: not yet; leave them out"
@@ -113,7 +121,7 @@ def _host_tier(config: EngineConfig, kv: list[KVCache], plan: MemoryPlan, key: b
             f"host_kv_memory={format_size(size)} is less than one block of {format_size(each)}; raise it to at "
             f"least {format_size(64 * each)}, or leave it out"
         )
-    return HostTier(size // each, each, key, pinned=kv[0].memory.is_cuda)
+    return HostTier(size // each, share.layout.block_bytes, key, kv[0].memory.is_cuda, share, fd)
 
 
 def _describe(host: HostTier, config: EngineConfig) -> str:
@@ -137,7 +145,7 @@ def _planned(
             "are free; lower it"
         )
     if not device.asynchronous:
-        free = max(0, free_for_each(model, 1) - config.host_kv_bytes) if free is None else free
+        free = free_for_each(config, model, 1) if free is None else free
         return plan_memory(config, model, free, speculation=speculation)
     draft_kv = speculation.kv_shape if speculation else None
     activations = _measured_activations(config, model, device, draft_kv)

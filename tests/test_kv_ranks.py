@@ -1,0 +1,303 @@
+"""Tiers beside several ranks: each copies its share of a block, and a slot does not show how many there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.step import Move
+from quire.engine.engine import Engine
+from quire.kv.host import HEAD, HostTier
+from quire.kv.layout import WHOLE, Layout, Share, Split
+from quire.ops import KVShape
+from tests.oracle import save_checkpoint
+from tests.test_kv_host import Outcome, emptied, hosted, is_mapped, params, prompts, run
+
+# -- layout --------------------------------------------------------------------------------------------------------
+
+SHAPE = KVShape(layers=5, kv_heads=4, head_dim=8, dtype=torch.bfloat16)
+DRAFTS = KVShape(layers=1, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+LAYOUTS = {
+    "plain": Layout(16, SHAPE),
+    "with drafts": Layout(16, SHAPE, DRAFTS),
+    "int8": Layout(16, KVShape(5, 4, 8, torch.bfloat16, "int8"), DRAFTS),
+    "latent": Layout(16, KVShape(5, 1, 24, torch.bfloat16, sides=1)),
+    "padded": Layout(16, KVShape(5, 1, 9, torch.bfloat16, "fp8", sides=1), DRAFTS),
+}
+SPLITS = [Split(1, 1), Split(1, 2), Split(1, 4), Split(2, 1), Split(3, 2), Split(5, 4)]
+
+
+def cases() -> Iterator[Any]:
+    for name, layout in LAYOUTS.items():
+        for split in SPLITS:
+            if layout.has(split):
+                yield pytest.param(layout, split, id=f"{name}, {split.stages} x {split.parts}")
+
+
+def shares(layout: Layout, split: Split, alike: int = 1) -> list[Share]:
+    """Of all ranks, of which so many have the same."""
+    count = split.stages * split.parts
+    return [Share(layout, split, number, first == 0) for number in range(count) for first in range(alike)]
+
+
+def pool_of(share: Share, blocks: torch.Tensor) -> torch.Tensor:
+    """What a rank has in its pool of whole blocks [count, block_bytes], as `KVCache` lays it out."""
+    if share.split == WHOLE:
+        return blocks.clone()
+    layout = share.layout
+    planes = layout.pieces(blocks, share.split)[share.number].reshape(len(blocks), -1)
+    padding = -planes.shape[1] % (layout.block_size * 4)
+    return torch.cat(
+        [planes, planes.new_zeros(len(blocks), padding), blocks[:, layout.block_bytes - layout.draft_bytes :]], 1
+    )
+
+
+def some_blocks(layout: Layout, count: int = 3) -> torch.Tensor:
+    blocks = torch.randint(0, 256, (count, layout.block_bytes), dtype=torch.uint8)
+    planes = layout.shape.layers * layout.shape.kv_heads * layout.head_bytes
+    blocks[:, planes : layout.block_bytes - layout.draft_bytes] = 0  # padding
+    return blocks
+
+
+def tiers(split_shares: list[Share]) -> list[HostTier]:
+    """One memory, of which each rank has its share."""
+    block_bytes = split_shares[0].layout.block_bytes
+    first = HostTier(4, block_bytes, bytes(32), share=split_shares[0])
+    return [first, *(HostTier(4, block_bytes, bytes(32), share=share, fd=first.fd) for share in split_shares[1:])]
+
+
+@pytest.mark.parametrize(("layout", "split"), [*cases()])
+@pytest.mark.parametrize("alike", [1, 2])
+def test_a_slot_has_the_same_bytes_and_every_rank_finds_its_own_whoever_saved_it(
+    layout: Layout, split: Split, alike: int
+) -> None:
+    blocks, moves = some_blocks(layout), [Move(2, 1, b"a"), Move(0, 3, b"b")]
+    ranks = shares(layout, split, alike)
+    saving = tiers(ranks)
+    for share, tier in zip(ranks, saving, strict=True):
+        tier.save(pool_of(share, blocks), moves)
+    assert torch.equal(saving[0].memory[[1, 3]], blocks[[2, 0]])
+    for other in SPLITS:
+        if not layout.has(other):
+            continue
+        loading = shares(layout, other, alike)
+        for share in loading:
+            tier = HostTier(4, layout.block_bytes, bytes(32), share=share, fd=saving[0].fd)
+            empty = torch.zeros_like(pool_of(share, blocks))
+            assert tier.load(empty, moves) == []
+            assert torch.equal(empty[[2, 0]], pool_of(share, blocks)[[2, 0]])
+
+
+@pytest.mark.parametrize(("layout", "split"), [*cases()])
+def test_one_flipped_bit_is_bad_for_those_who_have_it_and_for_all_who_share_otherwise(
+    layout: Layout, split: Split
+) -> None:
+    blocks, move = some_blocks(layout), Move(0, 0, b"a")
+    ranks = shares(layout, split)
+    saving = tiers(ranks)
+    for share, tier in zip(ranks, saving, strict=True):
+        tier.save(pool_of(share, blocks), [move])
+    for place in torch.randint(0, layout.block_bytes, (6,)).tolist():
+        if split != WHOLE and _is_padding(layout, place):
+            continue
+        saving[0].memory[0, place] ^= 16
+        found = [tier.load(pool_of(share, blocks), [move]) for share, tier in zip(ranks, saving, strict=True)]
+        drafts = place >= layout.block_bytes - layout.draft_bytes
+        assert found.count([0]) == (len(ranks) if drafts else 1), place
+        other = Share(layout, Split(1, 2) if split == WHOLE and layout.has(Split(1, 2)) else WHOLE)
+        if other.split != split:
+            tier = HostTier(4, layout.block_bytes, bytes(32), share=other, fd=saving[0].fd)
+            assert tier.load(pool_of(other, blocks), [move]) == [0]
+        saving[0].memory[0, place] ^= 16
+
+
+def _is_padding(layout: Layout, place: int) -> bool:
+    planes = layout.shape.layers * layout.shape.kv_heads * layout.head_bytes
+    return planes <= place < layout.block_bytes - layout.draft_bytes
+
+
+@pytest.mark.parametrize("head", [(0, 1, 1), (1, 0, 1), (9, 1, 9), (1, 3, 3), (255, 255, 255), (1, 1, 63), (1, 2, 1)])
+def test_a_check_that_makes_no_sense_is_bad(head: tuple[int, int, int]) -> None:
+    layout = LAYOUTS["plain"]
+    blocks, share = some_blocks(layout), Share(layout)
+    tier = HostTier(4, layout.block_bytes, bytes(32), share=share)
+    tier.save(blocks, [Move(0, 0, b"a")])
+    tier.checks[0] = HEAD.pack(*head) + tier.checks[0][HEAD.size :]
+    good = head == (1, 1, 63)  # more hashes than are asked for
+    assert tier.load(blocks, [Move(0, 0, b"a")]) == ([] if good else [0])
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+EAGLE = {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}
+FEW: dict[str, dict[str, Any]] = {
+    "TP 2, int8 cache": {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"},
+    "PP 2": {"pipeline_parallel_size": 2},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "TP 2": {"tensor_parallel_size": 2},
+    "TP 2, overlap": {"tensor_parallel_size": 2, "async_scheduling": True},
+    "TP 4, heads replicated": {"tensor_parallel_size": 4},
+    "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "TP 2, fp8 cache": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
+    "TP 2, latent attention": {"tensor_parallel_size": 2, "model": "deepseek_v3"},
+    "PP 2, latent attention": {"pipeline_parallel_size": 2, "model": "deepseek_v3"},
+    "TP 2, experts": {"tensor_parallel_size": 2, "model": "qwen3_moe", "enable_expert_parallel": True},
+    "TP 2, a drafting head": {"tensor_parallel_size": 2, "speculative_config": EAGLE},
+}
+BESIDE_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "async_scheduling")
+
+
+def make(options: dict[str, Any], **more: Any) -> Engine:
+    sizes = {"model": "demo", "threads": 1, "max_model_len": 192, "max_num_seqs": 8, "check_invariants": True}
+    options = {**sizes, "async_scheduling": False, **options, **more}
+    return Engine(EngineConfig(**options), hash_key=None if "disk_kv_path" in options else bytes(32))
+
+
+def one_rank(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in BESIDE_RANKS}
+
+
+def cases_of_engines() -> Iterator[Any]:
+    for name, options in {**FEW, **MORE}.items():
+        yield pytest.param(options, id=name, marks=[pytest.mark.slow] if name in MORE else [])
+
+
+@pytest.mark.parametrize("options", [*cases_of_engines()])
+def test_ranks_with_tiers_say_what_one_rank_says_without(options: dict[str, Any], tmp_path: Path) -> None:
+    if "model" in options:
+        options = {**options, "model": str(save_checkpoint(tmp_path, options["model"]))}
+    roomy = make(one_rank(options), num_kv_blocks=200)
+    expected = run(roomy, prompts())
+    roomy.close()
+    engine = make(options, num_kv_blocks=24, host_kv_memory="64MiB")
+    try:
+        assert run(engine, prompts()) == expected
+        counts = hosted(engine)
+        assert engine.stats.preemptions and counts["stored"] and counts["loaded"] and not counts["bad"]
+        memory = os.fstat(host_of(engine).fd).st_ino
+        assert is_mapped(memory)
+    finally:
+        engine.close()
+    assert not is_mapped(memory)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Outcome]:
+    engine = make({}, prefix_cache="off")
+    outcomes = run(engine, prompts(4)[1:], most=8)
+    engine.close()
+    return outcomes
+
+
+TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+SOON = {"num_kv_blocks": 60, "host_kv_memory": "16MiB"}
+
+
+def fill(engine: Engine) -> None:
+    """The host tier has the head of some prompts, and the pool has nothing."""
+    for first in (0, 10, 20):
+        run(engine, prompts(4)[1:], first_id=first, most=2)
+    emptied(engine)
+    run(engine, [[5] * 5], first_id=50, most=2)
+    assert hosted(engine)["stored"] >= 4 and not hosted(engine)["loaded"]
+
+
+def slot_of(engine: Engine, index: int) -> int:
+    """Where a block of the prompts' head lies."""
+    request = Request(99, prompts(2)[1], params(0), max_tokens=1)
+    engine.scheduler.kv.match(request)
+    return engine.scheduler.kv.fetches.tier.find(request.hashes)[index]
+
+
+def host_of(engine: Engine) -> HostTier:
+    executor = engine.executor
+    host: HostTier = getattr(executor, "_own", executor)._runner.host
+    return host
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(TP, id="TP 2"), pytest.param(PP, id="PP 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_flipped_bit_in_one_rank_s_share_is_one_bad_load_and_no_other_token(
+    ranks: dict[str, int], number: int, expected: list[Outcome]
+) -> None:
+    engine = make(ranks, **SOON)
+    try:
+        fill(engine)
+        layout = Layout.of(engine.kv_cache[0], engine.model)
+        split = Split(ranks.get("pipeline_parallel_size", 1), ranks.get("tensor_parallel_size", 1))
+        piece = layout.pieces(host_of(engine).memory, split)[number][slot_of(engine, 2)]
+        piece[0, 0, 5] ^= 1
+        assert run(engine, prompts(4)[1:], first_id=100, most=8) == expected
+        assert (hosted(engine)["bad"], hosted(engine)["loaded"]) == (1, 2)
+    finally:
+        engine.close()
+
+
+def test_a_step_that_fails_while_blocks_are_loaded_is_given_up_by_all_ranks(expected: list[Outcome]) -> None:
+    engine = make(TP, **SOON)
+    try:
+        fill(engine)
+        host, calls = host_of(engine), []
+        load = host.load
+
+        def fails_once(pool: torch.Tensor, moves: list[Move]) -> list[int]:
+            if moves:
+                calls.append(len(moves))
+            if moves and len(calls) == 1:
+                raise RuntimeError("no memory, say")
+            return load(pool, moves)
+
+        host.load = fails_once  # type: ignore[method-assign, assignment]
+        assert run(engine, prompts(4)[1:], first_id=100, most=8) == expected
+        assert len(calls) > 1 and hosted(engine)["loaded"] >= 4 and not hosted(engine)["bad"]
+    finally:
+        engine.close()
+
+
+CHILD = """
+import json, sys
+from tests.test_kv_ranks import make, prompts, run
+engine = make(json.loads(sys.argv[1]))
+for first in range(0, 1000, 10):
+    run(engine, prompts(4)[1:], first_id=first, most=2)
+    print("served", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(TP, {}, id="TP 2, then one rank"),
+        pytest.param({}, TP, id="one rank, then TP 2", marks=pytest.mark.slow),
+        pytest.param(PP, TP, id="PP 2, then TP 2", marks=pytest.mark.slow),
+        pytest.param(TP, {**TP, **PP}, id="TP 2, then TP 2 x PP 2", marks=pytest.mark.slow),
+    ],
+)
+def test_what_ranks_have_stored_before_kill_9_other_ranks_find(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path, expected: list[Outcome]
+) -> None:
+    disk = {**SOON, "disk_kv_path": str(tmp_path / "kv"), "disk_kv_memory": "64MiB"}
+    command = [sys.executable, "-c", CHILD, json.dumps({**before, **disk})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(4):
+            assert child.stdout.readline() == b"served\n"
+        child.kill()
+    engine = make(after, **disk)
+    try:
+        assert run(engine, prompts(4)[1:], most=8) == expected
+        assert engine.stats.kv_tiers["disk"]["loaded"] >= 4
+        assert hosted(engine)["loaded"] >= 4 and not hosted(engine)["bad"]
+    finally:
+        engine.close()
