@@ -126,6 +126,16 @@ class Fields:
             raise self.error(name, "a list of strings")
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers greater than 0 and at most `MAX_NUMBER`, which is required."""
+        value = self._values.get(name)
+        fine = isinstance(value, list) and all(
+            isinstance(item, int | float) and not isinstance(item, bool) and 0 < item <= MAX_NUMBER for item in value
+        )
+        if not isinstance(value, list) or not fine:
+            raise self.error(name, f"a list of numbers, each greater than 0 and at most {MAX_NUMBER:g}")
+        return tuple(float(item) for item in value)
+
     def integers(self, name: str, *, below: int) -> list[int]:
         """A list of whole numbers from 0 to below - 1; empty where there is none."""
         value = self._values.get(name, [])
