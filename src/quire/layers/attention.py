@@ -10,7 +10,7 @@ import torch
 
 from quire.layers.linear import Linear
 from quire.layers.weights import LayerWeights
-from quire.ops import HeadNorm, KVCache, RaggedBatch
+from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
 from quire.ops.elementwise import rotate
 from quire.parallel.group import Gather, Split, own_heads, share
 
@@ -40,17 +40,17 @@ class QueryScaling:
 class QueryFactors:
     """The factors of a step's queries, read from a table: a position's has the same bits wherever it stands."""
 
-    def __init__(self, scaling: QueryScaling, device: torch.device) -> None:
-        self._scaling = scaling
+    def __init__(self, scaling: QueryScaling, kernels: Kernels) -> None:
+        self._scaling, self._seen = scaling, not kernels.reads_spans
         steps = range(scaling.longest // scaling.original + 1)
-        self._table = torch.tensor([1 + scaling.beta * math.log(1 + step) for step in steps], device=device)
+        self._table = torch.tensor([1 + scaling.beta * math.log(1 + step) for step in steps], device=kernels.device)
 
     def of(self, batch: RaggedBatch) -> torch.Tensor | None:
-        """[tokens, 1, 1] fp32; None: all are known to be 1."""
+        """[tokens, 1, 1] fp32; None: all are known to be 1. Of a step on a device, positions are not known."""
         return batch.once(self._scaling, lambda: self._of(batch.positions))
 
     def _of(self, positions: torch.Tensor) -> torch.Tensor | None:
-        if positions.device.type == "cpu" and int(positions.max()) < self._scaling.original:
+        if self._seen and int(positions.max()) < self._scaling.original:
             return None
         return self._table[positions // self._scaling.original].view(-1, 1, 1)
 
@@ -105,7 +105,7 @@ class Attention:
         self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(num_heads,))
         self.norm = _head_norm(weights, self.heads, kv_heads, eps) if qk_norm == "head" else None
         self.scale, self.window, self.layer = scale or head_dim**-0.5, window, layer
-        self.query_factors = QueryFactors(query_scaling, weights.kernels.device) if query_scaling else None
+        self.query_factors = QueryFactors(query_scaling, weights.kernels) if query_scaling else None
         self._kernels = weights.kernels
 
     def __call__(self, x: torch.Tensor, tables: Tables, kv: KVCache, batch: RaggedBatch) -> torch.Tensor:

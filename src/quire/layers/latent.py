@@ -108,7 +108,7 @@ class LatentAttention:
         mine = share(heads, weights.group, heads)
         self.config, self.heads, self.layer = config, len(mine), layer
         self._kernels = kernels = weights.kernels
-        self.query_factors = QueryFactors(query_scaling, kernels.device) if query_scaling else None
+        self.query_factors = QueryFactors(query_scaling, kernels) if query_scaling else None
         if config.q_lora_rank is None:
             self.queries = weights.linear("self_attn.q_proj", split=Split.OUTPUTS, heads=(heads,))
         else:

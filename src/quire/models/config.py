@@ -150,6 +150,12 @@ class DecoderConfig:
         """How the names of tensors begin that a checkpoint may hold and the model does not need."""
         return tuple(self.mtp_prefix(index) for index in range(self.num_mtp_layers))
 
+    def within(self, max_model_len: int | None) -> DecoderConfig:
+        """For contexts of at most so many tokens, which may choose other rotary factors; None: of any length."""
+        if max_model_len is None or self.rope.kind != "longrope":
+            return self
+        return replace(self, rope=replace(self.rope, max_position=min(max_model_len, self.max_position_embeddings)))
+
     def with_mtp(self) -> DecoderConfig:
         """With the layer that predicts one token more; raises ConfigError where there is not one."""
         if self.num_mtp_layers != 1:

@@ -68,6 +68,7 @@ def load_model(
     redundant_experts: int | None = None,
     stage: Group | None = None,
     stages: int = 1,
+    max_model_len: int | None = None,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -84,6 +85,7 @@ def load_model(
         one_kv_group: see `DecoderConfig`.
         redundant_experts: ranks have whole experts, and so many of each layer's twice; None: they share each expert.
         stage, stages: see `Model`.
+        max_model_len: the longest context that was asked for; None: none was.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -94,7 +96,7 @@ def load_model(
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     stored = record is not None
     kernels = kernels or choose_kernels()
-    sharing = ranks, one_kv_group, redundant_experts, stage, stages
+    sharing = ranks, one_kv_group, redundant_experts, stage, stages, max_model_len
     model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, *sharing)
     return model
 
@@ -112,6 +114,7 @@ def build_model(
     redundant_experts: int | None = None,
     stage: Group | None = None,
     stages: int = 1,
+    max_model_len: int | None = None,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
@@ -122,6 +125,7 @@ def build_model(
     if config.layout is not None and not stored:  # what is stored quantized is as the model asks for it
         checkpoint = LaidOutCheckpoint(checkpoint, config.layout)
         notes.append(_passed_over_note(checkpoint))
+    config = config.within(max_model_len)
     if mtp:
         config = config.with_mtp()
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
@@ -249,7 +253,7 @@ def _rope_note(config: DecoderConfig) -> str | None:
         return None
     return (
         f"rotary factors are those of texts longer than {rope.original_max_position_embeddings:,} tokens, for all "
-        "texts (longrope); max_position_embeddings of at most that in config.json chooses the others"
+        "texts (longrope); a max_model_len of at most that chooses the others"
     )
 
 
