@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.config import EngineConfig
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.errors import MissingTensorError, ModelConfigError, TensorShapeError, UnexpectedTensorError
+from quire.layers.rotary import RopeConfig, RotaryEmbedding
+from quire.models.layout import partly_turned
+from quire.models.quantize import quantize_folder
+from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
+from quire.ops import Quantization
+from quire.ops.elementwise import rotate
 from tests import test_determinism as product
 from tests import test_triton_engine as triton
 from tests.oracle import (
     chunked_logits,
+    edit_json,
     greedy,
     load_reference,
     random_prompt,
@@ -23,8 +36,10 @@ from tests.oracle import (
     reference_logits,
     save_checkpoint,
 )
+from tests.test_models_deepseek import edit_tensors
 
 PROMPT = random_prompt(90)
+ORDER = list(range(len(product.prompts())))
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OLDER_YARN = {name: value for name, value in YARN.items() if name != "rope_theta"}
 GROWING = {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}}
@@ -110,6 +125,214 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     assert output == reference_choices(reference, PROMPT, output)
 
 
+def test_what_is_special_shows_in_the_logits(tmp_path: Path) -> None:
+    """Otherwise parity would not tell whether it is there."""
+    changes: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "query scaling": ("ministral3", GROWING, {"llama_4_scaling_beta": 1e-6}),
+        "long factors": ("phi3", LONGROPE, {"long_factor": LONGROPE["rope_scaling"]["short_factor"]}),
+        "alpha": ("hunyuan_v1_dense", ALPHA, {"alpha": 1.0}),
+    }
+    for name, (architecture, options, inner) in changes.items():
+        folder = save_checkpoint(tmp_path / name, architecture, **options)
+        before = chunked_logits(load_model(folder), PROMPT, 90)
+        fields = json.loads((folder / "config.json").read_text())
+        edit_json(folder / "config.json", {"rope_parameters": {**fields["rope_parameters"], **inner}})
+        assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, name
+
+
+def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "granite", **MULTIPLIERS)
+    before = chunked_logits(load_model(folder), PROMPT, 90)
+    for name, value in MULTIPLIERS.items():
+        edit_json(folder / "config.json", {name: value * 1.5})
+        assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, name
+        edit_json(folder / "config.json", {name: value})
+
+
+@pytest.mark.parametrize("architecture", ["exaone4", "glm4", "granite", "hunyuan_v1_dense", "olmo3", "phi3"])
+def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str, tmp_path: Path) -> None:
+    options = {"granite": MULTIPLIERS, "exaone4": {"sliding_window": 20, "layer_types": MIXED}}.get(architecture, {})
+    folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
+    exact = reference_logits(load_reference(folder), PROMPT)
+    theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
+    ours = chunked_logits(load_model(folder, "bfloat16"), PROMPT, 37)
+    assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
+
+
+def test_longrope_takes_the_factors_of_the_longest_context_that_was_asked_for(tmp_path: Path) -> None:
+    """Those of short texts are transformers' for a text of at most the original length; keys differ, and their name."""
+    folder = save_checkpoint(tmp_path, "phi3", **LONGROPE)
+    short, long = load_model(folder, max_model_len=64), load_model(folder)
+    expected = reference_logits(load_reference(folder), PROMPT[:60])
+    torch.testing.assert_close(chunked_logits(short, PROMPT[:60], 37), expected, rtol=0, atol=1e-4)
+    assert (chunked_logits(long, PROMPT[:60], 37) - expected).abs().max() > 0.05
+    assert short.notes == () and "longer than 64 tokens" in long.notes[0]
+    assert short.precision != long.precision
+    engine = Engine(EngineConfig(model=str(folder), max_model_len=64, threads=1))
+    assert engine.model.precision == short.precision
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_other_towers_are_counted_and_told(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "mistral3", text="mistral", sliding_window=None)
+    stored = load_file(folder / "model.safetensors")
+    others = [name for name in stored if not name.startswith("language_model.")]
+    [note] = load_model(folder).notes
+    assert f"{len(others)} tensors" in note and "images are refused" in note
+    edit_tensors(folder, **{"audio_tower.weight": torch.zeros(3)})
+    with pytest.raises(UnexpectedTensorError, match=r"audio_tower\.weight"):
+        load_model(folder)
+
+
+def test_a_text_tower_may_lie_where_transformers_has_it_in_memory(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "mistral3", text="mistral", sliding_window=None)
+    before = chunked_logits(load_model(folder), PROMPT, 37)
+    moved = {
+        re.sub("^language_model.model", "model.language_model", name).replace(
+            "language_model.lm_head", "lm_head"
+        ): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(chunked_logits(load_model(folder), PROMPT, 37), before)
+
+
+def test_what_is_tied_is_what_the_outer_configuration_says(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "mistral3", text="mistral", sliding_window=None, tie_word_embeddings=True)
+    fields = json.loads((folder / "config.json").read_text())
+    edit_json(folder / "config.json", {"text_config": {**fields["text_config"], "tie_word_embeddings": False}})
+    assert load_model(folder).config.tie_word_embeddings
+    edit_json(folder / "config.json", {"tie_word_embeddings": ...})
+    with pytest.raises(MissingTensorError, match="say tie_word_embeddings: true"):
+        load_model(folder)
+
+
+def test_a_joined_tensor_of_other_rows_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "phi3")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    edit_tensors(folder, **{name: torch.zeros(120, 64)})
+    with pytest.raises(TensorShapeError, match=rf"{re.escape(name)}.* is \[120, 64\].*128 rows"):
+        load_model(folder)
+
+
+def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "hunyuan_v1_dense")
+    edit_tensors(folder, **{"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)})
+    with pytest.raises(UnexpectedTensorError, match=r"query_layernorm.*both hold"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4"])
+def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
+    architecture, options = FAMILIES[case]
+    folder = save_checkpoint(tmp_path / "model", architecture, **options)
+    quantize_folder(folder, tmp_path / "int4", Quantization("int4", 32))
+    here = load_model(folder, quantization="int4", group=32)
+    assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
+
+
+@pytest.mark.parametrize(
+    "case", ["mistral3-ministral3", "mistral4", "glm4_moe-qk-norm", "phi3-longrope", "hy_v3", "olmo3"]
+)
+def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
+    architecture, options = FAMILIES[case]
+    folder = save_checkpoint(tmp_path / "saved", architecture, **options)
+    config = json.loads((folder / "config.json").read_text())
+    made = write_checkpoint(tmp_path / "made", config)
+    engine = Engine(EngineConfig(model=str(made), threads=1, max_model_len=128))
+    greedily = SamplingParams(temperature=0.0, seed=0, ignore_eos=True).resolved()
+    engine.add(Request(0, PROMPT, greedily, max_tokens=4))
+    tokens = [token for _ in range(20) for update in engine.step() for token in update.tokens]
+    assert len(tokens) == 4
+    assert engine.memory_plan.weights > 0 and engine.memory_plan.full_length_requests >= 1
+
+
+def test_the_layer_after_glms_last_drafts_and_changes_no_token(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=4)
+    shapes = {"enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,), "eh_proj": (64, 128)}
+    generator = torch.Generator().manual_seed(0)
+    extra = {f"model.layers.3.{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    edit_tensors(folder, **extra)
+    edit_json(folder / "config.json", {"num_hidden_layers": 3})
+    common = {"model": str(folder), "threads": 1, "max_model_len": 320}
+    plain, spec = Engine(EngineConfig(**common)), {"method": "mtp", "adaptive": False}
+    drafting = Engine(EngineConfig(**common, speculative_config=spec))
+    order = ORDER[:4]
+    assert product.run(drafting, order) == product.run(plain, order) and drafting.stats.drafted > 0
+    assert "of layers that predict further tokens are not loaded" in plain.notes[0]
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "text_config": ("mistral3", {"text_config": ...}, "'text_config' must be an object, the text model's"),
+    "text model": (
+        "mistral3",
+        {"text_config": {"model_type": "llama"}},
+        "'model_type' must be 'ministral3' or 'mistral'",
+    ),
+    "quantized": ("mistral3", {"quantization_config": {"quant_method": "awq"}}, "'quantization_config'"),
+    "inner field": ("mistral3", {"text_config": {"model_type": "mistral"}}, "text_config: field 'num_hidden_layers'"),
+    "beta": ("ministral3", {"rope_parameters": YARN}, "'llama_4_scaling_beta' must be a finite number"),
+    "layer kinds": ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must be 3 of 'dense' or"),
+    "turning part": ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.06}}, "an even part of head_dim (16)"),
+    "whole norm": ("minimax_m2", {"use_qk_norm": False}, "'use_qk_norm' is False"),
+    "linear attention": ("minimax_m2", {"attn_type_list": [0, 1, 1]}, "'attn_type_list'"),
+    "rotary_dim": ("minimax_m2", {"rotary_dim": 40}, "'rotary_dim' must be a whole number from 1 to 16"),
+    "yarn": ("phi3", {"rope_parameters": YARN}, "'rope_scaling' must be absent, or of type 'longrope'"),
+    "factors": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [0.0] * 8}},
+        "'short_factor' must be a list of numbers, each greater than 0",
+    ),
+    "no_rope_layers": ("smollm3", {"no_rope_layers": [1, 0]}, "'no_rope_layers' must be a list of at least 3"),
+    "no_rope_layers of 2": ("smollm3", {"no_rope_layers": [1, 0, 2]}, "'no_rope_layers' must be a list of whole"),
+    "layer_types": ("olmo3", {"layer_types": ["full_attention"]}, "'layer_types' must be 3 of"),
+    "rope sections": ("olmo3", {"rope_parameters": {"full_attention": {}, "other": {}}}, "'other' must be absent"),
+    "window": ("exaone4", {"sliding_window": None}, "'sliding_window' must be a number, since layer_types"),
+    "multiplier": ("granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be a finite number greater"),
+    "cla": ("hunyuan_v1_dense", {"use_cla": True}, "'use_cla' is True"),
+    "alpha": ("hunyuan_v1_dense", {"rope_parameters": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    "interleave": ("mistral4", {"rope_interleave": False}, "'rope_interleave' is False"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_configuration_that_is_not_supported_is_refused_by_the_fields_name(case: str, tmp_path: Path) -> None:
+    architecture, edit, words = BAD[case]
+    text = {"text": "mistral"} if architecture == "mistral3" else {}
+    folder = save_checkpoint(tmp_path, architecture, edit=edit, **text)
+    with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
+        load_model(folder)
+    assert "config.json" in str(caught.value)
+
+
+def test_a_part_of_each_head_turns_wherever_its_pairs_lie() -> None:
+    """Against a rotation spelled out by pairs."""
+    for head_dim, turning, interleaved in (
+        (16, 8, False),
+        (16, 8, True),
+        (12, 4, True),
+        (16, 16, True),
+        (16, 6, False),
+    ):
+        order = partly_turned(head_dim, turning, interleaved)
+        assert order is not None and sorted(order) == list(range(head_dim))
+        rope = RotaryEmbedding(RopeConfig(turning, 100.0, still=head_dim - turning))
+        x, positions = torch.randn(5, 3, head_dim), torch.tensor([0, 1, 5, 40, 300])
+        out = rotate(x[..., list(order)], *rope.tables(positions))
+        expected = x.clone()
+        for pair in range(turning // 2):
+            a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + turning // 2)
+            angle = (positions.double() * 100.0 ** (-2 * pair / turning)).unsqueeze(1)
+            expected[..., a] = x[..., a] * angle.cos() - x[..., b] * angle.sin()
+            expected[..., b] = x[..., b] * angle.cos() + x[..., a] * angle.sin()
+        torch.testing.assert_close(out, expected[..., list(order)], rtol=0, atol=1e-4)
+        still = [place for place, dimension in enumerate(order) if dimension >= turning]
+        assert torch.equal(out[..., still], x[..., list(order)][..., still])
+    assert partly_turned(16, 16) is None
+
+
 # -- the promise ---------------------------------------------------------------------------------------------------
 
 DETERMINED = {
@@ -154,9 +377,6 @@ def each_alone(setting: dict[str, Any], indices: list[int]) -> dict[int, Any]:
     for index in indices:
         outcomes |= product.run(engine, [index])
     return outcomes
-
-
-ORDER = list(range(len(product.prompts())))
 
 
 @pytest.mark.parametrize("architecture", few(FAST))
@@ -213,7 +433,7 @@ def test_nothing_around_a_request_changes_its_tokens_in_triton(
     together = triton.start(folder, {}, check_invariants=True)
     assert triton.run(together, order) == alone
     assert triton.run(together, order[::-1], stagger=1) == alone
-    reference, model = load_reference(Path(folder)), load_model(folder)
+    reference, model = load_reference(Path(folder)), load_model(folder, max_model_len=32)
     for index in (0, 2):
         tokens = [token for token, _ in alone[index]]
         assert tokens == greedy(model, triton.prompts()[index], len(tokens))

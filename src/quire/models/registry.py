@@ -129,6 +129,8 @@ def build_model(
     if mtp:
         config = config.with_mtp()
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
+    if skipped and not mtp:
+        notes.append(_mtp_note(checkpoint, skipped))
     slots = 0
     if redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + redundant_experts
@@ -244,6 +246,16 @@ def _passed_over_note(checkpoint: LaidOutCheckpoint) -> str | None:
     return (
         f"only the text model of this checkpoint is loaded: {len(entries)} tensors ({size:,.1f} MiB) of its other "
         f"parts are not, such as {entries[0].name!r}; requests with images are refused"
+    )
+
+
+def _mtp_note(checkpoint: Checkpoint, skipped: tuple[str, ...]) -> str | None:
+    sizes = [entry.num_bytes for name, entry in checkpoint.entries.items() if name.startswith(skipped)]
+    if not sizes:
+        return None
+    return (
+        f"{len(sizes)} tensors ({sum(sizes) / 2**20:,.1f} MiB) of layers that predict further tokens are not loaded; "
+        "speculative_config with method mtp uses such a layer, where there is one"
     )
 
 
