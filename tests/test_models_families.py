@@ -18,6 +18,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import MissingTensorError, ModelConfigError, TensorShapeError, UnexpectedTensorError
 from quire.layers.rotary import RopeConfig, RotaryEmbedding
+from quire.models.fp8 import restore
 from quire.models.layout import partly_turned
 from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
@@ -76,6 +77,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"rotary_dim": 8}),
     "phi3": ("phi3", {}),
     "phi3-partly-turned": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 24}),
+    "phi3-wide-window": ("phi3", {"sliding_window": 2048, "tie_word_embeddings": True}),
     "phi3-longrope": ("phi3", LONGROPE),
     "phi3-longrope-short": ("phi3", {**LONGROPE, "original_max_position_embeddings": 512}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
@@ -222,6 +224,36 @@ def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path) -> No
     edit_tensors(folder, **{"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)})
     with pytest.raises(UnexpectedTensorError, match=r"query_layernorm.*both hold"):
         load_model(folder)
+
+
+FP8: dict[str, tuple[str, dict[str, Any], int]] = {
+    "one scale": ("mistral3-ministral3", {"activation_scheme": "static", "weight_block_size": None}, 0),
+    "blocks": ("minimax_m2", {"weight_block_size": [32, 32], "fmt": "float8_e4m3fn"}, 32),
+}
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: Path) -> None:
+    case, section, block = FP8[kind]
+    architecture, options = FAMILIES[case]
+    plain = save_checkpoint(tmp_path / "plain", architecture, **options)
+    fp8 = save_checkpoint(tmp_path / "fp8", architecture, **options)
+    edit_json(fp8 / "config.json", {"quantization_config": {"quant_method": "fp8", **section}})
+    codes: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        if re.search(r"layers.*(_proj|w[123])\.weight$", name) and "vision" not in name:
+            shape = [-(-size // block) for size in weight.shape] if block else []
+            scales = torch.rand(shape) + 0.5
+            codes[name] = weight.to(torch.float8_e4m3fn)
+            codes[f"{name}_scale_inv"] = scales
+            numbers[name] = restore(codes[name], scales, (block, block) if block else None)
+            if not block:
+                codes[name.replace(".weight", ".activation_scale")] = torch.tensor(0.1)
+    assert len(numbers) > 10
+    edit_tensors(fp8, **codes)
+    edit_tensors(plain, **numbers)
+    assert torch.equal(chunked_logits(load_model(fp8), PROMPT, 37), chunked_logits(load_model(plain), PROMPT, 37))
 
 
 @pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4"])

@@ -34,6 +34,8 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         default_eps=1e-5,
         rope=(rope, context),
     )
+    if config.windows[0] is not None and config.windows[0] >= context:
+        config = replace(config, windows=(None,) * config.num_layers)  # Phi-4-mini's: it never passes a token
     layer = config.layer
     q, kv, inner = layer.num_heads * head_dim, layer.num_kv_heads * head_dim, layer.intermediate_size
     joined = (
