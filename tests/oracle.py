@@ -42,11 +42,13 @@ CLASSES = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
     "hy_v3": ("HYV3Config", "HYV3ForCausalLM"),
     "kimi_k25": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration"),
@@ -57,6 +59,9 @@ CLASSES = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
 }
 LATENT: dict[str, Any] = {
@@ -84,17 +89,32 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "hy_v3": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "mistral4": LATENT,
+    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
 }
 """Sizes of the architectures that have experts."""
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 TOWERS: dict[str, dict[str, Any]] = {
     "kimi_k25": {"vision_config": VISION},
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14, **VISION}
     },
+    "qwen2_5_vl": {"vision_config": {**QWEN_VISION}},
+    "qwen3_vl": {"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
 }
 """Architectures that nest the text model, which the option `text` names: what stands beside it."""
-HEAD_DIM_16 = {"qwen3", "qwen3_moe", "glm4", "hy_v3", "minimax_m2", "ministral3", "hunyuan_v1_dense"}
+HEAD_DIM_16 = {
+    "ernie4_5",
+    "seed_oss",
+    "qwen3_vl_text",
+    "qwen3",
+    "qwen3_moe",
+    "glm4",
+    "hy_v3",
+    "minimax_m2",
+    "ministral3",
+    "hunyuan_v1_dense",
+}
 """Architectures whose heads are another width than hidden_size / num_attention_heads unless said."""
 
 

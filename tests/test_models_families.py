@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from quire.config import EngineConfig
@@ -18,16 +20,19 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import MissingTensorError, ModelConfigError, TensorShapeError, UnexpectedTensorError
 from quire.layers.rotary import RopeConfig, RotaryEmbedding
+from quire.models.fields import Fields
 from quire.models.fp8 import restore
 from quire.models.layout import partly_turned
 from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
-from quire.models.registry import load_model
+from quire.models.registry import load_model, read_config
 from quire.ops import Quantization
 from quire.ops.elementwise import rotate
 from tests import test_determinism as product
 from tests import test_triton_engine as triton
 from tests.oracle import (
+    CLASSES,
+    Driver,
     chunked_logits,
     edit_json,
     greedy,
@@ -36,6 +41,7 @@ from tests.oracle import (
     reference_choices,
     reference_logits,
     save_checkpoint,
+    sizes_of,
 )
 from tests.test_models_deepseek import edit_tensors
 
@@ -59,6 +65,8 @@ MULTIPLIERS = {
     "residual_multiplier": 0.22,
     "logits_scaling": 0.5,
 }
+ATTENTION_ALONE = {**MULTIPLIERS, "layer_types": ["full_attention"] * 3}
+SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2]}
 ALPHA = {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -67,6 +75,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3-ministral3": ("mistral3", {"text": "ministral3", "tie_word_embeddings": True, **GROWING}),
     "mistral3-mistral4": ("mistral3", {"text": "mistral4", **GROWING}),
     "kimi_k25": ("kimi_k25", {"text": "deepseek_v3"}),
+    "qwen3_vl": ("qwen3_vl", {"text": "qwen3_vl_text", "rope_parameters": SECTIONS | {"mrope_interleaved": True}}),
+    "qwen2_5_vl": ("qwen2_5_vl", {"text": "qwen2_5_vl_text", "rope_parameters": SECTIONS}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite-layer-types": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "ministral3": ("ministral3", GROWING),
@@ -108,6 +118,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-all": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "granite": ("granite", MULTIPLIERS),
     "granite-tied": ("granite", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
+    "granitemoehybrid": ("granitemoehybrid", ATTENTION_ALONE | {"position_embedding_type": "rope"}),
+    "granitemoehybrid-nope": ("granitemoehybrid", ATTENTION_ALONE),
+    "seed_oss": ("seed_oss", {"attention_out_bias": True}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"tie_word_embeddings": True}),
     "hunyuan_v1_dense-alpha": ("hunyuan_v1_dense", ALPHA),
     "hy_v3": ("hy_v3", {}),
@@ -199,6 +213,54 @@ def test_a_text_tower_may_lie_where_transformers_has_it_in_memory(tmp_path: Path
     }
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(chunked_logits(load_model(folder), PROMPT, 37), before)
+
+
+def test_qwen2_5_vls_fields_may_stand_among_the_outer_ones(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "qwen2_5_vl", text="qwen2_5_vl_text", rope_parameters=SECTIONS)
+    before = chunked_logits(load_model(folder), PROMPT, 37)
+    inner = json.loads((folder / "config.json").read_text())["text_config"]
+    older = {
+        "rope_parameters": ...,
+        "rope_theta": 5000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+    }
+    edit_json(folder / "config.json", {**inner, **older, "text_config": ..., "model_type": "qwen2_5_vl"})
+    assert torch.equal(chunked_logits(load_model(folder), PROMPT, 37), before)
+
+
+def test_a_model_without_a_head_gives_transformers_hidden_states(tmp_path: Path) -> None:
+    """Qwen3-Embedding: the embedding of a text is the hidden state of its last token."""
+    tied = {**sizes_of("qwen3"), "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    reference = transformers.Qwen3Model(transformers.Qwen3Config(**tied)).eval()
+    reference.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", {"architectures": ["Qwen3ForCausalLM"]})
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).last_hidden_state[0]
+        model = load_model(tmp_path)
+        request = Driver(model, len(PROMPT))
+        model.logits = lambda hidden: hidden  # type: ignore[method-assign]
+        hidden = torch.cat([request.feed(PROMPT[:50]), request.feed(PROMPT[50:])])
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["glm4_moe_lite", "ministral3", "mistral4", "smollm3", "olmo3", "phi3", "qwen3_vl", "hy_v3", "minimax_m2", "glm4"],
+)
+def test_a_published_models_shape_has_as_many_numbers_as_in_transformers(architecture: str) -> None:
+    """transformers' default configuration is that of a published model."""
+    config_name, model_name = CLASSES[architecture]
+    config = getattr(transformers, config_name)()
+    with torch.device("meta"):
+        reference = getattr(transformers, model_name)(config)
+    fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [model_name]}
+    shapes = read_config(Fields(fields, "config.json"), Fields({}, "none")).tensor_shapes()
+    theirs = {name: each.numel() for name, each in reference.named_parameters()}
+    theirs |= {name: each.numel() for name, each in reference.named_buffers() if name.endswith("correction_bias")}
+    expected = sum(size for name, size in theirs.items() if "visual" not in name)
+    assert sum(math.prod(shape) for shape in shapes.values()) == expected > 2e9
 
 
 def test_what_is_tied_is_what_the_outer_configuration_says(tmp_path: Path) -> None:
@@ -325,6 +387,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "multiplier": ("granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be a finite number greater"),
     "cla": ("hunyuan_v1_dense", {"use_cla": True}, "'use_cla' is True"),
     "alpha": ("hunyuan_v1_dense", {"rope_parameters": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    "recurrent": ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "'layer_types' is"),
     "interleave": ("mistral4", {"rope_interleave": False}, "'rope_interleave' is False"),
 }
 
@@ -332,7 +395,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_configuration_that_is_not_supported_is_refused_by_the_fields_name(case: str, tmp_path: Path) -> None:
     architecture, edit, words = BAD[case]
-    text = {"text": "mistral"} if architecture == "mistral3" else {}
+    text: dict[str, Any] = {"text": "mistral"} if architecture == "mistral3" else {}
+    text |= ATTENTION_ALONE if architecture == "granitemoehybrid" else {}
     folder = save_checkpoint(tmp_path, architecture, edit=edit, **text)
     with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
         load_model(folder)

@@ -29,6 +29,11 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         mlp_bias=fields.flag("mlp_bias", default=False),
         read=MULTIPLIERS,
     )
+    return with_multipliers(config, fields)
+
+
+def with_multipliers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """With the four constants that the fields say; raises ModelConfigError."""
     embedding, unit, scale, logits = (fields.number(name, default=1.0) for name in MULTIPLIERS)
     layer = replace(config.layer, scale=scale, rms_norm_eps=config.layer.rms_norm_eps / unit**2)
     return replace(config, layer=layer, embedding_scale=embedding / unit, logits_divisor=logits)

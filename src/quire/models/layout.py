@@ -52,6 +52,11 @@ class Layout:
         return stored
 
 
+TABLE = "embed_tokens.weight"
+WITHOUT_HEAD = Layout(renamed=((r"^(?=(embed_tokens|layers|norm)\.)", "model."),))
+"""A model that was saved without its head, as Qwen3-Embedding's, whose table is called `TABLE`."""
+
+
 def partly_turned(head_dim: int, turning: int, interleaved: bool = False) -> tuple[int, ...] | None:
     """The order of a head's dimensions of which the first `turning` turn; None: it is the kernels' already.
 

@@ -15,7 +15,7 @@ from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
 from quire.models.fp8 import BlockQuantizedCheckpoint, is_block_quantized
-from quire.models.layout import LaidOutCheckpoint
+from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
 from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Weights
@@ -27,11 +27,13 @@ from quire.parallel.group import Group
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "quire.models.deepseek_v3",
+    "Ernie4_5ForCausalLM": "quire.models.ernie4_5",
     "Exaone4ForCausalLM": "quire.models.exaone4",
     "Glm4ForCausalLM": "quire.models.glm4",
     "Glm4MoeForCausalLM": "quire.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",
     "GraniteForCausalLM": "quire.models.granite",
+    "GraniteMoeHybridForCausalLM": "quire.models.granitemoehybrid",
     "HunYuanDenseV1ForCausalLM": "quire.models.hunyuan_v1_dense",
     "HYV3ForCausalLM": "quire.models.hy_v3",
     "KimiK25ForConditionalGeneration": "quire.models.kimi_k25",
@@ -47,8 +49,11 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "quire.models.olmo3",
     "Phi3ForCausalLM": "quire.models.phi3",
     "Qwen2ForCausalLM": "quire.models.qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "quire.models.qwen2_5_vl",
     "Qwen3ForCausalLM": "quire.models.qwen3",
     "Qwen3MoeForCausalLM": "quire.models.qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "quire.models.qwen3_vl",
+    "SeedOssForCausalLM": "quire.models.seed_oss",
     "SmolLM3ForCausalLM": "quire.models.smollm3",
 }
 """Name in config.json, and the module whose `read_config` reads it, imported when it is asked for."""
@@ -122,8 +127,9 @@ def build_model(
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
-    if config.layout is not None and not stored:  # what is stored quantized is as the model asks for it
-        checkpoint = LaidOutCheckpoint(checkpoint, config.layout)
+    layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
+    if layout is not None and not stored:  # what is stored quantized is as the model asks for it
+        checkpoint = LaidOutCheckpoint(checkpoint, layout)
         notes.append(_passed_over_note(checkpoint))
     config = config.within(max_model_len)
     if mtp:
