@@ -497,11 +497,24 @@ def test_nothing_around_a_request_changes_its_tokens_in_plain_torch(architecture
     assert engine.stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("architecture", few({"olmo3"}))
-def test_ranks_change_nothing(architecture: str, folders: Any) -> None:
+SHARED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"tensor_parallel_size": 2}) for name in DETERMINED),
+    ("olmo3", {"tensor_parallel_size": 4}),  # more ranks than key heads
+    ("glm4_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ("smollm3", {"pipeline_parallel_size": 2}),
+    ("granite", {"pipeline_parallel_size": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ranks"),
+    [pytest.param(*each, marks=() if each == SHARED[1] else pytest.mark.slow) for each in SHARED],
+)
+def test_ranks_change_nothing(architecture: str, ranks: dict[str, Any], folders: Any) -> None:
     setting = {"model": folders(architecture), "threads": 1}
     alone = each_alone(setting, ORDER)
-    with contextlib.closing(product.engine_of(setting, product.PART[0], tensor_parallel_size=2)) as engine:
+    switches = product.PART[0]._replace(overlap="pipeline_parallel_size" not in ranks)
+    with contextlib.closing(product.engine_of(setting, switches, **ranks)) as engine:
         assert product.run(engine, ORDER) == alone
         assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
         assert engine.stats.preemptions > 0
