@@ -94,8 +94,10 @@ class Fields:
             raise self.error(name, f"a finite number greater than {above:g} and at most {max:g}")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        """A number greater than 0 and at most `MAX_NUMBER`, or None where there is none."""
+    def optional_number(self, name: str, *, zero: bool = False) -> float | None:
+        """A number greater than 0 and at most `MAX_NUMBER`, or None where there is none; `zero`: or where it is 0."""
+        if zero and name in self and self._values[name] == 0 and not isinstance(self._values[name], bool):
+            return None
         return self.number(name) if name in self else None
 
     def flag(self, name: str, *, default: bool) -> bool:

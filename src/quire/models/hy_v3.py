@@ -30,6 +30,10 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     fields.refuse("mlp_bias", (False,), "biases of the MLP")
+    fields.refuse("qk_norm", (True,), "queries and keys that are not normalized")
+    fields.refuse("route_norm", (True,), "weights of experts that are not divided by their sum")
+    fields.refuse("moe_router_use_sigmoid", (True,), "experts that are not scored by a sigmoid")
+    fields.refuse("moe_router_enable_expert_bias", (True,), "experts that are selected without a bias")
     routing = read_routing(
         fields, "num_experts", scoring="sigmoid", scale=fields.number("router_scaling_factor", default=2.826)
     )

@@ -38,10 +38,16 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def with_query_scaling(config: DecoderConfig, fields: Fields) -> DecoderConfig:
-    """With queries that grow as the section of the rotary scaling says; raises ModelConfigError."""
+    """With queries that grow as the section of the rotary scaling says; with a beta of 0, as Mistral Medium 3.5 has,
+    they do not. Raises ModelConfigError.
+    """
     section = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    beta = section.optional_number("llama_4_scaling_beta", zero=True)
+    if beta is None:
+        section.number("llama_4_scaling_beta", above=-1.0)  # it must be there
+        return config
     scaling = QueryScaling(
-        section.number("llama_4_scaling_beta"),
+        beta,
         section.integer("original_max_position_embeddings", max=MAX_CONTEXT),
         config.max_position_embeddings,
     )
