@@ -40,6 +40,14 @@ CONTEXT = 112
 REQUESTS = 16
 """Prompts of one seed; each has one to three choices."""
 
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.5,
+}
 MODELS: dict[str, Callable[[Path], object]] = {
     "qwen3": lambda folder: save_checkpoint(folder, "qwen3", dtype=torch.bfloat16, num_hidden_layers=2),
     "llama": lambda folder: save_checkpoint(folder, "llama", num_hidden_layers=7),
@@ -48,6 +56,12 @@ MODELS: dict[str, Callable[[Path], object]] = {
     ),
     "some windows": lambda folder: save_checkpoint(
         folder, "qwen2", use_sliding_window=True, sliding_window=40, max_window_layers=2
+    ),
+    "windows, norms after": lambda folder: save_checkpoint(
+        folder, "exaone4", dtype=torch.bfloat16, sliding_window=40, layer_types=LAYERS
+    ),
+    "growing queries": lambda folder: save_checkpoint(
+        folder, "ministral3", dtype=torch.bfloat16, num_hidden_layers=2, rope_parameters=GROWING
     ),
     "experts": lambda folder: save_checkpoint(folder, "qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=2),
     "latent": lambda folder: save_with_mtp(folder, q_lora_rank=32, v_head_dim=16),  # sizes that int4 divides
@@ -87,7 +101,7 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
 }
 """What must change no bit."""
 
-SPARSE = ("experts", "latent")
+SPARSE, WINDOWED = ("experts", "latent"), ("some windows", "windows, norms after")
 """Models with experts."""
 
 POOLS = (0, 0, 0, 2, 30)
@@ -127,7 +141,7 @@ def fit(switches: dict[str, Any], model: str) -> None:
         switches.pop("data_parallel_size", None)
     if "pipeline_parallel_size" in switches:
         switches["async_scheduling"] = False
-        if switches.get("speculative_config", {}).get("method", "ngram") != "ngram" or model == "some windows":
+        if switches.get("speculative_config", {}).get("method", "ngram") != "ngram" or model in WINDOWED:
             del switches["pipeline_parallel_size"]
     if "data_parallel_size" in switches or "window" in model or switches["prefix_cache"] == "off":
         switches.pop("host_kv_memory", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -41,6 +42,27 @@ CLASSES = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
+    "hy_v3": ("HYV3Config", "HYV3ForCausalLM"),
+    "kimi_k25": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration"),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "mistral3": ("Mistral3Config", "Mistral3ForConditionalGeneration"),
+    "mistral4": ("Mistral4Config", "Mistral4ForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
 }
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -62,8 +84,38 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "glm4_moe_lite": {name: size for name, size in LATENT.items() if name != "first_k_dense_replace"},
+    "hy_v3": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "mistral4": LATENT,
+    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
 }
 """Sizes of the architectures that have experts."""
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+TOWERS: dict[str, dict[str, Any]] = {
+    "kimi_k25": {"vision_config": VISION},
+    "mistral3": {
+        "vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14, **VISION}
+    },
+    "qwen2_5_vl": {"vision_config": {**QWEN_VISION}},
+    "qwen3_vl": {"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
+}
+"""Architectures that nest the text model, which the option `text` names: what stands beside it."""
+HEAD_DIM_16 = {
+    "ernie4_5",
+    "seed_oss",
+    "qwen3_vl_text",
+    "qwen3",
+    "qwen3_moe",
+    "glm4",
+    "hy_v3",
+    "minimax_m2",
+    "ministral3",
+    "hunyuan_v1_dense",
+}
+"""Architectures whose heads are another width than hidden_size / num_attention_heads unless said."""
 
 
 def save_checkpoint(
@@ -74,6 +126,7 @@ def save_checkpoint(
     shard_size: str = "5GB",
     edit: dict[str, Any] | None = None,
     seed: int = 3,
+    text: str = "",
     **options: Any,
 ) -> Path:
     """Writes a tiny random model with transformers.
@@ -81,13 +134,18 @@ def save_checkpoint(
     Weights are large enough for logits of a few units, and norms and biases are random too, so that leaving any
     of them out shows; with this seed the best two logits of every parity test lie well apart. `options` go to
     transformers' config class; `edit` replaces fields of config.json after it was written (a field set to `...`
-    is removed), for spellings that transformers no longer writes.
+    is removed), for spellings that transformers no longer writes. Of a tower, `text` is the architecture of its
+    text model, to whose configuration the options go.
     """
     config_name, model_name = CLASSES[architecture]
-    if architecture in ("qwen3", "qwen3_moe"):
-        options.setdefault("head_dim", 16)
+    options = copy.deepcopy(options)  # transformers writes into nested ones
     torch.manual_seed(seed)
-    config = getattr(transformers, config_name)(**{**SIZES, **EXPERTS.get(architecture, {}), **options})
+    if architecture in TOWERS:
+        text = {**sizes_of(text), **options, "model_type": text}
+        tied = options.get("tie_word_embeddings", False)
+        config = getattr(transformers, config_name)(**TOWERS[architecture], text_config=text, tie_word_embeddings=tied)
+    else:
+        config = getattr(transformers, config_name)(**{**sizes_of(architecture), **options})
     model = getattr(transformers, model_name)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -108,6 +166,12 @@ def save_checkpoint(
     return folder
 
 
+def sizes_of(architecture: str) -> dict[str, Any]:
+    """Of a tiny model."""
+    head_dim = {"head_dim": 16} if architecture in HEAD_DIM_16 else {}
+    return {**SIZES, **EXPERTS.get(architecture, {}), **head_dim}
+
+
 def edit_json(file: Path, edit: dict[str, Any]) -> None:
     """Replaces fields of a JSON file; one set to `...` is removed."""
     fields = json.loads(file.read_text()) | edit
@@ -116,7 +180,8 @@ def edit_json(file: Path, edit: dict[str, Any]) -> None:
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The checkpoint as transformers loads it, with its plainest attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, name).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
 
 

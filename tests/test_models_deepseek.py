@@ -280,9 +280,11 @@ def test_the_layer_behind_the_last_is_skipped_unless_asked_for(tmp_path: Path) -
     reference.model.layers = reference.model.layers[:3]
     model = load_model(folder)
     assert model.mtp is None and model.num_layers == 3
+    assert "of layers that predict further tokens are not loaded" in model.notes[0]
     expected = reference_logits(reference, PROMPT)
     torch.testing.assert_close(chunked_logits(model, PROMPT, 37), expected, rtol=0, atol=1e-4)
     with_mtp = load_model(folder, mtp=True)
+    assert with_mtp.notes == ()
     assert torch.equal(chunked_logits(with_mtp, PROMPT, 37), chunked_logits(model, PROMPT, 37))
     assert with_mtp.num_parameters > model.num_parameters
 

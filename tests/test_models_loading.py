@@ -343,7 +343,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 BAD_ROTARY: list[tuple[Any, str]] = [
     ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
     ({"type": "dynamic", "factor": 2.0}, "keys already in the cache"),
-    ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "'longrope'"),
+    ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "'short_factor' must be 8 numbers"),
     ({"rope_type": "mrope", "mrope_section": [1]}, "'mrope'"),
     ({"rope_type": 3}, "found 3"),
     ({"rope_type": "linear"}, "'factor' must be a finite number greater than 0 and at most 1e+06, found nothing"),

@@ -98,6 +98,7 @@ def load(
         redundant_experts=config.redundant_experts,
         stage=stage,
         stages=config.pipeline_parallel_size,
+        max_model_len=config.max_model_len,
     )
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")

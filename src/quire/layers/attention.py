@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
+from quire.layers.linear import Linear
 from quire.layers.weights import LayerWeights
-from quire.ops import HeadNorm, KVCache, RaggedBatch
-from quire.parallel.group import Split, own_heads
+from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
+from quire.ops.elementwise import rotate
+from quire.parallel.group import Gather, Split, own_heads, share
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a step's positions, [tokens, head_dim / 2] fp32 each."""
+
+QKNorm = Literal["head", "whole", "turned"]
+"""Which norms queries and keys have: each head's before it is rotated, one over all heads together before they are
+rotated, or each head's after it was rotated."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries grow with their position: times 1 + beta * log(1 + position // original), as in Llama 4 and Ministral 3.
+
+    Attributes:
+        beta: `llama_4_scaling_beta`.
+        original: positions whose queries stay as they are (`original_max_position_embeddings`).
+        longest: positions that there may be.
+    """
+
+    beta: float
+    original: int
+    longest: int
+
+
+class QueryFactors:
+    """The factors of a step's queries, read from a table: a position's has the same bits wherever it stands."""
+
+    def __init__(self, scaling: QueryScaling, kernels: Kernels) -> None:
+        self._scaling, self._seen = scaling, not kernels.reads_spans
+        steps = range(scaling.longest // scaling.original + 1)
+        self._table = torch.tensor([1 + scaling.beta * math.log(1 + step) for step in steps], device=kernels.device)
+
+    def of(self, batch: RaggedBatch) -> torch.Tensor | None:
+        """[tokens, 1, 1] fp32; None: all are known to be 1. Of a step on a device, positions are not known."""
+        return batch.once(self._scaling, lambda: self._of(batch.positions))
+
+    def _of(self, positions: torch.Tensor) -> torch.Tensor | None:
+        if self._seen and int(positions.max()) < self._scaling.original:
+            return None
+        return self._table[positions // self._scaling.original].view(-1, 1, 1)
 
 
 class Attention:
@@ -18,7 +64,14 @@ class Attention:
         layer: which layer of its cache this is.
         window: a row sees this many positions, itself included; None: all.
         qkv_bias, output_bias: whether the products have biases.
-        norm_eps: of a norm of each query and key head, before it is rotated; None: there is none.
+        qk_norm: which norms queries and keys have; None: none.
+        eps: of these.
+        scale: of the scores; None: head_dim ** -0.5.
+        query_scaling: by position; None: none.
+
+    Attributes:
+        prepares: queries and keys are worked on before they are rotated and stored, by more than a norm of each head.
+        query_factors: see `query_scaling`.
     """
 
     def __init__(
@@ -32,28 +85,108 @@ class Attention:
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        norm_eps: float | None = None,
+        qk_norm: QKNorm | None = None,
+        eps: float = 0.0,
+        scale: float | None = None,
+        query_scaling: QueryScaling | None = None,
     ) -> None:
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         heads = (num_heads, num_kv_heads, num_kv_heads)
-        self.qkv = weights.linear(*qkv, bias=qkv_bias, split=Split.OUTPUTS, heads=heads)
-        self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(num_heads,))
         self.heads, kv_heads = own_heads(num_heads, weights.group), own_heads(num_kv_heads, weights.group)
-        self.norm = None if norm_eps is None else _head_norm(weights, self.heads, kv_heads, norm_eps)
-        self.scale, self.window, self.layer = head_dim**-0.5, window, layer
+        self.prepares: WholeNorm | TurnedNorm | None = None
+        self.qkv: Linear | ApartQKV
+        if qk_norm == "whole":
+            self.prepares = WholeNorm(weights, (num_heads, num_kv_heads), head_dim, eps)
+        if qk_norm == "whole" and weights.group.size > 1:
+            self.qkv = ApartQKV(weights, heads, qkv_bias)
+        else:
+            self.qkv = weights.linear(*QKV, bias=qkv_bias, split=Split.OUTPUTS, heads=heads)
+        if qk_norm == "turned":
+            self.prepares = TurnedNorm(weights, self.heads, kv_heads, head_dim, eps)
+        self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(num_heads,))
+        self.norm = _head_norm(weights, self.heads, kv_heads, eps) if qk_norm == "head" else None
+        self.scale, self.window, self.layer = scale or head_dim**-0.5, window, layer
+        self.query_factors = QueryFactors(query_scaling, weights.kernels) if query_scaling else None
         self._kernels = weights.kernels
 
-    def __call__(
-        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, tables: Tables, kv: KVCache, batch: RaggedBatch) -> torch.Tensor:
         """x: [tokens, hidden]; tables: cos and sin, [tokens, head_dim / 2] each. Returns [tokens, hidden]."""
-        q = self._kernels.rotate_and_store(self.qkv(x), self.norm, tables, kv, batch, self.layer)
+        qkv = self.qkv(x)
+        if self.prepares is not None:
+            qkv, tables = self.prepares(qkv, tables, batch)
+        q = self._kernels.rotate_and_store(qkv, self.norm, tables, kv, batch, self.layer)
+        factors = self.query_factors.of(batch) if self.query_factors else None
+        if factors is not None:
+            q = q.mul_(factors)
         out = self._kernels.attend(q, kv, batch, self.layer, self.scale, self.window)  # [tokens, heads * head_dim]
         kv.pulse[0] += 1
         return self.output(out)
+
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def _head_norm(weights: LayerWeights, num_heads: int, num_kv_heads: int, eps: float) -> HeadNorm:
     """One norm for the query and key heads, which lie side by side: a row of weights for each head."""
     q, k = weights.tensor("self_attn.q_norm.weight"), weights.tensor("self_attn.k_norm.weight")  # [head_dim] each
     return HeadNorm(torch.cat([q.expand(num_heads, -1), k.expand(num_kv_heads, -1)]), eps)
+
+
+class ApartQKV:
+    """The products that give queries, keys and values, where a norm goes over all heads and ranks share them.
+
+    Every rank computes all keys: there may be fewer of their heads than ranks.
+    """
+
+    def __init__(self, weights: LayerWeights, heads: tuple[int, int, int], bias: bool) -> None:
+        q, k, v = QKV
+        self.q = weights.linear(q, bias=bias, split=Split.OUTPUTS, heads=heads[:1])
+        self.k = weights.linear(k, bias=bias)
+        self.v = weights.linear(v, bias=bias, split=Split.OUTPUTS, heads=heads[2:])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Own queries, all keys, own values, side by side."""
+        return torch.cat([self.q(x), self.k(x), self.v(x)], dim=1)
+
+
+class WholeNorm:
+    """A norm over all query heads together, and one over all key heads.
+
+    Args:
+        weights: gives both, [heads * head_dim] and [kv_heads * head_dim].
+        heads: query heads and key heads, of all ranks.
+    """
+
+    def __init__(self, weights: LayerWeights, heads: tuple[int, int], head_dim: int, eps: float) -> None:
+        group, widths = weights.group, [count * head_dim for count in heads]
+        self._q, self._k = weights.norm("self_attn.q_norm", eps), weights.norm("self_attn.k_norm", eps)
+        self._own_q, self._own_k = (share(width, group, count) for width, count in zip(widths, heads, strict=True))
+        self._gather = Gather(group, self._own_q, widths[0]) if group.size > 1 else None
+        self._widths = [len(self._own_q), widths[1], len(self._own_k)]
+
+    def __call__(self, qkv: torch.Tensor, tables: Tables, batch: RaggedBatch) -> tuple[torch.Tensor, Tables]:
+        """qkv: [tokens, own queries, all keys, own values]. Returns [tokens, own queries, keys and values]."""
+        q, k, v = torch.split(qkv, self._widths, dim=1)
+        if self._gather is None:
+            return torch.cat([self._q(q.contiguous()), self._k(k.contiguous()), v], dim=1), tables
+        q = self._q(self._gather(q.contiguous()))[:, self._own_q.start : self._own_q.stop]
+        k = self._k(k.contiguous())[:, self._own_k.start : self._own_k.stop]
+        return torch.cat([q, k, v], dim=1), tables
+
+
+class TurnedNorm:
+    """A norm of each query and key head after it was rotated. What follows rotates nothing any more."""
+
+    def __init__(self, weights: LayerWeights, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+        self._q, self._k = weights.norm("self_attn.q_norm", eps), weights.norm("self_attn.k_norm", eps)
+        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
+
+    def __call__(self, qkv: torch.Tensor, tables: Tables, batch: RaggedBatch) -> tuple[torch.Tensor, Tables]:
+        """qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. Returns the same, and tables that turn nothing."""
+        tokens, size = len(qkv), self._head_dim
+        heads = qkv.view(tokens, -1, size)
+        turned = rotate(heads[:, : -self._kv_heads], *tables)  # [tokens, heads + kv_heads, head_dim]
+        q = self._q(turned[:, : self._heads].reshape(-1, size)).view(tokens, -1)
+        k = self._k(turned[:, self._heads :].reshape(-1, size)).view(tokens, -1)
+        v = heads[:, -self._kv_heads :].reshape(tokens, -1)
+        still = batch.once(("still", size), lambda: (torch.ones_like(tables[0]), torch.zeros_like(tables[1])))
+        return torch.cat([q, k, v], dim=1), still

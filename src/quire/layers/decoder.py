@@ -1,6 +1,6 @@
 """The decoder layer: attention, then a gated MLP or experts, each behind a norm and a residual.
 
-All architectures share it; they differ in the options of `LayerConfig` and in the windows.
+All architectures share it; they differ in the options of `LayerConfig`, in the windows, and in what is rotated.
 """
 
 from __future__ import annotations
@@ -9,14 +9,41 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, QKNorm, QueryScaling
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, mlp_shapes
+from quire.layers.norm import RMSNorm
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
 from quire.ops.kernels import SharedLayer, WholeLayer
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Which norms a layer has, and what a checkpoint calls them; None: there is none at that place.
+
+    Attributes:
+        before_attention, before_mlp: of what each reads (pre-norm).
+        after_attention, after_mlp: of what each yields, before it is added to the residual (post-norm).
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def present(self) -> list[str]:
+        names = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
+        return [name for name in names if name is not None]
+
+
+PRE_NORMS = NormNames()
+"""Llama's, and most others'."""
+POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+"""Those of OLMo 2 and 3, and of EXAONE 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +58,10 @@ class LayerConfig:
             head, whose width is the cache's row.
         rms_norm_eps: added to the mean square.
         qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
-        qk_norm: whether each head's query and key are normalized before they are rotated.
-        input_norm: whether a norm stands before the attention; EAGLE's heads have none.
+        qk_norm: which norms queries and keys have; None: none.
+        norms: of the residual stream, and of what is added to it.
+        scale: of the scores, where attention is not latent; None: head_dim ** -0.5.
+        query_scaling: by position; None: there is none.
         experts: in place of the MLP; None: there are none.
         latent: of latent attention, in place of attention with keys and values of their own; None: it is not latent.
     """
@@ -46,8 +75,10 @@ class LayerConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    input_norm: bool = True
+    qk_norm: QKNorm | None = None
+    norms: NormNames = PRE_NORMS
+    scale: float | None = None
+    query_scaling: QueryScaling | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
 
@@ -59,15 +90,16 @@ class LayerConfig:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """A layer's tensors by their names in a checkpoint, with their shapes."""
         hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)} if self.input_norm else {}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in self.norms.present}
         shapes |= self.latent.tensor_shapes(hidden, self.num_heads) if self.latent else self._attention_shapes()
         if self.experts is not None:
             shapes |= self.experts.tensor_shapes(hidden)
         else:
             shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
         if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        shapes["post_attention_layernorm.weight"] = (hidden,)
+            q, k = (self.num_heads, self.num_kv_heads) if self.qk_norm == "whole" else (1, 1)
+            shapes["self_attn.q_norm.weight"] = (q * self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (k * self.head_dim,)
         return shapes
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -96,10 +128,13 @@ class DecoderLayer:
     """
 
     def __init__(self, config: LayerConfig, weights: LayerWeights, layer: int, window: int | None) -> None:
-        eps = config.rms_norm_eps
-        self.input_norm = weights.norm("input_layernorm", eps) if config.input_norm else None
+        names = config.norms
+        self.before_attention = _norm(weights, names.before_attention, config)
         self.attention = _attention(config, weights, layer, window)
-        self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
+        self.after_attention = _norm(weights, names.after_attention, config)
+        self.before_mlp = _norm(weights, names.before_mlp, config)
+        self.after_mlp = _norm(weights, names.after_mlp, config)
+        self._query_factors = self.attention.query_factors
         self.mlp: GatedMLP | ExpertsLayer
         if config.experts is None:
             self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
@@ -113,12 +148,16 @@ class DecoderLayer:
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
+        if not isinstance(attention.qkv, Linear) or attention.prepares is not None:
+            return None
         if attention.output.reduces or mlp.down.reduces:
             return None
+        if self.before_mlp is None or self.after_attention is not None or self.after_mlp is not None:
+            return None
         return LayerParts(
-            input_norm=None if self.input_norm is None else self.input_norm.weight,
-            post_attention_norm=self.post_attention_norm.weight,
-            eps=self.post_attention_norm.eps,
+            input_norm=None if self.before_attention is None else self.before_attention.weight,
+            post_attention_norm=self.before_mlp.weight,
+            eps=self.before_mlp.eps,
             qkv=attention.qkv.product,
             output=attention.output.product,
             gate_up=mlp.gate_up.product,
@@ -149,18 +188,30 @@ class DecoderLayer:
         Returns:
             (x, residual) for the next layer.
         """
-        if self._whole is not None:
+        if self._whole is not None and (self._query_factors is None or self._query_factors.of(batch) is None):
             kv.pulse[0] += 1
             return self._whole(x, residual, tables, kv, batch)
-        if self.input_norm is None:
-            x = residual = residual if x is None else x + residual
-        elif x is None:
-            x = self.input_norm(residual)
-        else:
-            x, residual = self.input_norm.with_residual(x, residual)
+        x, residual = _added(self.before_attention, x, residual)
         x = self.attention(x, tables, kv, batch)
-        x, residual = self.post_attention_norm.with_residual(x, residual)
-        return self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x), residual
+        if self.after_attention is not None:
+            x = self.after_attention(x)
+        x, residual = _added(self.before_mlp, x, residual)
+        x = self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x)
+        return x if self.after_mlp is None else self.after_mlp(x), residual
+
+
+def _norm(weights: LayerWeights, name: str | None, config: LayerConfig) -> RMSNorm | None:
+    return None if name is None else weights.norm(name, config.rms_norm_eps)
+
+
+def _added(norm: RMSNorm | None, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x added to the residual, and what the next part of the layer reads of the sum: (that, the sum)."""
+    if x is None:
+        return (residual if norm is None else norm(residual)), residual
+    if norm is None:
+        residual = x + residual
+        return residual, residual
+    return norm.with_residual(x, residual)
 
 
 def _shared(output: Linear, down: Linear) -> SharedLayer | None:
@@ -175,7 +226,7 @@ def _attention(
 ) -> Attention | LatentAttention:
     """The attention of a layer, of the kind that it has."""
     if config.latent:
-        return LatentAttention(config.latent, config.num_heads, weights, layer)
+        return LatentAttention(config.latent, config.num_heads, weights, layer, config.query_scaling)
     return Attention(
         config.num_heads,
         config.num_kv_heads,
@@ -185,5 +236,8 @@ def _attention(
         window,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
-        norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        qk_norm=config.qk_norm,
+        eps=config.rms_norm_eps,
+        scale=config.scale,
+        query_scaling=config.query_scaling,
     )

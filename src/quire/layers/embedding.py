@@ -12,14 +12,21 @@ class Embedding:
 
     The weight is kept as given and may be a view into a memory-mapped checkpoint: a lookup touches only the
     pages of its rows. So where the head is tied to the embedding, only the head's packed copy is in memory.
+
+    Args:
+        weight: see above.
+        dtype: of the results.
+        kernels: what looks up.
+        scale: what the rows are multiplied with.
     """
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> None:
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels, scale: float = 1.0) -> None:
         self.weight = weight
         self.dtype = dtype
-        self._kernels = kernels
+        self._kernels, self._scale = kernels, scale
         self.vocab_size, self.hidden_size = weight.shape
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: [tokens] int64, each in [0, vocabulary). Returns [tokens, hidden] in `dtype`."""
-        return self._kernels.embed(ids, self.weight, self.dtype)
+        rows = self._kernels.embed(ids, self.weight, self.dtype)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)

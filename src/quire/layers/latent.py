@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.layers.attention import QueryFactors, QueryScaling
 from quire.layers.weights import LayerWeights
 from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KEY, VALUE
@@ -93,12 +94,21 @@ class LatentAttention:
         heads: query heads.
         weights: gives the layer's parts by name.
         layer: which layer of the cache this is.
+        query_scaling: by position; None: none.
     """
 
-    def __init__(self, config: LatentConfig, heads: int, weights: LayerWeights, layer: int) -> None:
+    def __init__(
+        self,
+        config: LatentConfig,
+        heads: int,
+        weights: LayerWeights,
+        layer: int,
+        query_scaling: QueryScaling | None = None,
+    ) -> None:
         mine = share(heads, weights.group, heads)
         self.config, self.heads, self.layer = config, len(mine), layer
         self._kernels = kernels = weights.kernels
+        self.query_factors = QueryFactors(query_scaling, kernels) if query_scaling else None
         if config.q_lora_rank is None:
             self.queries = weights.linear("self_attn.q_proj", split=Split.OUTPUTS, heads=(heads,))
         else:
@@ -126,6 +136,9 @@ class LatentAttention:
         """x: [tokens, hidden]; tables: cos and sin, [tokens, rope / 2] each. Returns [tokens, hidden]."""
         config, kernels = self.config, self._kernels
         still, turned = self._project(x, tables, kv, batch)
+        factors = self.query_factors.of(batch) if self.query_factors else None
+        if factors is not None:
+            still, turned = (still * factors).to(x.dtype), (turned * factors).to(x.dtype)
         restored = None
         if self._restoring and batch.trees is None:
             key = ("expanded", config, self.heads, id(kv))

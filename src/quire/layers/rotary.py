@@ -1,7 +1,8 @@
 """Rotary position embedding and its ways to longer contexts.
 
 The frequencies follow transformers' `modeling_rope_utils.py`. They are fixed when the model is loaded: a
-scaling that changes with the length of the context ("dynamic") would change keys already in the cache.
+scaling that changes with the length of the context ("dynamic") would change keys already in the cache. Dimensions that
+do not turn have frequency 0: their cosine is 1, their sine 0, and a product with these changes no number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from quire.errors import ModelConfigError
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +23,20 @@ class RopeConfig:
     """Which positions turn how fast.
 
     Attributes:
-        head_dim: dimensions that turn, all of a head; even.
+        head_dim: dimensions of a head that turn; even. 0: none does, and the layer knows no positions.
+        still: dimensions after them that do not; even.
         theta: base of the wavelengths.
         kind: how the frequencies are stretched.
         factor: how far; all kinds but "default".
         low_freq_factor, high_freq_factor: llama3: wavelengths over original / low are stretched wholly,
             those under original / high not at all.
-        original_max_position_embeddings: llama3 and yarn: context of the training before stretching.
+        original_max_position_embeddings: llama3, yarn, longrope: context of the training before stretching.
         beta_fast, beta_slow: yarn: rotations over the original context that bound the ramp.
         mscale, mscale_all_dim: yarn: give the attention factor where it is not set.
-        attention_factor: yarn: multiplies cos and sin; None infers it.
+        attention_factor: yarn, longrope: multiplies cos and sin; None infers it.
         truncate: yarn: round the ramp's bounds to whole dimensions.
-        max_position: positions the model may see; informative.
+        max_position: positions the model may see; longrope: more than the original ones choose `long_factors`.
+        short_factors, long_factors: longrope: by how much each pair's wavelength is stretched.
     """
 
     head_dim: int
@@ -50,6 +53,14 @@ class RopeConfig:
     attention_factor: float | None = None
     truncate: bool = True
     max_position: int | None = None
+    still: int = 0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the factors are those of contexts longer than the original one."""
+        return self.kind == "longrope" and (self.max_position or 0) > _original_length(self)
 
 
 class RotaryEmbedding:
@@ -58,20 +69,25 @@ class RotaryEmbedding:
     def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
         """Raises ModelConfigError where the settings name an unknown kind or lack what it needs."""
         self.config = config
-        self.inverse_frequencies = inverse_frequencies(config).to(device)
-        self.attention_factor = _attention_factor(config)
+        still = torch.zeros(config.still // 2)
+        turning = inverse_frequencies(config) if config.head_dim else still[:0]
+        self.inverse_frequencies = torch.cat([turning, still]).to(device)
+        self.attention_factor: float | torch.Tensor = _attention_factor(config)
+        if config.still and self.attention_factor != 1.0:
+            factors = torch.cat([torch.full_like(turning, self.attention_factor), torch.ones_like(still)])
+            self.attention_factor = factors.to(device)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [tokens, head_dim / 2] fp32, for positions [tokens]. Made once a step."""
+        """(cos, sin), each [tokens, (head_dim + still) / 2] fp32, for positions [tokens]. Made once a step."""
         angles = positions.float().unsqueeze(1) * self.inverse_frequencies
         cos, sin = angles.cos(), angles.sin_()
-        if self.attention_factor != 1.0:
+        if isinstance(self.attention_factor, torch.Tensor) or self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos, sin
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Radians per position of each pair of dimensions: [head_dim / 2] fp32."""
+    """Radians per position of each pair of dimensions that turns: [head_dim / 2] fp32."""
     if config.head_dim <= 0 or config.head_dim % 2:
         raise ModelConfigError(f"rotary embedding: head_dim is {config.head_dim}; need an even positive number")
     if not (math.isfinite(config.theta) and config.theta > 1):
@@ -88,8 +104,10 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
         return _llama3(config, 1.0 / wavelengths)
     if config.kind == "yarn":
         return _yarn(config, wavelengths)
+    if config.kind == "longrope":
+        return _longrope(config, wavelengths)
     raise ModelConfigError(
-        f"rotary embedding: rope_type is {config.kind!r}; known are default, linear, llama3 and yarn"
+        f"rotary embedding: rope_type is {config.kind!r}; known are default, linear, llama3, yarn and longrope"
     )
 
 
@@ -137,11 +155,26 @@ def _yarn(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
     return 1.0 / (config.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
+def _longrope(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
+    """Each pair is stretched by a factor of its own (https://arxiv.org/abs/2402.13753).
+
+    A text's length should choose between two lists of factors; here the longest context that a model may see does, for
+    all texts, since a text that grows beyond the original length would need all its keys again.
+    """
+    factors = config.long_factors if config.is_long else config.short_factors
+    if len(factors) != len(wavelengths):
+        raise ModelConfigError(f"rotary embedding: {len(factors)} factors for {len(wavelengths)} pairs of dimensions")
+    return 1.0 / (torch.tensor(factors, dtype=torch.float) * wavelengths)
+
+
 def _attention_factor(config: RopeConfig) -> float:
-    if config.kind != "yarn":
+    if config.kind not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.kind == "longrope":
+        stretched = math.log(config.factor) / math.log(_original_length(config))
+        return math.sqrt(1 + stretched) if config.factor > 1 else 1.0
     if config.mscale and config.mscale_all_dim:
         return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
     return yarn_mscale(config.factor, 1.0)

@@ -6,21 +6,23 @@ Every field that changes what is computed is either read here or refused by name
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.errors import ConfigError, ModelConfigError
-from quire.layers.decoder import LayerConfig
+from quire.layers.attention import QKNorm
+from quire.layers.decoder import PRE_NORMS, LayerConfig, NormNames
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
 from quire.models.layer_groups import LayerGroup, layer_groups
+from quire.models.layout import Layout
 from quire.ops.experts import Routing
 
 UNSUPPORTED = {
     "quantization_config": ((), "quantized weights; use the checkpoint that it was made from"),
     "compression_config": ((), "quantized weights; use the checkpoint that it was made from"),
-    "partial_rotary_factor": ((1, 1.0), "rotary embedding of a part of each head"),
     "attn_logit_softcapping": ((), "soft-capped attention scores"),
     "final_logit_softcapping": ((), "soft-capped logits"),
     "logit_scale": ((1, 1.0), "scaled logits"),
@@ -61,6 +63,13 @@ ROPE_FIELDS: dict[RopeKind, set[str]] = {
         "attention_factor",
         "truncate",
     },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    },
 }
 """The kinds of rotary scaling that keep the keys already computed valid, and the fields that each reads."""
 ROPE_FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
@@ -73,7 +82,8 @@ class DecoderConfig:
     Attributes:
         layer: sizes and options that every layer shares, but that `dense_layers` have no experts.
         windows: per layer, how many tokens back it sees, itself included; None where it sees all of them.
-        rope: rotary embedding.
+        rope: rotary embedding, of most layers.
+        ropes: the same for each layer, where they are not all the same; None: they are.
         max_position_embeddings: the longest context, in tokens, with rotary scaling taken into account.
         tie_word_embeddings: the output head is the embedding table.
         eos_token_ids: ids that end a text, without repeats.
@@ -81,6 +91,9 @@ class DecoderConfig:
         num_mtp_layers: layers after the last one that predict further tokens, in the checkpoint.
         mtp: whether the one layer of these is part of the model.
         one_kv_group: its keys and values lie in one group's blocks, whatever its layers see: of a model that drafts.
+        embedding_scale: what embeddings are multiplied with.
+        logits_divisor: what logits are divided by.
+        layout: how the checkpoint's tensors become those that the model asks for; None: they are the same.
     """
 
     layer: LayerConfig
@@ -94,6 +107,10 @@ class DecoderConfig:
     num_mtp_layers: int = 0
     mtp: bool = False
     one_kv_group: bool = False
+    ropes: tuple[RopeConfig, ...] | None = None
+    embedding_scale: float = 1.0
+    logits_divisor: float = 1.0
+    layout: Layout | None = None
 
     @property
     def num_layers(self) -> int:
@@ -133,6 +150,12 @@ class DecoderConfig:
         """How the names of tensors begin that a checkpoint may hold and the model does not need."""
         return tuple(self.mtp_prefix(index) for index in range(self.num_mtp_layers))
 
+    def within(self, max_model_len: int | None) -> DecoderConfig:
+        """For contexts of at most so many tokens, which may choose other rotary factors; None: of any length."""
+        if max_model_len is None or self.rope.kind != "longrope":
+            return self
+        return replace(self, rope=replace(self.rope, max_position=min(max_model_len, self.max_position_embeddings)))
+
     def with_mtp(self) -> DecoderConfig:
         """With the layer that predicts one token more; raises ConfigError where there is not one."""
         if self.num_mtp_layers != 1:
@@ -160,10 +183,15 @@ def read_decoder_config(
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QKNorm | None = None,
+    norms: NormNames = PRE_NORMS,
     experts: ExpertsConfig | None = None,
     dense_layers: frozenset[int] = frozenset(),
     default_theta: float = DEFAULT_THETA,
+    default_eps: float = 1e-6,
+    default_tied: bool = False,
+    rope: tuple[RopeConfig, int] | None = None,
+    read: Collection[str] = (),
 ) -> DecoderConfig:
     """Reads the fields that all architectures of the family share; the keywords say what is special.
 
@@ -172,13 +200,15 @@ def read_decoder_config(
         generation: of generation_config.json.
         default_head_dim: head_dim where the field is absent; None is hidden_size / num_attention_heads.
         experts: of the layers that are not among `dense_layers`; None: no layer has any.
-        default_theta: rope_theta where the field is absent.
+        default_theta, default_eps, default_tied: rope_theta, rms_norm_eps and tie_word_embeddings where the field is
+            absent.
+        rope: what `read_rope` gave, where that is read otherwise; None: as most read it.
+        read: those of `UNSUPPORTED` that this architecture has, and has read.
 
     Raises:
         ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
     """
-    for name, (neutral, why) in UNSUPPORTED.items():
-        fields.refuse(name, neutral, why)
+    refuse_unsupported(fields, read)
     if experts is None:
         for name in EXPERT_COUNTS:
             fields.refuse(name, (0,), "experts in an architecture without them")
@@ -196,7 +226,7 @@ def read_decoder_config(
     if head_dim % 2:
         raise fields.error("head_dim", "even, since rotary embedding turns pairs")
     vocab_size = fields.integer("vocab_size")
-    rope, context = read_rope(fields, head_dim, default_theta)
+    rotary, context = rope or read_rope(fields, head_dim, default_theta)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     return DecoderConfig(
         layer=LayerConfig(
@@ -205,41 +235,80 @@ def read_decoder_config(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, above=MIN_EPS, max=MAX_EPS),
+            rms_norm_eps=fields.number("rms_norm_eps", default=default_eps, above=MIN_EPS, max=MAX_EPS),
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
+            norms=norms,
             experts=experts,
         ),
         vocab_size=vocab_size,
         windows=windows,
-        rope=rope,
+        rope=rotary,
         max_position_embeddings=context,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=default_tied),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dense_layers=dense_layers,
     )
 
 
-def read_rope(fields: Fields, head_dim: int, default_theta: float = DEFAULT_THETA) -> tuple[RopeConfig, int]:
+def refuse_unsupported(fields: Fields, read: Collection[str] = ()) -> None:
+    """Raises ModelConfigError where a field asks for something that no architecture here has, but those in `read`."""
+    for name, (neutral, why) in UNSUPPORTED.items():
+        if name not in read:
+            fields.refuse(name, neutral, why)
+
+
+def read_head_dim(fields: Fields, default: int | None = None) -> int:
+    """Width of a head, for who needs it before the rest; raises ModelConfigError."""
+    heads = fields.integer("num_attention_heads", max=MAX_HEADS)
+    if default is None:
+        default = fields.integer("hidden_size") // heads
+    return fields.integer("head_dim", default=default, max=MAX_HEADS)
+
+
+def read_rope(
+    fields: Fields,
+    head_dim: int,
+    default_theta: float = DEFAULT_THETA,
+    *,
+    partial: float | None = None,
+    read: Collection[str] = (),
+    scaling: Fields | None = None,
+) -> tuple[RopeConfig, int]:
     """The rotary embedding and the longest context that it serves.
 
     The older spelling is `rope_theta` beside `rope_scaling` (whose kind is `type` or `rope_type`), the newer
     one `rope_parameters` with everything inside; as in transformers, rope_scaling wins where both are there.
 
     By Hugging Face's convention `max_position_embeddings` is the length *before* linear and yarn scaling, so
-    these lengthen the context; llama3's is already the scaled one.
+    these lengthen the context; llama3's and longrope's is already the scaled one.
+
+    Args:
+        partial: `partial_rotary_factor` where the field is absent, of an architecture that turns a part of each head;
+            None: all of a head turns.
+        read: further fields of the section, which the architecture reads itself.
+        scaling: the section, where it is another one.
     """
-    scaling = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    if scaling is None:
+        scaling = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
     kind = _rope_kind(scaling)
-    unknown = scaling.names() - ROPE_FIELDS[kind] - ROPE_FIELDS_OF_ALL
+    unknown = scaling.names() - ROPE_FIELDS[kind] - ROPE_FIELDS_OF_ALL - {*read}
     if unknown:
         raise scaling.error(
             min(unknown),
             f"absent: rope type {kind!r} reads {', '.join(sorted(ROPE_FIELDS[kind])) or 'nothing'}",
         )
-    scaling.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
+    turning = head_dim
+    if partial is None:
+        for section in (fields, scaling):
+            section.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
+    else:
+        partial = fields.number("partial_rotary_factor", default=partial, max=1.0)
+        turning = int(head_dim * scaling.number("partial_rotary_factor", default=partial, max=1.0))
+        if turning % 2 or turning < 2:
+            raise fields.error("partial_rotary_factor", f"such that an even part of head_dim ({head_dim}) turns")
     outer = fields.number("rope_theta", default=default_theta, above=1.0, max=MAX_THETA)
     theta = scaling.number("rope_theta", default=outer, above=1.0, max=MAX_THETA)
     context = fields.integer("max_position_embeddings", max=MAX_CONTEXT)
@@ -253,6 +322,8 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float = DEFAULT_THET
     if kind == "yarn":
         factor = scaling.number("factor", default=max(1.0, context / original))
         lengthened = max(context, original * factor)
+    elif kind == "longrope":
+        factor = scaling.number("factor", default=max(1.0, context / original))
     elif kind != "default":
         factor = scaling.number("factor")
         lengthened = context * factor if kind == "linear" else context
@@ -267,7 +338,8 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float = DEFAULT_THET
         if high <= low:
             raise scaling.error("high_freq_factor", f"greater than low_freq_factor ({low:g})")
     rope = RopeConfig(
-        head_dim=head_dim,
+        head_dim=turning,
+        still=head_dim - turning,
         theta=theta,
         kind=kind,
         factor=factor,
@@ -276,30 +348,69 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float = DEFAULT_THET
         original_max_position_embeddings=original,
         beta_fast=scaling.number("beta_fast", default=32.0),
         beta_slow=scaling.number("beta_slow", default=1.0),
-        mscale=scaling.optional_number("mscale"),
-        mscale_all_dim=scaling.optional_number("mscale_all_dim"),
+        mscale=scaling.optional_number("mscale", zero=True),
+        mscale_all_dim=scaling.optional_number("mscale_all_dim", zero=True),
         attention_factor=scaling.optional_number("attention_factor"),
         truncate=scaling.flag("truncate", default=True),
         max_position=context,
+        short_factors=_factors(scaling, "short_factor", turning // 2) if kind == "longrope" else (),
+        long_factors=_factors(scaling, "long_factor", turning // 2) if kind == "longrope" else (),
     )
     return rope, context
+
+
+def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
+    found = scaling.numbers(name)
+    if len(found) != count:
+        raise scaling.error(name, f"{count} numbers greater than 0, one for each pair of dimensions that turns")
+    return found
 
 
 def _rope_kind(scaling: Fields) -> RopeKind:
     name = "rope_type" if "rope_type" in scaling else "type"
     try:
-        found = scaling.choice(name, ROPE_FIELDS, default="default")
+        found = scaling.choice(name, [*ROPE_FIELDS, "su"], default="default")
+        found = "longrope" if found == "su" else found  # the older name
         return next(kind for kind in ROPE_FIELDS if kind == found)
     except ModelConfigError as error:
         raise ModelConfigError(
-            f"{error}. Kinds such as 'dynamic' and 'longrope' change their frequencies with the length of "
-            "the text, so keys already in the cache would no longer fit; remove the scaling, or use yarn."
+            f"{error}. Kinds such as 'dynamic' change their frequencies with the length of the text, so keys already "
+            "in the cache would no longer fit; remove the scaling, or use yarn."
         ) from error
 
 
 def read_num_layers(fields: Fields) -> int:
     """How many layers there are; checked before anything is built for each. Raises ModelConfigError."""
     return fields.integer("num_hidden_layers", max=MAX_LAYERS)
+
+
+def read_dense_layers(fields: Fields, num_layers: int, default_first: int) -> frozenset[int]:
+    """Layers with an MLP where others have experts: those that `mlp_layer_types` calls dense, or the first
+    `first_k_dense_replace`, unless said `default_first`. Raises ModelConfigError.
+    """
+    types = fields.strings("mlp_layer_types")
+    if types is None:
+        first = fields.integer("first_k_dense_replace", default=default_first, min=0, max=MAX_LAYERS)
+        return frozenset(range(min(first, num_layers)))
+    if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"{num_layers} of 'dense' or 'sparse'")
+    return frozenset(index for index, kind in enumerate(types) if kind == "dense")
+
+
+def read_same_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """The window of a model all of whose layers see the same one: `sliding_window`. Raises ModelConfigError."""
+    window = fields.integer("sliding_window", max=MAX_CONTEXT) if "sliding_window" in fields else None
+    kind = "full_attention" if window is None else "sliding_attention"
+    fields.refuse("layer_types", ([kind] * num_layers,), "all layers see the same window")
+    return (window,) * num_layers
+
+
+def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
+    """Which layers see a window, as `layer_types` says; None where the field is absent. Raises ModelConfigError."""
+    types = fields.strings("layer_types")
+    if types is not None and (len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}):
+        raise fields.error("layer_types", f"{num_layers} of 'full_attention' or 'sliding_attention'")
+    return types
 
 
 def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -311,12 +422,10 @@ def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     window = None
     if fields.flag("use_sliding_window", default=False) and "sliding_window" in fields:
         window = fields.integer("sliding_window", max=MAX_CONTEXT)
-    types = fields.strings("layer_types")
+    types = read_layer_types(fields, num_layers)
     if types is None:
         first = fields.integer("max_window_layers", default=28, min=0)
         return tuple(window if index >= first else None for index in range(num_layers))
-    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise fields.error("layer_types", f"{num_layers} of 'full_attention' or 'sliding_attention'")
     if "sliding_attention" in types and window is None:
         raise fields.error(
             "sliding_window", "a number, with use_sliding_window true, since layer_types has such layers"

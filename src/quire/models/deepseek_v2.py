@@ -15,7 +15,13 @@ from dataclasses import replace
 from quire.layers.experts import ExpertsConfig
 from quire.layers.latent import LatentConfig
 from quire.layers.rotary import RopeConfig, yarn_mscale
-from quire.models.config import MAX_LAYERS, DecoderConfig, read_decoder_config, read_num_layers, read_routing
+from quire.models.config import (
+    DecoderConfig,
+    read_decoder_config,
+    read_dense_layers,
+    read_num_layers,
+    read_routing,
+)
 from quire.models.fields import Fields
 from quire.ops.experts import Routing
 
@@ -35,13 +41,21 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def read_deepseek_config(
-    fields: Fields, generation: Fields, routing: Routing, *, default_first_dense: int, selection_bias: bool = False
+    fields: Fields,
+    generation: Fields,
+    routing: Routing,
+    *,
+    default_first_dense: int,
+    selection_bias: bool = False,
+    default_eps: float = 1e-6,
+    rope: tuple[RopeConfig, int] | None = None,
 ) -> DecoderConfig:
     """Reads the fields that V2 and V3 share; the other arguments say what is special.
 
     Args:
         default_first_dense: `first_k_dense_replace`, where the field is absent.
         selection_bias: see `ExpertsConfig`.
+        default_eps, rope: see `read_decoder_config`.
 
     Raises:
         ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
@@ -50,9 +64,9 @@ def read_deepseek_config(
     fields.refuse("moe_layer_freq", (1,), "dense layers between layers with experts")
     fields.refuse("mlp_bias", (False,), "biases of the MLP")
     fields.refuse("sliding_window", (), "latent attention has no sliding window")
-    first_dense = fields.integer("first_k_dense_replace", default=default_first_dense, min=0, max=MAX_LAYERS)
     inner, rotating = fields.integer("moe_intermediate_size"), fields.integer("qk_rope_head_dim")
-    fields.refuse("head_dim", (rotating,), f"a head_dim other than qk_rope_head_dim ({rotating})")
+    if rope is None:
+        fields.refuse("head_dim", (rotating,), f"a head_dim other than qk_rope_head_dim ({rotating})")
     base = read_decoder_config(
         fields,
         generation,
@@ -64,7 +78,9 @@ def read_deepseek_config(
             shared_intermediate_size=inner * fields.integer("n_shared_experts", default=0, min=0),
             selection_bias=selection_bias,
         ),
-        dense_layers=frozenset(range(min(first_dense, num_layers))),
+        dense_layers=read_dense_layers(fields, num_layers, default_first_dense),
+        default_eps=default_eps,
+        rope=rope,
     )
     if base.layer.num_kv_heads != base.layer.num_heads:
         raise fields.error("num_key_value_heads", f"num_attention_heads ({base.layer.num_heads}): all share one latent")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.layers.decoder import DecoderLayer, LayerConfig
+from quire.layers.decoder import DecoderLayer, LayerConfig, NormNames
 from quire.layers.rotary import RopeConfig, RotaryEmbedding
 from quire.models.config import read_decoder_config
 from quire.models.fields import Fields
@@ -91,8 +91,8 @@ class Eagle(Head):
         layer, rope, vocab_size = read_layer(fields, names)
         layer = replace(
             layer,
-            qk_norm="layers.0.self_attn.q_norm.weight" in names,
-            input_norm="layers.0.input_layernorm.weight" in names,
+            qk_norm="head" if "layers.0.self_attn.q_norm.weight" in names else None,
+            norms=NormNames() if "layers.0.input_layernorm.weight" in names else NormNames(before_attention=None),
         )
         hidden = layer.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}

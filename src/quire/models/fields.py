@@ -94,8 +94,10 @@ class Fields:
             raise self.error(name, f"a finite number greater than {above:g} and at most {max:g}")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        """A number greater than 0 and at most `MAX_NUMBER`, or None where there is none."""
+    def optional_number(self, name: str, *, zero: bool = False) -> float | None:
+        """A number greater than 0 and at most `MAX_NUMBER`, or None where there is none; `zero`: or where it is 0."""
+        if zero and name in self and self._values[name] == 0 and not isinstance(self._values[name], bool):
+            return None
         return self.number(name) if name in self else None
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -125,6 +127,16 @@ class Fields:
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise self.error(name, "a list of strings")
         return value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers greater than 0 and at most `MAX_NUMBER`, which is required."""
+        value = self._values.get(name)
+        fine = isinstance(value, list) and all(
+            isinstance(item, int | float) and not isinstance(item, bool) and 0 < item <= MAX_NUMBER for item in value
+        )
+        if not isinstance(value, list) or not fine:
+            raise self.error(name, f"a list of numbers, each greater than 0 and at most {MAX_NUMBER:g}")
+        return tuple(float(item) for item in value)
 
     def integers(self, name: str, *, below: int) -> list[int]:
         """A list of whole numbers from 0 to below - 1; empty where there is none."""

@@ -2,8 +2,10 @@
 
 `quantization_config` says so: `quant_method` fp8 and `weight_block_size`, 128 x 128. Such a weight NAME.weight
 [out, in] is of type F8_E4M3 and has a tensor NAME.weight_scale_inv [blocks of rows, blocks of columns] beside it; a
-number is its code times its block's scale. Other weights are as ever. Quire computes with the numbers themselves: they
-are restored as they are read, and rounded once to the data type of the computation.
+number is its code times its block's scale. With `activation_scheme` static, as in Ministral 3, there is one scale for
+all of a weight, and another one for what it is multiplied with (NAME.activation_scale), which plays no part here. Other
+weights are as ever. Quire computes with the numbers themselves: they are restored as they are read, and rounded once to
+the data type of the computation.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ SECTION = "quantization_config"
 CODES = {"F8_E4M3": torch.float8_e4m3fn}
 SCALE = "_scale_inv"
 """Behind a weight's name: its scales."""
+OF_ACTIVATIONS = ".activation_scale"
 
 
 class BlockQuantizedCheckpoint(Checkpoint):
@@ -46,7 +49,7 @@ class BlockQuantizedCheckpoint(Checkpoint):
         self.entries = {
             name: replace(entry, dtype="F32") if name in self._stored else entry
             for name, entry in base.entries.items()
-            if name not in scales
+            if name not in scales and not name.endswith(OF_ACTIVATIONS)
         }
 
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
@@ -57,11 +60,13 @@ class BlockQuantizedCheckpoint(Checkpoint):
         return restore(map_tensor(self._stored[name], CODES), scales, self._block)
 
 
-def restore(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def restore(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
     """Numbers [out, in] fp32 of codes [out, in], with scales [blocks of rows, blocks of columns] fp32.
 
-    The last block of a row or column may be a part of one.
+    The last block of a row or column may be a part of one. Without blocks there is one scale.
     """
+    if block is None:
+        return codes.float() * scales
     rows, columns = codes.shape
     of_rows = scales.repeat_interleave(block[1], dim=1)[:, :columns]  # [blocks of rows, in]
     numbers = codes.float()
@@ -76,16 +81,19 @@ def is_block_quantized(checkpoint: Checkpoint) -> bool:
     return section.picked(["quant_method"]) == {"quant_method": "fp8"}
 
 
-def _read_block(section: Fields) -> tuple[int, int]:
-    """Rows and columns that share a scale; raises ModelConfigError for what would be computed otherwise."""
-    section.choice("fmt", {"e4m3"}, default="e4m3")
+def _read_block(section: Fields) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None: all do. Raises ModelConfigError for what would be other numbers."""
+    section.choice("fmt", {"e4m3", "float8_e4m3fn"}, default="e4m3")
+    static = section.choice("activation_scheme", {"dynamic", "static"}, default="dynamic") == "static"
+    if static and "weight_block_size" not in section:
+        return None
     block = section.picked(["weight_block_size"]).get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= 1 << 16 for n in block)):
         raise section.error("weight_block_size", "two whole numbers, such as [128, 128]")
     return block[0], block[1]
 
 
-def _scales_of(checkpoint: Checkpoint, entry: TensorEntry, block: tuple[int, int]) -> TensorEntry:
+def _scales_of(checkpoint: Checkpoint, entry: TensorEntry, block: tuple[int, int] | None) -> TensorEntry:
     """The entry of a weight's scales, once its shape is what it must be."""
     scales = checkpoint.entries.get(entry.name + SCALE)
     if scales is None:
@@ -95,6 +103,10 @@ def _scales_of(checkpoint: Checkpoint, entry: TensorEntry, block: tuple[int, int
         )
     if len(entry.shape) != 2:
         raise TensorShapeError(f"{entry.file}: {entry.name!r} is of type {entry.dtype}, but not a matrix")
+    if block is None:
+        if scales.shape not in ((), (1,)):
+            raise TensorShapeError(f"{scales.file}: {scales.name!r} is {list(scales.shape)}; it must be one number")
+        return scales
     wanted = tuple(-(-size // part) for size, part in zip(entry.shape, block, strict=True))
     if scales.shape != wanted:
         raise TensorShapeError(

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from quire.layers.experts import ExpertNames, ExpertsConfig
 from quire.models.config import (
-    MAX_CONTEXT,
     DecoderConfig,
     read_decoder_config,
     read_num_layers,
     read_routing,
+    read_same_window,
 )
 from quire.models.fields import Fields
 
@@ -25,15 +25,11 @@ THETA = 1e6
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads config.json and generation_config.json; raises ModelConfigError."""
-    num_layers = read_num_layers(fields)
-    window = fields.integer("sliding_window", max=MAX_CONTEXT) if "sliding_window" in fields else None
-    kind = "full_attention" if window is None else "sliding_attention"
-    fields.refuse("layer_types", ([kind] * num_layers,), "all of Mixtral's layers see the same window")
     routing = read_routing(fields, "num_local_experts")
     return read_decoder_config(
         fields,
         generation,
-        windows=(window,) * num_layers,
+        windows=read_same_window(fields, read_num_layers(fields)),
         experts=ExpertsConfig(routing, fields.integer("intermediate_size"), names=NAMES),
         default_theta=THETA,
     )

@@ -123,6 +123,7 @@ class Model(ModelSizes):
         replicas: how many groups of ranks have the same layers.
         rank_groups: in which this one meets others, the smallest first.
         embedding: its table of tokens.
+        rotary: the rotary embedding of most layers.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
         expert_layers: the layers' experts, by number of the layer; none where there are none.
@@ -160,8 +161,13 @@ class Model(ModelSizes):
         # The largest tensor first: memory's peak is then not the whole model and once more this.
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = weights.linear(head, split=Split.VOCABULARY)
-        self.embedding = weights.embedding("model.embed_tokens")
-        self.rotary = RotaryEmbedding(config.rope, weights.kernels.device)
+        self.embedding = weights.embedding("model.embed_tokens", config.embedding_scale)
+        ropes = config.ropes or (config.rope,) * config.num_layers
+        kinds = list(dict.fromkeys([config.rope, *(ropes[index] for index in own)]))
+        self._rotaries = [RotaryEmbedding(rope, weights.kernels.device) for rope in kinds]
+        self.rotary = self._rotaries[0]
+        self._rotary_of = [kinds.index(ropes[index]) for index in own]
+        self._logits_divisor = config.logits_divisor
         self._places = {
             index: (number, place)
             for number, group in enumerate(self.groups)
@@ -199,6 +205,8 @@ class Model(ModelSizes):
     def precision(self) -> str:
         """How its numbers are held, in words: whatever changes them changes this."""
         name = str(self.dtype).removeprefix("torch.")
+        if self.config.rope.is_long:
+            name += ", long rotary factors"
         return name if self.quantization is None else f"{name}, weights {self.quantization}"
 
     def new_caches(
@@ -245,12 +253,12 @@ class Model(ModelSizes):
         aux: AuxHiddenStates | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """A step through the layers that are here, see `forward`: (x, residual) [tokens, hidden] before and after."""
-        tables = self.rotary.tables(batches[0].positions)
-        for index, layer in enumerate(self.layers, start=self._first):
+        tables = [rotary.tables(batches[0].positions) for rotary in self._rotaries]
+        for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True), start=self._first):
             if aux is not None:
                 aux.take(index, x, residual)
             group, _ = self._places[index]
-            x, residual = layer(x, residual, tables, caches[group], batches[group])
+            x, residual = layer(x, residual, tables[rotary], caches[group], batches[group])
         return x, residual
 
     def without_rows(self) -> None:
@@ -261,7 +269,8 @@ class Model(ModelSizes):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] of `forward`. Returns [rows, vocabulary] fp32."""
-        return self.head(hidden, torch.float32)
+        logits = self.head(hidden, torch.float32)
+        return logits if self._logits_divisor == 1.0 else logits.div_(self._logits_divisor)
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:

@@ -21,5 +21,5 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         default_head_dim=128,
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
     )

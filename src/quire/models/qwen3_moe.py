@@ -38,7 +38,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         windows=(window,) * num_layers,
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
         experts=ExpertsConfig(routing, fields.integer("moe_intermediate_size")),
         dense_layers=_dense_layers(fields, num_layers),
     )

@@ -15,6 +15,7 @@ from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
 from quire.models.fp8 import BlockQuantizedCheckpoint, is_block_quantized
+from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
 from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Weights
@@ -26,12 +27,34 @@ from quire.parallel.group import Group
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "quire.models.deepseek_v3",
+    "Ernie4_5ForCausalLM": "quire.models.ernie4_5",
+    "Exaone4ForCausalLM": "quire.models.exaone4",
+    "Glm4ForCausalLM": "quire.models.glm4",
+    "Glm4MoeForCausalLM": "quire.models.glm4_moe",
+    "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",
+    "GraniteForCausalLM": "quire.models.granite",
+    "GraniteMoeHybridForCausalLM": "quire.models.granitemoehybrid",
+    "HunYuanDenseV1ForCausalLM": "quire.models.hunyuan_v1_dense",
+    "HYV3ForCausalLM": "quire.models.hy_v3",
+    "KimiK25ForConditionalGeneration": "quire.models.kimi_k25",
+    "Kimi_K25ForConditionalGeneration": "quire.models.kimi_k25",
     "LlamaForCausalLM": "quire.models.llama",
+    "MiniMaxM2ForCausalLM": "quire.models.minimax_m2",
+    "Ministral3ForCausalLM": "quire.models.ministral3",
+    "Mistral3ForConditionalGeneration": "quire.models.mistral3",
+    "Mistral4ForCausalLM": "quire.models.mistral4",
     "MistralForCausalLM": "quire.models.mistral",
     "MixtralForCausalLM": "quire.models.mixtral",
+    "Olmo2ForCausalLM": "quire.models.olmo2",
+    "Olmo3ForCausalLM": "quire.models.olmo3",
+    "Phi3ForCausalLM": "quire.models.phi3",
     "Qwen2ForCausalLM": "quire.models.qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "quire.models.qwen2_5_vl",
     "Qwen3ForCausalLM": "quire.models.qwen3",
     "Qwen3MoeForCausalLM": "quire.models.qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "quire.models.qwen3_vl",
+    "SeedOssForCausalLM": "quire.models.seed_oss",
+    "SmolLM3ForCausalLM": "quire.models.smollm3",
 }
 """Name in config.json, and the module whose `read_config` reads it, imported when it is asked for."""
 
@@ -50,6 +73,7 @@ def load_model(
     redundant_experts: int | None = None,
     stage: Group | None = None,
     stages: int = 1,
+    max_model_len: int | None = None,
 ) -> Model:
     """Loads a checkpoint's model.
 
@@ -66,6 +90,7 @@ def load_model(
         one_kv_group: see `DecoderConfig`.
         redundant_experts: ranks have whole experts, and so many of each layer's twice; None: they share each expert.
         stage, stages: see `Model`.
+        max_model_len: the longest context that was asked for; None: none was.
 
     Raises:
         CheckpointError: one of its kinds, for anything about the folder that is not right.
@@ -76,7 +101,7 @@ def load_model(
     how = choose_quantization(checkpoint.folder, record, quantization, group)
     stored = record is not None
     kernels = kernels or choose_kernels()
-    sharing = ranks, one_kv_group, redundant_experts, stage, stages
+    sharing = ranks, one_kv_group, redundant_experts, stage, stages, max_model_len
     model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, *sharing)
     return model
 
@@ -94,15 +119,24 @@ def build_model(
     redundant_experts: int | None = None,
     stage: Group | None = None,
     stages: int = 1,
+    max_model_len: int | None = None,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
+    notes = [note, _own_code_note(checkpoint.config)]
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
+    layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
+    if layout is not None and not stored:  # what is stored quantized is as the model asks for it
+        checkpoint = LaidOutCheckpoint(checkpoint, layout)
+        notes.append(_passed_over_note(checkpoint))
+    config = config.within(max_model_len)
     if mtp:
         config = config.with_mtp()
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
+    if skipped and not mtp:
+        notes.append(_mtp_note(checkpoint, skipped))
     slots = 0
     if redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + redundant_experts
@@ -117,7 +151,7 @@ def build_model(
     model.expert_bytes -= weights.bytes_saved(experts=True)
     if slots:
         weights.complete()
-    model.notes = tuple(text for text in (note, _own_code_note(checkpoint.config)) if text)
+    model.notes = tuple(text for text in (*notes, _rope_note(config)) if text)
     return model, weights
 
 
@@ -207,6 +241,37 @@ def _architecture(fields: Fields) -> str:
     raise UnknownArchitectureError(
         f"{fields.source}: architecture {', '.join(names)} is not known. "
         f"Known are: {', '.join(ARCHITECTURES)}.{hint}{code}"
+    )
+
+
+def _passed_over_note(checkpoint: LaidOutCheckpoint) -> str | None:
+    entries = checkpoint.passed_over
+    if not entries:
+        return None
+    size = sum(entry.num_bytes for entry in entries) / 2**20
+    return (
+        f"only the text model of this checkpoint is loaded: {len(entries)} tensors ({size:,.1f} MiB) of its other "
+        f"parts are not, such as {entries[0].name!r}; requests with images are refused"
+    )
+
+
+def _mtp_note(checkpoint: Checkpoint, skipped: tuple[str, ...]) -> str | None:
+    sizes = [entry.num_bytes for name, entry in checkpoint.entries.items() if name.startswith(skipped)]
+    if not sizes:
+        return None
+    return (
+        f"{len(sizes)} tensors ({sum(sizes) / 2**20:,.1f} MiB) of layers that predict further tokens are not loaded; "
+        "speculative_config with method mtp uses such a layer, where there is one"
+    )
+
+
+def _rope_note(config: DecoderConfig) -> str | None:
+    rope = config.rope
+    if not rope.is_long:
+        return None
+    return (
+        f"rotary factors are those of texts longer than {rope.original_max_position_embeddings:,} tokens, for all "
+        "texts (longrope); a max_model_len of at most that chooses the others"
     )
 
 

@@ -242,11 +242,11 @@ class Weights:
         """A norm."""
         return RMSNorm(self.tensor(f"{name}.weight"), eps, self.kernels)
 
-    def embedding(self, name: str) -> Embedding:
+    def embedding(self, name: str, scale: float = 1.0) -> Embedding:
         """An embedding table, which stays a view of the file on a CPU, where the system is asked to read it ahead."""
         if self.kernels.device.type == "cpu":
             read_ahead(self._checkpoint.entries[f"{name}.weight"])
-        return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels)
+        return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels, scale)
 
     def under(self, prefix: str, group: Group | None = None) -> WeightsUnder:
         """The tensors whose names begin with `prefix`, by the rest of their names; `group`: see `linear`."""

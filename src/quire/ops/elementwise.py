@@ -63,7 +63,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if x.numel() <= 2 * PART:
         return torch.cat(_rotated(x, cos, sin), dim=-1).to(x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for rows in _parts(x):
         first, second = out[rows].chunk(2, dim=-1)
         turned = _rotated(x[rows], cos[rows], sin[rows])

@@ -71,7 +71,7 @@ class _Step:
             attention=attend.pointer,
         )
         self.pointer = ctypes.addressof(self.struct)
-        self.held = (cos, sin, slots, cache, attend)
+        self.held = (tables, cos, sin, slots, cache, attend)
 
 
 def _shares(parts: LayerParts) -> dict[str, Any]:
@@ -139,7 +139,8 @@ class CpuLayer:
             raise ValueError("a layer without a norm at its input must be the first")
         if self._struct.layer >= kv.layers:
             raise ValueError(f"layer {self._struct.layer} does not fit a cache of {kv.layers} layers")
-        step, workspace = batch.once(self._key, lambda: self._prepare(tables, kv, batch))
+        key = (self._key, id(tables))  # layers may differ in what they rotate; the step holds its tables
+        step, workspace = batch.once(key, lambda: self._prepare(tables, kv, batch))
         out = torch.empty_like(residual) if x is None else x
         address = self._scratch.at_least(workspace)
         pointers = (out.data_ptr(), residual.data_ptr(), address)

@@ -1,0 +1,39 @@
+"""Granite 3 and 4.1 (dense), as in transformers' `modeling_granite.py`.
+
+Special: embeddings, what attention and MLP add to the residual stream, scores and logits are each multiplied with a
+constant. The stream is kept in units of `residual_multiplier`: then what is added needs no factor, embeddings have
+another one, and norms, which do not see a factor of what they read, have another eps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.models.config import DecoderConfig, read_decoder_config, read_num_layers
+from quire.models.fields import Fields
+
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+
+def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    num_layers = read_num_layers(fields)
+    fields.refuse("layer_types", (["full_attention"] * num_layers,), "all of Granite's layers see everything")
+    bias = fields.flag("attention_bias", default=False)
+    config = read_decoder_config(
+        fields,
+        generation,
+        windows=(None,) * num_layers,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", default=False),
+        read=MULTIPLIERS,
+    )
+    return with_multipliers(config, fields)
+
+
+def with_multipliers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """With the four constants that the fields say; raises ModelConfigError."""
+    embedding, unit, scale, logits = (fields.number(name, default=1.0) for name in MULTIPLIERS)
+    layer = replace(config.layer, scale=scale, rms_norm_eps=config.layer.rms_norm_eps / unit**2)
+    return replace(config, layer=layer, embedding_scale=embedding / unit, logits_divisor=logits)

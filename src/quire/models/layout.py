@@ -1,0 +1,153 @@
+"""A checkpoint whose tensors lie otherwise than the model asks for them, presented as one in which they do not.
+
+Families name the same parts differently, join some of them in one tensor, put other towers beside the text's, and turn
+other pairs of a head's dimensions. All of that is undone here, as the tensors are read, so that nothing else knows of
+it. What the model calls its tensors is what Llama's checkpoints call them.
+
+A head's dimensions may be put into any order, if queries and keys have the same one: their products stay. So whatever
+pairs a family turns, they are brought where the kernels turn them: dimension i of a head with i + head_dim / 2.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.errors import TensorShapeError, UnexpectedTensorError
+from quire.models.checkpoint import Checkpoint
+from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry
+
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What a layer's experts are called where they lie in one tensor, "PREFIX.experts.gate_up_proj" [experts, outputs,
+inputs], and apart, "PREFIX.experts.0.gate_proj.weight"."""
+JOINED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
+HEADS = re.compile(r".*\.self_attn\.(q|k)_(proj|norm)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What differs from what the model asks for.
+
+    Attributes:
+        renamed: (pattern, replacement) of names, each applied to all in turn. A name that is what the model calls it
+            must stay as it is.
+        skipped: how names begin of tensors that are not the text's; they are counted, and told at start.
+        joined: by the end of a tensor's name, the parts that lie in it one after another, with their rows: "qkv_proj".
+        order: of a head's dimensions: the i-th is the checkpoint's order[i]; None: the checkpoint's.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+    joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    order: tuple[int, ...] | None = None
+
+    def name(self, stored: str) -> str:
+        """What the model calls a tensor."""
+        for pattern, replacement in self.renamed:
+            stored = re.sub(pattern, replacement, stored)
+        return stored
+
+
+TABLE = "embed_tokens.weight"
+WITHOUT_HEAD = Layout(renamed=((r"^(?=(embed_tokens|layers|norm)\.)", "model."),))
+"""A model that was saved without its head, as Qwen3-Embedding's, whose table is called `TABLE`."""
+
+
+def partly_turned(head_dim: int, turning: int, interleaved: bool = False) -> tuple[int, ...] | None:
+    """The order of a head's dimensions of which the first `turning` turn; None: it is the kernels' already.
+
+    Args:
+        interleaved: dimensions 2i and 2i + 1 turn together, not i and i + turning / 2.
+    """
+    if turning == head_dim and not interleaved:
+        return None
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + turning // 2) for i in range(turning // 2)]
+    pairs += [(i, i + (head_dim - turning) // 2) for i in range(turning, (head_dim + turning) // 2)]
+    return tuple(first for first, _ in pairs) + tuple(second for _, second in pairs)
+
+
+class LaidOutCheckpoint(Checkpoint):
+    """A checkpoint under the names, and with the tensors, that the model asks for.
+
+    Attributes:
+        passed_over: the entries of tensors that are not the text's.
+
+    Raises:
+        UnexpectedTensorError: two tensors would have the same name.
+        TensorShapeError: a tensor that holds several has not the rows of all of them.
+    """
+
+    def __init__(self, base: Checkpoint, layout: Layout) -> None:
+        self._base, self._layout = base, layout
+        self.folder, self.config, self.generation = base.folder, base.config, base.generation
+        self.entries: dict[str, TensorEntry] = {}
+        self.passed_over: list[TensorEntry] = []
+        self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}  # by name: a stored tensor, and where in it
+        for stored, entry in base.entries.items():
+            if stored.startswith(layout.skipped):
+                self.passed_over.append(entry)
+            else:
+                self._add(stored, entry)
+
+    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
+        """A tensor: see `Checkpoint`. A copy where dimensions of heads change places."""
+        stored, where = self._parts[name]
+        tensor = self._base.tensor(stored, dtypes)[where]
+        order = self._layout.order
+        if order is None or not HEADS.fullmatch(name):
+            return tensor
+        return tensor.view(-1, len(order), *tensor.shape[1:])[:, list(order)].reshape(tensor.shape)
+
+    def _add(self, stored: str, entry: TensorEntry) -> None:
+        name = self._layout.name(stored)
+        for end, parts in self._layout.joined:
+            if (found := re.fullmatch(rf"(.*){re.escape(end)}\.(weight|bias)", name)) is not None:
+                names = [(f"{found[1]}{part}.{found[2]}", rows) for part, rows in parts]
+                self._add_parts(names, stored, entry, ())
+                return
+        if (found := JOINED_EXPERTS.fullmatch(name)) is not None and len(entry.shape) == 3:
+            called = EXPERTS[found[2]]
+            rows, rest = divmod(entry.shape[1], len(called))
+            for expert in range(entry.shape[0]):
+                names = [(f"{found[1]}{expert}.{part}.weight", rows + rest) for part in called]
+                self._add_parts(names, stored, entry, (expert,))
+            return
+        self._add_part(name, stored, entry, ())
+
+    def _add_parts(
+        self, names: Sequence[tuple[str, int]], stored: str, entry: TensorEntry, where: tuple[int, ...]
+    ) -> None:
+        """Parts of a tensor that lie one after another, each so many rows."""
+        rows = sum(count for _, count in names)
+        shape = entry.shape[len(where) :]
+        if not shape or shape[0] != rows:
+            raise TensorShapeError(
+                f"{entry.file}: {stored!r} is {list(entry.shape)}; it holds {', '.join(name for name, _ in names)}, "
+                f"which have {rows} rows together. Is config.json that of these weights?"
+            )
+        first = 0
+        for name, count in names:
+            self._add_part(name, stored, entry, (*where, slice(first, first + count)))
+            first += count
+
+    def _add_part(self, name: str, stored: str, entry: TensorEntry, where: tuple[int | slice, ...]) -> None:
+        if name in self.entries:
+            raise UnexpectedTensorError(
+                f"{entry.file}: {stored!r} and {self._parts[name][0]!r} both hold what the model calls {name!r}; "
+                "remove the one that does not belong to this checkpoint"
+            )
+        shape = _shape_of(entry.shape, where)
+        share = 1 if entry.shape == shape else math.prod(shape) / max(math.prod(entry.shape), 1)
+        self.entries[name] = replace(entry, name=name, shape=shape, num_bytes=round(entry.num_bytes * share))
+        self._parts[name] = stored, where
+
+
+def _shape_of(shape: tuple[int, ...], where: tuple[int | slice, ...]) -> tuple[int, ...]:
+    counts = [
+        len(range(*index.indices(size))) for index, size in zip(where, shape, strict=False) if isinstance(index, slice)
+    ]
+    return (*counts, *shape[len(where) :])

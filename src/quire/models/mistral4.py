@@ -1,0 +1,36 @@
+"""Mistral Small 4, as in transformers' `modeling_mistral4.py`.
+
+Special: DeepSeek V3's layers, but that a softmax scores the experts (a group's score is the sum of its two best), that
+queries grow with their position as Ministral 3's do, and that a layer's experts may lie in one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.models.config import DecoderConfig, read_rope, read_routing
+from quire.models.deepseek_v2 import read_deepseek_config
+from quire.models.fields import Fields
+from quire.models.layout import Layout
+from quire.models.ministral3 import ROPE_FIELDS, with_query_scaling
+
+
+def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    fields.refuse("rope_interleave", (True,), "rotary pairs that do not lie side by side")
+    turning = fields.integer("qk_rope_head_dim")
+    whole = turning + fields.integer("qk_nope_head_dim")
+    fields.refuse("head_dim", (turning, whole), f"a head_dim other than qk_rope_head_dim or all of a head ({whole})")
+    section = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    section.refuse("partial_rotary_factor", (turning / whole, 1, 1.0), f"other than {turning} of {whole} dimensions")
+    routing = read_routing(
+        fields,
+        "n_routed_experts",
+        group_score="top2",
+        normalize=fields.flag("norm_topk_prob", default=True),
+        scale=fields.number("routed_scaling_factor", default=1.0),
+    )
+    scaling = Fields(section.picked(section.names() - {"partial_rotary_factor"}), section.source)
+    rope = read_rope(fields, turning, read=ROPE_FIELDS, scaling=scaling)
+    config = read_deepseek_config(fields, generation, routing, default_first_dense=0, rope=rope)
+    return replace(with_query_scaling(config, fields), layout=Layout())

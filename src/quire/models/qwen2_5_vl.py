@@ -1,0 +1,25 @@
+"""Qwen2.5-VL, as in transformers' `modeling_qwen2_5_vl.py`: its text model, which is Qwen2's.
+
+Special: its place beside a vision tower; published configurations have its fields among the outer ones. For rotary
+embedding see `qwen3_vl`.
+"""
+
+from __future__ import annotations
+
+from quire.models import qwen2
+from quire.models.config import DecoderConfig
+from quire.models.fields import Fields
+from quire.models.qwen3_vl import of_text
+from quire.models.text_tower import read_text_tower
+
+
+def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
+    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    if "text_config" not in fields:
+        inner = fields.picked(fields.names() - {"vision_config"}) | {"model_type": "qwen2_5_vl_text"}
+        fields = Fields({"text_config": inner}, fields.source)
+    return read_text_tower(fields, generation, {"qwen2_5_vl_text": _read_text}, ("visual.",))
+
+
+def _read_text(fields: Fields, generation: Fields) -> DecoderConfig:
+    return qwen2.read_config(of_text(fields), generation)

@@ -1,0 +1,50 @@
+"""The text model of a checkpoint that also sees or hears: its configuration and its tensors among the others'.
+
+Such a checkpoint nests the text model's configuration in `text_config` and puts its tensors under `language_model`,
+beside those of other towers, which are counted and not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from quire.models.config import DecoderConfig, refuse_unsupported
+from quire.models.fields import Fields
+from quire.models.layout import Layout
+
+ReadConfig = Callable[[Fields, Fields], DecoderConfig]
+
+PREFIXES = (
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^language_model\.model\.", "model."),
+    (r"^model\.language_model\.", "model."),
+)
+"""Where the text model's tensors lie: in what was published, and as transformers names them in memory."""
+
+
+def read_text_tower(
+    fields: Fields, generation: Fields, texts: Mapping[str, ReadConfig], others: tuple[str, ...]
+) -> DecoderConfig:
+    """Reads the text model's configuration.
+
+    Args:
+        fields: of config.json.
+        generation: of generation_config.json.
+        texts: by `model_type` of the section, what reads it.
+        others: the other towers, and what lies between them and the text model: how their tensors' names begin.
+
+    Raises:
+        ModelConfigError: the section is missing or of another type, or a field asks for what is not supported.
+    """
+    refuse_unsupported(fields)
+    section = fields.section("text_config")
+    if not section.names():
+        raise fields.error("text_config", "an object, the text model's configuration")
+    read = texts[section.choice("model_type", texts)]
+    values = fields.picked(["eos_token_id"]) | section.picked(section.names())
+    values |= fields.picked(["tie_word_embeddings"])  # the outer one counts, where both are there
+    config = read(Fields(values, section.source), generation)
+    layout = config.layout or Layout()
+    skipped = tuple(prefix + other for prefix in ("", "model.") for other in others)
+    return replace(config, layout=replace(layout, renamed=(*PREFIXES, *layout.renamed), skipped=skipped))
