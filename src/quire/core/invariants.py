@@ -159,7 +159,7 @@ def _check_tier(kv: KVManager) -> None:
     filling = [move.slot for move in fetches.saves_under_way] + [slot for each in waiting for slot in each.filling]
     _must(len(set(filling)) == len(filling) == counts["filling"], f"slots {filling} are saved into, {counts}")
     read = Counter(move.slot for fetch in fetches.under_way for move in fetch.moves)
-    read.update([*fetches.writes, *kv.exports.pinned])
+    read.update([*fetches.writes, *(kv.exports.pinned if kv.exports else ())])
     read.update(slot for each in waiting for slot in each.pinned)
     late = {slot for each in fetches.reads.values() if each.late for slot in each.filling}
     _must(counts["quarantined"] >= len(late), f"slots {late} may still be written, {counts}")

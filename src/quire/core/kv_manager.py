@@ -53,7 +53,7 @@ class KVManager:
 
     Attributes:
         fetches: what moves between the pool and the tier.
-        exports: what other engines read from the tier.
+        exports: what other engines read from the tier; None: there is none.
         num_held: blocks that are held beside the requests, by the kind of their handles.
     """
 
@@ -75,7 +75,7 @@ class KVManager:
         self._prefix_cache = prefix_cache
         self.groups = groups
         self.fetches = Fetches(tier or Tier(), disk)
-        self.exports = Exports(self.fetches)
+        self.exports = Exports(self.fetches) if self.fetches.tier.num_slots else None
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self.reset()
 
@@ -84,7 +84,8 @@ class KVManager:
         for group in self.groups:
             group.reset()
         self.fetches.reset()
-        self.exports.reset()
+        if self.exports:
+            self.exports.reset()
         self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events, self.fetches.evicted)
         if self.events is not None:
             self.events.add("cleared")

@@ -420,8 +420,9 @@ class Engine:
     def prefilled(self, numbers: Sequence[int]) -> None:
         """Requests that computed prompts for other engines are over; see `KVTiers.to_compute`."""
         for kv in self.scheduler.kvs:
-            for number in numbers:
-                kv.exports.computed(number)
+            if kv.exports is not None:
+                for number in numbers:
+                    kv.exports.computed(number)
 
     @property
     def awaits_tiers(self) -> bool:

@@ -58,7 +58,7 @@ class KVTiers:
     Attributes:
         key: with which blocks are named and checked.
         host, disk: None: there is none.
-        mailbox: what threads have to tell.
+        mailbox: what threads have to tell; None: there are none.
         exporter: None: other engines read nothing here. importer: None: nothing is read from others.
         to_compute, dropped: prompts for other engines to be computed, and those that need not be any more; whoever
             drives the engine takes them from here.
@@ -70,7 +70,8 @@ class KVTiers:
         self.disk: DiskTier | None = None
         self.exporter: Exporter | None = None
         self.importer: Importer | None = None
-        self.mailbox = Mailbox()
+        elsewhere = config.disk_kv_path is not None or config.kv_role is not None
+        self.mailbox = Mailbox() if elsewhere else None
         self.to_compute: list[PrefillRequest] = []
         self.dropped: list[int] = []
         self.notes: list[str] = []
@@ -102,7 +103,7 @@ class KVTiers:
             return
         if self._folder is not None:
             self._open_disk(host, *self._folder[:2])
-        if self._cluster_key is None or self._config.kv_role is None:
+        if self._cluster_key is None or self.mailbox is None:
             return
         config, curve = self._config, wire.curve(self._cluster_key)
         transports = self._opened(host, self._cluster_key)
@@ -149,7 +150,7 @@ class KVTiers:
 
     def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
         """Tell the scheduler what others have done; waits so long where there is nothing to tell."""
-        if isinstance(scheduler, Lockstep):  # replicas have no tiers yet
+        if self.mailbox is None or isinstance(scheduler, Lockstep):  # replicas have no tiers yet
             return
         if self.importer is not None:
             scheduler.kv.fetches.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
@@ -162,13 +163,13 @@ class KVTiers:
         Args:
             num_steps: that the engine has computed.
         """
-        if isinstance(scheduler, Lockstep):
+        if self.mailbox is None or isinstance(scheduler, Lockstep):
             return
         if scheduler.kv.fetches.orders:
             self._order(scheduler)
-        if self.exporter is not None:
+        if self.exporter is not None and (exports := scheduler.kv.exports):
             self.exporter.steps = num_steps
-            for told in scheduler.kv.exports.advance(scheduler.kv.cache):
+            for told in exports.advance(scheduler.kv.cache):
                 if isinstance(told, Have):
                     self.exporter.have(*told)
                 else:
@@ -179,7 +180,9 @@ class KVTiers:
         for order in orders:
             if isinstance(order, Prefill):
                 if self.importer is not None:
-                    self.importer.order(order)
+                    slots, hashes = zip(*order.blocks, strict=True)
+                    of_request = order.tokens, order.priority, order.owner, order.scope
+                    self.importer.order(wire.Want(order.number, list(hashes), *of_request), slots, order.engine)
             elif self.disk is None:
                 continue
             elif isinstance(order, Forget):
@@ -191,30 +194,30 @@ class KVTiers:
         orders.clear()
 
     def _take_in(self, scheduler: Scheduler, news: object) -> None:
-        kv = scheduler.kv
+        fetches, exports = scheduler.kv.fetches, scheduler.kv.exports
         match news:
             case Ended("read", number, count, seconds):
                 scheduler.read_ended(number, count, seconds)
             case Ended("write", slot, count, _):
-                kv.fetches.written(slot, bool(count))
+                fetches.written(slot, bool(count))
             case Progressed(number):
-                kv.fetches.progressed(number, time.monotonic())
-            case Wanted(number, want):
-                computing = kv.exports.missing(want.hashes, kv.cache)
-                kv.exports.begin(number, want.hashes, computing)
+                fetches.progressed(number, time.monotonic())
+            case Wanted(number, want) if exports:
+                computing = exports.missing(want.hashes, scheduler.kv.cache)
+                exports.begin(number, want.hashes, computing)
                 if computing:
                     self.to_compute.append(PrefillRequest(number, want))
-            case Released(number, blocks):
-                kv.exports.release(number, blocks)
-            case Dropped(number):
-                kv.exports.end(number)
+            case Released(number, blocks) if exports:
+                exports.release(number, blocks)
+            case Dropped(number) if exports:
+                exports.end(number)
                 self.dropped.append(number)
 
     def counts(self, kv: KVManager) -> dict[str, dict[str, int]]:
         """Of each tier, blocks that were `stored` there and `loaded` from there, and `bad` ones; of other engines,
         blocks that they read here, and those that were read from them.
         """
-        peers = {"stored": kv.exports.exported, "loaded": kv.fetches.read[PEER]}
+        peers = {"stored": kv.exports.exported if kv.exports else 0, "loaded": kv.fetches.read[PEER]}
         return kv.fetches.counts | ({"peer": peers} if self.exporter or self.importer else {})
 
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
@@ -231,9 +234,8 @@ class KVTiers:
             self.disk.drain()
         if self.importer is not None:
             self.importer.drain()
-        for news in self.mailbox.take():
-            if self.exporter is not None and isinstance(news, Wanted):
-                self.exporter.gone(news.number)
+        if self.mailbox is not None:
+            self.mailbox.take()
         if self.exporter is not None:
             self.exporter.all_gone()
 
@@ -245,7 +247,8 @@ class KVTiers:
         self._transports.close()
         if self._folder is not None:
             os.close(self._folder[2])
-        self.mailbox.close()
+        if self.mailbox is not None:
+            self.mailbox.close()
         self.host = self.disk = self._folder = self.importer = self.exporter = None
 
 

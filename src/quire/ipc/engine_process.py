@@ -111,7 +111,8 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(control, zmq.POLLIN)
-        self._poller.register(self.engine.tiers.mailbox, zmq.POLLIN)
+        if self.engine.tiers.mailbox is not None:
+            self._poller.register(self.engine.tiers.mailbox, zmq.POLLIN)
         self.engine.wait_seconds = 0.0  # it is waited for by the poller
         self._last_statistics = (time.monotonic(), self._recorder.stats(self.engine))
 

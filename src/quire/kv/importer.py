@@ -24,7 +24,6 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.core.fetches import Prefill
 from quire.curve import Address, Curve
 from quire.errors import ConfigError, QuireError
 from quire.kv import wire
@@ -65,12 +64,13 @@ class _Reading:
     """Blocks that are computed by another engine, and read from there.
 
     Attributes:
+        slots: for the blocks that are wanted, one each.
         count: so many have come.
         over: nothing more is to be read.
     """
 
-    def __init__(self, order: Prefill) -> None:
-        self.order, self.begin = order, time.monotonic()
+    def __init__(self, want: wire.Want, slots: Sequence[int]) -> None:
+        self.want, self.slots, self.begin = want, slots, time.monotonic()
         self.count = 0
         self.over = False
 
@@ -127,16 +127,15 @@ class Prefiller:
     def load(self) -> int:
         """Tokens of what is under way."""
         with self._lock:
-            return sum(len(each.order.tokens) for each in self._readings.values())
+            return sum(len(each.want.tokens) for each in self._readings.values())
 
-    def order(self, order: Prefill) -> bool:
-        """Have blocks computed and read; False: not now."""
+    def order(self, want: wire.Want, slots: Sequence[int]) -> bool:
+        """Have blocks computed, and read into slots; False: not now."""
         with self._lock:
             if not self.ready:
                 return False
-            self._readings[order.number] = _Reading(order)
-        names = [name for _, name in order.blocks]
-        self._outbox.post(wire.Want(order.number, names, order.tokens, order.priority, order.owner, order.scope))
+            self._readings[want.number] = _Reading(want, slots)
+        self._outbox.post(want)
         return True
 
     def stop_reading(self) -> None:
@@ -308,7 +307,7 @@ class Prefiller:
     # -- the thread that reads -------------------------------------------------------------------------------
 
     def _carry_out(self, reading: _Reading, message: wire.Have | wire.Gone) -> None:
-        number = reading.order.number
+        number = reading.want.number
         if isinstance(message, wire.Have) and not reading.over:
             try:
                 self._fetch(reading, message)
@@ -321,7 +320,7 @@ class Prefiller:
         if isinstance(message, wire.Gone):  # it has too much to do, or the request ended
             self._resting_until = time.monotonic() + REST_SECONDS
         with self._lock:
-            reading.over |= isinstance(message, wire.Gone) or reading.count == len(reading.order.blocks)
+            reading.over |= isinstance(message, wire.Gone) or reading.count == len(reading.slots)
             if not reading.over or self._readings.pop(number, None) is None:
                 return
         self._outbox.post(wire.Cancel(number))
@@ -329,24 +328,22 @@ class Prefiller:
 
     def _fetch(self, reading: _Reading, message: wire.Have) -> None:
         """Read the blocks of a message, and say so."""
-        blocks = reading.order.blocks[message.first : message.first + len(message.slots)]
-        if message.first != reading.count or not len(blocks) == len(message.slots) == len(message.checks):
+        own = reading.slots[message.first : message.first + len(message.slots)]
+        if message.first != reading.count or not len(own) == len(message.slots) == len(message.checks):
             raise TransferError(f"blocks {message.first} and on were told of, and {reading.count} are next")
         size, link = self._tier.block_bytes, self._link
         if link is None:
             raise TransferError("the connection has ended")
-        ranges = [
-            Range(there * size, here * size, size) for there, (here, _) in zip(message.slots, blocks, strict=True)
-        ]
+        ranges = [Range(there * size, here * size, size) for there, here in zip(message.slots, own, strict=True)]
         link.read(coalesced(ranges), READ_SECONDS)
-        for (here, _), check in zip(blocks, message.checks, strict=True):
+        for here, check in zip(own, message.checks, strict=True):
             self._tier.checks[here] = check
-        reading.count += len(blocks)
-        self._outbox.post(wire.Got(reading.order.number, reading.count))
-        self._mailbox.post(Progressed(reading.order.number))
+        reading.count += len(own)
+        self._outbox.post(wire.Got(reading.want.number, reading.count))
+        self._mailbox.post(Progressed(reading.want.number))
 
     def _end(self, reading: _Reading) -> None:
-        self._mailbox.post(Ended("read", reading.order.number, reading.count, time.monotonic() - reading.begin))
+        self._mailbox.post(Ended("read", reading.want.number, reading.count, time.monotonic() - reading.begin))
 
     def _switch_off(self, number: int) -> None:
         """A transport that may write late is used no more, and that this read has ended is never told."""
@@ -377,12 +374,12 @@ class Importer:
         """Some engine takes orders."""
         return any(each.ready for each in self.prefillers)
 
-    def order(self, order: Prefill) -> None:
-        """Have blocks computed by the engine that was named, or else by the one that has least to do."""
-        for prefiller in sorted(self.prefillers, key=lambda each: (each.engine != order.engine, each.load)):
-            if prefiller.order(order):
+    def order(self, want: wire.Want, slots: Sequence[int], engine: str = "") -> None:
+        """Have blocks computed, and read into slots: by the engine that is named, or else by the least busy one."""
+        for prefiller in sorted(self.prefillers, key=lambda each: (each.engine != engine, each.load)):
+            if prefiller.order(want, slots):
                 return
-        self._mailbox.post(Ended("read", order.number, 0, 0.0))
+        self._mailbox.post(Ended("read", want.number, 0, 0.0))
 
     def drain(self) -> None:
         """Read nothing more of what was ordered."""
