@@ -105,25 +105,27 @@ class ModelRunner:
         for request in self._requests:
             if self._drafter is not None:
                 self._drafter.end(request)
+        self._requests = {}
         self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device)
         self._drafter = None if self._speculation is None else self._make_drafter(self._speculation)
-        self._requests = {}
         self._free_rows: list[int] = []  # of the block tables
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
         self._unsettled: deque[LaunchedStep] = deque()  # their tokens have not been taken in
 
     def _make_drafter(self, speculation: Speculation) -> Drafter | DeviceDrafter:
         """The one place that asks whether drafts are made on the host or stay on the device."""
-        proposer, forward, rest = speculation.proposer, self._forward, (self._row_of, self.device)
+        requests = self._requests  # not `self`: whoever drops the runner drops its memory
+
+        def row_of(request: int) -> int:
+            return requests[request].row
+
+        proposer, forward, rest = speculation.proposer, self._forward, (row_of, self.device)
         if not isinstance(proposer, DeviceProposer):
             context = DraftContext(self.model, self.kv, self.sampler, forward, *rest)
             return Drafter(proposer, context, speculation.rejection)
         if not isinstance(forward, DeviceForward):
             raise ValueError("these drafts stay on the device, but the forward pass keeps its tables on the host")
         return DeviceDrafter(proposer, DeviceContext(self.model, self.kv, self.sampler, forward, *rest))
-
-    def _row_of(self, request: int) -> int:
-        return self._requests[request].row
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step, and wait for it: see `launch`."""
