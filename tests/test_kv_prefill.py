@@ -52,7 +52,7 @@ class Prefill:
         self.computed = 0
         self.hold = threading.Event()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)  # a test that fails leaves it
         self._thread.start()
 
     def _run(self) -> None:
@@ -280,6 +280,28 @@ def test_every_transport(name: str, options: dict[str, Any]) -> None:
     engine = decoder(options, prefill, kv_transport=name)
     texts = [prompt(length, first) for first, length in enumerate((33, 100, 160))]
     assert run(engine, texts) == alone(options, texts) and peer(engine) == 2 + 6 + 9
+    engine.close()
+    prefill.close()
+
+
+RANKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"tensor_parallel_size": 2}, {}),
+    ({}, {"tensor_parallel_size": 2}),
+    ({"pipeline_parallel_size": 2, "async_scheduling": False}, {"tensor_parallel_size": 2}),
+    ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "async_scheduling": False}),
+]
+"""Of who computes prompts, and of who decodes."""
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [*RANKS[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in RANKS[2:])]
+)
+def test_each_side_has_ranks_as_it_likes(there: dict[str, Any], here: dict[str, Any], options: dict[str, Any]) -> None:
+    prefill = Prefill(**options, **there)
+    engine = decoder(options, prefill, **here)
+    texts = [prompt(length, first) for first, length in enumerate((33, 100, 160))]
+    assert run(engine, texts) == alone(options, texts) and peer(engine) == 2 + 6 + 9
+    assert not engine.stats.kv_tiers["host"]["bad"]
     engine.close()
     prefill.close()
 
