@@ -229,6 +229,16 @@ def test_processes_of_one_server_agree_on_the_tenants_and_other_servers_do_not()
     assert owner("a") == ""  # one key is one tenant
 
 
+def test_servers_with_one_cluster_key_agree_on_a_tenant_whoever_else_is_one() -> None:
+    def owner(*keys: str, secret: bytes = b"a cluster's key") -> str:
+        tenant = Tenants(keys, cluster_key=secret).find([f"Bearer {keys[0]}".encode()])
+        assert tenant is not None
+        return tenant.owner
+
+    assert owner("a") == owner("a", "b") == owner("a", "c") != ""
+    assert owner("a") != owner("b") and owner("a") != owner("a", secret=b"another cluster's")
+
+
 def test_without_keys_everybody_is_the_operator(site: Site) -> None:
     for headers in ({}, bearer("anything")):
         assert site.http.post("/v1/completions", headers=headers).json() == {"owner": "", "operator": True}

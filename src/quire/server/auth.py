@@ -49,23 +49,28 @@ class Tenants:
     """The keys of a server. Without any, everybody is the one tenant; with several, each key is its own.
 
     The processes of one server agree about the tenants' names, since these follow from the keys. No key can be
-    guessed from a name by who does not know all the others.
+    guessed from a name by who does not know all the others, or the cluster's key.
 
     Args:
         keys: the API keys; the first is the operator's.
         metrics_keys: keys that open the metrics alone.
+        cluster_key: where servers share KV, a tenant's name follows from this and its own key: it stays the same when
+            others come, and is the same on every server. None: from all keys of this server.
 
     Attributes:
         count: API keys.
     """
 
-    def __init__(self, keys: Sequence[str], metrics_keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self, keys: Sequence[str], metrics_keys: Sequence[str] = (), cluster_key: bytes | None = None
+    ) -> None:
         self.count = len(keys)
-        secret = hashlib.blake2b("\0".join(keys).encode()).digest()
+        apart = len(keys) > 1 or cluster_key is not None
+        secret = hashlib.blake2b(cluster_key or "\0".join(keys).encode()).digest()
         self._salt = secrets.token_bytes(32)
         self._tenants: list[tuple[bytes, Tenant]] = []
         for index, key in enumerate(keys):
-            name = _named(key, secret) if len(keys) > 1 else ""
+            name = _named(key, secret) if apart else ""
             tenant = Tenant(name, is_operator=index == 0, label=f"key {index + 1}")
             self._tenants.append((self._digest(key.encode()), tenant))
         for index, key in enumerate(metrics_keys, 1):

@@ -14,6 +14,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from quire import log
+from quire.curve import read_token
 from quire.ipc.client import EngineClient
 from quire.server.app import create_app
 from quire.server.auth import Tenants
@@ -45,13 +46,14 @@ class HttpWorker:
 
     def __init__(self, start: HttpStart, http: HttpServer) -> None:
         directory = Path(start.directory)
-        server = start.server
+        server, cluster_key = start.server, start.engine_options.get("cluster_key_file")
+        secret = None if cluster_key is None else read_token(cluster_key, "--cluster-key-file")
         self.context = AppContext(
             server=server,
             client=EngineClient(directory, start.worker),
             metrics=Metrics(directory / "metrics", worker=start.worker, model_name=start.model_names[0]),
             model_names=start.model_names,
-            tenants=Tenants(server.api_key, server.metrics_key),
+            tenants=Tenants(server.api_key, server.metrics_key, secret),
             engine_options=start.engine_options,
             origins=start.origins,
         )
