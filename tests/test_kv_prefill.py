@@ -15,11 +15,14 @@ import msgspec
 import pytest
 
 from quire.config import EngineConfig
+from quire.core.fetches import PATIENCE, PEER
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.transport import installed
+from quire.kv.transport.base import TransferError
+from quire.kv.transport.shared import SharedMemoryLink, SharedMemoryTransport
 from tests.oracle import save_checkpoint
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -384,6 +387,42 @@ def test_a_bit_that_is_flipped_on_the_way_costs_a_computed_block(
     monkeypatch.setattr(tier, "filled", flip)
     assert run(engine, [prompt(150)]) == alone(options, [prompt(150)])
     assert engine.stats.kv_tiers["host"]["bad"] == 1 and len(flipped) >= 9
+    engine.close()
+
+
+def failing(self: object, ranges: object, seconds: float) -> None:
+    raise TransferError("the wire was cut")
+
+
+def test_a_read_that_fails_is_computed_here_and_the_connection_made_anew(
+    options: dict[str, Any], prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = decoder(options, prefill)
+    importer = engine.tiers.importer
+    assert importer is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMemoryLink, "read", failing)
+        begin(engine, [prompt(150)])
+        wait_until(lambda: engine.step() or not importer.ready)
+    wait_until(lambda: importer.ready)
+    assert engine.scheduler.kv.fetches.tier.counts["quarantined"] == 0
+    assert rest(engine) == alone(options, [prompt(150)])
+    engine.close()
+
+
+def test_slots_into_which_something_may_come_late_are_used_no_more_and_neither_is_the_transport(
+    options: dict[str, Any], prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedMemoryTransport, "fenced", False)
+    monkeypatch.setattr(SharedMemoryLink, "read", failing)
+    monkeypatch.setitem(PATIENCE, PEER, 0.3)
+    engine = decoder(options, prefill, kv_transport="shared_memory")
+    importer = engine.tiers.importer
+    assert importer is not None
+    assert run(engine, [prompt(150)]) == alone(options, [prompt(150)])
+    wait_until(lambda: "no way to its blocks" in importer.prefillers[0].state)
+    assert engine.scheduler.kv.fetches.tier.counts["quarantined"] == 9 and not importer.ready
+    assert run(engine, [prompt(100, 1)], first_id=10) == alone(options, [prompt(100, 1)])
     engine.close()
 
 

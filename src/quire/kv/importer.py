@@ -67,12 +67,13 @@ class _Reading:
         slots: for the blocks that are wanted, one each.
         count: so many have come.
         over: nothing more is to be read.
+        late: something may still be written into its slots, at any time: that it has ended is never told.
     """
 
     def __init__(self, want: wire.Want, slots: Sequence[int]) -> None:
         self.want, self.slots, self.begin = want, slots, time.monotonic()
         self.count = 0
-        self.over = False
+        self.over = self.late = False
 
 
 class Prefiller:
@@ -315,8 +316,8 @@ class Prefiller:
                 reading.over = True
                 self._outbox.post(UnreachableError(f"blocks could not be read by {self.transport.name} ({error})"))
                 if not self.transport.fenced:
-                    self._switch_off(number)
-                    return
+                    reading.late = True
+                    self._switch_off()
         if isinstance(message, wire.Gone):  # it has too much to do, or the request ended
             self._resting_until = time.monotonic() + REST_SECONDS
         with self._lock:
@@ -343,12 +344,12 @@ class Prefiller:
         self._mailbox.post(Progressed(reading.want.number))
 
     def _end(self, reading: _Reading) -> None:
+        if reading.late:
+            return
         self._mailbox.post(Ended("read", reading.want.number, reading.count, time.monotonic() - reading.begin))
 
-    def _switch_off(self, number: int) -> None:
-        """A transport that may write late is used no more, and that this read has ended is never told."""
-        with self._lock:
-            self._readings.pop(number, None)
+    def _switch_off(self) -> None:
+        """A transport that may write late is used no more."""
         self._switched_off.add(self.transport.name)
         logger.error(
             "transport %s is switched off for %s: it may still write what it failed to bring; the slots for that are "

@@ -61,9 +61,7 @@ class Tenants:
         count: API keys.
     """
 
-    def __init__(
-        self, keys: Sequence[str], metrics_keys: Sequence[str] = (), cluster_key: bytes | None = None
-    ) -> None:
+    def __init__(self, keys: Sequence[str], metrics_keys: Sequence[str] = (), cluster_key: bytes | None = None) -> None:
         self.count = len(keys)
         apart = len(keys) > 1 or cluster_key is not None
         secret = hashlib.blake2b(cluster_key or "\0".join(keys).encode()).digest()
