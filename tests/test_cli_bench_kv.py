@@ -1,4 +1,4 @@
-"""The command `quire bench kv`: what it prints, that figures are what they are said to be, and mistakes in its options."""
+"""The command `quire bench kv`: what it prints, that its figures are what they are said to be, and wrong options."""
 
 from __future__ import annotations
 

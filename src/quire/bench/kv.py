@@ -1,4 +1,4 @@
-"""From which length on a prefix is better loaded than computed: from the pool, the tiers below it, or another engine."""
+"""From which length on a prefix is better loaded than computed: from the pool, a tier below it, or another engine."""
 
 from __future__ import annotations
 
@@ -218,13 +218,22 @@ def by_transport(engine: Engine, names: Sequence[str]) -> dict[str, Prefiller]:
     first.close()
     made = {name: Prefiller(first.url, *links, _one(first, name), first._mailbox) for name in names}
     importer.prefillers = list(made.values())
+    wait_ready(engine)
+    return made
+
+
+def wait_ready(engine: Engine) -> None:
+    """Wait until an engine can have prompts computed by all others that it was told of.
+
+    Raises:
+        BenchmarkError: one cannot be reached; the message says why.
+    """
     deadline = time.monotonic() + READY_SECONDS
-    for name, prefiller in made.items():
+    for prefiller in engine.tiers.importer.prefillers if engine.tiers.importer else ():
         while not prefiller.ready:
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"the other engine cannot be read by {name}: {prefiller.state}; leave that out")
+                raise BenchmarkError(f"the other engine at {prefiller.url} cannot be used: {prefiller.state}")
             time.sleep(0.01)
-    return made
 
 
 def _one(prefiller: Prefiller, name: str) -> list[Transport]:
@@ -243,8 +252,8 @@ def drop_cached(folder: Path) -> None:
 
 
 class Budget:
-    """Which prefixes there is time for. What one takes is expected to grow with its length as it did between the last two,
-    and at least in proportion.
+    """Which prefixes there is time for. What one takes is expected to grow with its length as it did between the last
+    two, and at least in proportion.
 
     Args:
         seconds: in all, from now on.
