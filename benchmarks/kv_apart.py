@@ -44,7 +44,7 @@ def time_apart(result: Result, folder: str, options: Options) -> None:
         with engine(folder, length, threads) as llm:
             tell(f"kv: {STREAMS} streams, prefill and decode {name}")
             ways.append(Streams(llm).measure(length, 16 if options.quick else 2 * OUTPUT))
-            if name == "apart" and (came := llm.stats.kv_tiers["peer"]["loaded"]) < PROMPTS * (length // 16):
+            if name == "apart" and (came := llm.stats.kv_tiers["peer"]["loaded"]) < PROMPTS * ((length - 1) // 16):
                 raise RuntimeError(f"only {came} blocks came from the engine that computes prompts")
     streams, arriving = f"0.6B: {STREAMS} streams", f"while {PROMPTS} prompts of {length:,} tokens arrive"
     kinds = {"longest gap": max, "99 % of gaps": percentile_99}
