@@ -5,8 +5,8 @@ from which length on a prefix is better loaded than computed (kv).
 prints tokens per second and the share of the machine's ceiling that they are: the least time that memory and
 matrix units would take for the same work, measured first. Figures are only worth something on a quiet machine.
 
-`serve` sends load to a running server, `transfer` moves blocks between two processes, `kv` times one prompt's first token;
-they have options of their own: see 'quire bench serve --help', and so on."""
+`serve` sends load to a running server, `transfer` moves blocks between two processes, `kv` times first tokens of
+prompts whose beginnings lie here or there. They have options of their own; see 'quire bench serve --help'."""
 
 from __future__ import annotations
 

@@ -110,6 +110,8 @@ def _given(args: argparse.Namespace) -> Given:
     given = given_options(args, args.model_name)
     if "model" not in given.engine:
         raise ConfigError("no model was named; give a folder, org/name or 'demo'")
+    if given.engine.get("prefix_cache") == "off":
+        raise ConfigError("prefix_cache=off: what is measured comes through the prefix cache; leave it out")
     for name in SET_HERE:
         if name in given.engine:
             raise ConfigError(f"{name} is set by this command, which starts the other engine itself; leave it out")
@@ -152,6 +154,7 @@ def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[Prefi
     from quire.cli.terminal import loading
     from quire.runner.memory_plan import free_memory
 
+    _check_windows(given)
     options: dict[str, Any] = {"max_num_seqs": 2, "host_kv_memory": str(free_memory() // HOST_SHARE)} | given.engine
     transports = [each for each in ENGINES if each in sources]
     most = None
@@ -177,6 +180,19 @@ def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[Prefi
         raise ConfigError(next(note for note in llm.notes if note.startswith("disk_kv_path")))
     timer = PrefixTimer(llm, transports)
     return timer, min(timer.most_tokens, most or timer.most_tokens)
+
+
+def _check_windows(given: Given) -> None:
+    """Refuse a model whose KV moves to no tier, before it is loaded twice."""
+    from quire.models.checkpoint import Checkpoint, resolve
+    from quire.models.registry import read_config
+
+    checkpoint = Checkpoint(resolve(given.engine["model"], given.engine.get("revision")))
+    if any(read_config(checkpoint.config, checkpoint.generation).windows):
+        raise ConfigError(
+            f"{given.engine['model']} has layers with a sliding window, whose KV moves to no tier yet; choose another "
+            "model"
+        )
 
 
 def _measure(
