@@ -59,11 +59,16 @@ def test_what_there_is_no_time_for_is_left_out_and_said(capsys: pytest.CaptureFi
     assert re.search(r"left out: 32 to 64 tokens: 32 would take about \d+ s, and --seconds is 0.0001", err)
 
 
-def test_a_disk_of_ones_own_is_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    said = ["--from", "disk", "--prefixes", "64", "--repeat", "1", "--disk-kv-path", str(folder)]
-    assert main(["bench", "kv", "demo", *said, *SMALL]) == 0
-    assert list(folder.glob("*.kv")) and "-" not in capsys.readouterr().out.splitlines()[1]
+def test_a_disk_of_ones_own_is_used_and_what_an_earlier_run_left_there_is_not_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = ["--from", "disk", "--prefixes", "64", "--repeat", "1", "--disk-kv-path", str(tmp_path / "kv")]
+    sizes = []
+    for _ in range(2):
+        assert main(["bench", "kv", "demo", *said, *SMALL]) == 0
+        assert "-" not in capsys.readouterr().out.splitlines()[1]
+        sizes.append(sum(file.stat().st_size for file in (tmp_path / "kv").glob("*.kv")))
+    assert sizes[1] == 2 * sizes[0] > 0, "other prompts were computed and stored"
 
 
 @pytest.mark.parametrize(

@@ -94,22 +94,19 @@ class PrefixTimer:
         self._fetches.costs = Always()
         self._block_size = llm.config.block_size
         self._links = by_transport(self._engine, transports) if transports else {}
-        self._seed = 0
+        self._random = random.Random()
 
     @property
     def most_tokens(self) -> int:
         """Of a prefix: a pool that holds it twice loads it in a few pieces, and what is written to the disk takes at
         most half of the host tier."""
         usable = self._llm.memory_plan.num_usable
-        return min((usable - 2) // 2 * self._block_size, self._tier.num_slots // 2 * self._block_size, self._longest)
+        blocks = min((usable - 2) // 2, self._tier.num_slots // 2)
+        return min(blocks * self._block_size, self._llm.max_model_len - 2)
 
     @property
     def _tier(self) -> Tier:
         return self._fetches.tier
-
-    @property
-    def _longest(self) -> int:
-        return self._llm.max_model_len - 2
 
     def measure(self, tokens: int, sources: Iterable[str], repeat: int, progress: Progress) -> Row:
         """Time a prefix of so many tokens, `repeat` times from everywhere.
@@ -148,9 +145,9 @@ class PrefixTimer:
         seconds, token, sources = self._request(prompt, elsewhere=source in self._links)
         if token != expected:
             raise BenchmarkError(f"the token after a prefix from {FROM[source]} is {token}, and {expected} computed")
-        step = {POOL: set(), HOST: {HOST}, DISK: {DISK, HOST}}.get(source, {PEER, HOST})
+        expected_sources = {POOL: set(), HOST: {HOST}, DISK: {DISK, HOST}}.get(source, {PEER, HOST})
         came = self._llm.stats.cached_tokens - before >= (len(prompt) - 1) // self._block_size * self._block_size
-        return seconds if came and sources == step else None
+        return seconds if came and sources == expected_sources else None
 
     @contextlib.contextmanager
     def _only(self, source: str) -> Iterator[None]:
@@ -184,9 +181,8 @@ class PrefixTimer:
                 self._engine.step()
 
     def _prompt(self, tokens: int) -> list[int]:
-        """One that shares nothing with those before it."""
-        self._seed += 1
-        return random.Random(self._seed).choices(range(self._llm.model.vocab_size), k=tokens + 1)
+        """One that shares nothing with those before it, nor with those of an earlier run, which may be on the disk."""
+        return self._random.choices(range(self._llm.model.vocab_size), k=tokens + 1)
 
     def _request(self, prompt: list[int], elsewhere: bool = False) -> tuple[float, int, set[str]]:
         """Seconds to the first token, the token, and from where blocks came.

@@ -15,7 +15,7 @@ LINES, COLUMN = 14, 6
 """Of the terminal's plot: its height, and how wide a length is."""
 
 WIDTH, HEIGHT = 640, 400
-LEFT, RIGHT, TOP, BOTTOM = 64, 130, 20, 44
+LEFT, RIGHT, TOP, BOTTOM = 76, 130, 20, 44
 COLOURS = dict(zip(NAMES, ("#444444", "#2563b8", "#2a9d4e", "#c2410c", "#9333ea", "#be185d"), strict=True))
 
 
