@@ -125,20 +125,26 @@ def test_a_tier_that_has_nothing_gives_no_figure(monkeypatch: pytest.MonkeyPatch
         assert row.seconds["pool"] and row.seconds["host"] is None
 
 
-def test_ctrl_c_leaves_no_process_behind() -> None:
-    command = [sys.executable, "-m", "quire.cli.main", "bench", "kv", "demo", "--repeat", "100000", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+def endless(folder: Path) -> subprocess.Popen[bytes]:
+    """The command, which will be at its first row for ever."""
+    command = [sys.executable, "-m", "quire.cli.main", "bench", "kv", "demo", "--repeat", "1000000", *SMALL]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+
+
+def test_ctrl_c_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
+    with endless(tmp_path) as process:
         assert process.stdout is not None
         assert b"tokens" in process.stdout.readline()  # both engines run
         [child] = children(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert not Path(f"/proc/{child}").exists()
+    assert not list(tmp_path.iterdir())
 
 
-def test_the_other_engine_dies_with_a_command_that_is_killed() -> None:
-    command = [sys.executable, "-m", "quire.cli.main", "bench", "kv", "demo", "--repeat", "100000", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+def test_the_other_engine_dies_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    with endless(tmp_path) as process:
         assert process.stdout is not None
         assert b"tokens" in process.stdout.readline()
         [child] = children(process.pid)
