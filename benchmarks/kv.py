@@ -1,5 +1,6 @@
 """Tiers behind the KV pool: a prefix that comes from host memory or from a disk, against one that is computed; and
-requests that give way to others and come back, by loading and by computing again.
+requests that give way to others and come back, by loading and by computing again. Then prefill and decode apart
+(`kv_apart.py`).
 
 Random bf16 weights in the shape of Qwen3-0.6B, and the demo model, whose tokens are cheap to compute. The disk's files
 are dropped from the system's cache before they are read.
@@ -7,14 +8,15 @@ are dropped from the system's cache before they are read.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Options, Result, checkpoint, finish, greedy, main, tell, tokens
+from benchmarks.kv_apart import time_apart
 from quire import LLM
+from quire.bench.kv import COMPUTED, DISK, FROM, HOST, POOL, Always, PrefixTimer
 from quire.core.cost import Costs
 from quire.core.sampling_params import SamplingParams
 
@@ -25,19 +27,13 @@ REQUESTS, LENGTH, OUTPUT = 16, 512, 32
 TURNS = 2
 
 
-class Always(Costs):
-    """Loads whatever there is."""
-
-    def prefers_load(self, source: str, blocks: int, block_size: int, first: int) -> bool:
-        return True
-
-
 def run(options: Options) -> Result:
     result = Result(("what", "computed", "loaded", "share"))
     folder = str(checkpoint(options))
     time_prefix(result, folder, options)
     for name, model in (("0.6B", folder), ("demo", "demo")):
         time_swapping(result, name, model, options)
+    time_apart(result, folder, options)
     return result
 
 
@@ -46,52 +42,18 @@ def time_prefix(result: Result, folder: str, options: Options) -> None:
     length = 256 if options.quick else PREFIX
     sizes: dict[str, Any] = {"max_model_len": length + 128, "max_num_seqs": 4, "num_kv_blocks": length // 16 * 4 + 40}
     tiers = {"host_kv_memory": "1GiB", "disk_kv_path": str(Path(options.workdir) / "kv"), "disk_kv_memory": "4GiB"}
-    prefix = tokens(random.Random(1), length)
     with LLM(folder, threads=options.threads, **sizes, **tiers) as llm:
-        first_token(llm, tokens(random.Random(2), 32), 0)
-        tell(f"kv: a prefix of {length:,} tokens is computed")
-        cold = first_token(llm, prefix, 1)
-        for last in (2, 3):
-            first_token(llm, prefix, last)
-        pooled = first_token(llm, prefix, 4)
-        clear(llm)
-        tell("kv: from host memory")
-        hosted = first_token(llm, prefix, 5)
-    drop_cached(Path(options.workdir) / "kv")
-    tell("kv: from the disk, after a restart")
-    with LLM(folder, threads=options.threads, **sizes, **tiers) as llm:
-        first_token(llm, tokens(random.Random(2), 32), 0)
-        stored = first_token(llm, prefix, 6)
-        counts = llm.stats.kv_tiers
-    if counts["disk"]["loaded"] < length // 16 or counts["host"]["bad"]:
-        raise RuntimeError(f"the disk was to have {length // 16} blocks: {counts}")
-    for name, seconds in (("the pool", pooled), ("host memory", hosted), ("a disk", stored)):
-        label = f"first token after {length:,} tokens, from {name}, s"
+        timer = PrefixTimer(llm)
+        timer.measure(32, (), 1, lambda what: None)
+        seconds = timer.measure(length, (POOL, HOST, DISK), 1, lambda what: tell(f"kv: {what}")).seconds
+    cold = seconds.pop(COMPUTED) or 0.0
+    for source, loaded in seconds.items():
+        if loaded is None:
+            raise RuntimeError(f"the prefix did not come from {FROM[source]}")
+        label = f"first token after {length:,} tokens, from {FROM[source]}, s"
         result.add(
-            (label, f"{cold:.2f}", f"{seconds:.3f}", f"{seconds / cold:.1%}"), what=label, cold=cold, seconds=seconds
+            (label, f"{cold:.2f}", f"{loaded:.3f}", f"{loaded / cold:.1%}"), what=label, cold=cold, seconds=loaded
         )
-
-
-def first_token(llm: LLM, prefix: list[int], last: int) -> float:
-    """Seconds to the first token of a prompt with an end of its own."""
-    llm.add_request([*prefix, last], greedy(1))
-    [output] = finish(llm)
-    return output.metrics.time_to_first_token or 0.0
-
-
-def clear(llm: LLM) -> None:
-    """Evict all that no request holds; another request's step carries out the saves."""
-    llm._engine.scheduler.kv.cache.clear()
-    first_token(llm, tokens(random.Random(3), 32), 0)
-
-
-def drop_cached(folder: Path) -> None:
-    """Have the system forget what it has cached of a folder's files."""
-    for file in folder.glob("*.kv"):
-        descriptor = os.open(file, os.O_RDWR)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def time_swapping(result: Result, name: str, model: str, options: Options) -> None:
@@ -113,7 +75,7 @@ def time_swapping(result: Result, name: str, model: str, options: Options) -> No
                 scheduling_policy="priority",
                 **tier,
             ) as llm:
-                first_token(llm, tokens(random.Random(2), 32), 0)
+                llm.generate(tokens(random.Random(2), 32), greedy(1))
                 if costs is not None:
                     llm._engine.scheduler.kv.fetches.costs = costs
                 begin = time.perf_counter()

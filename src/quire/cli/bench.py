@@ -1,11 +1,12 @@
-"""Measure how fast a model runs on this machine (offline), a server answers (serve), or KV blocks move (transfer).
+"""Measure how fast a model runs on this machine (offline), a server answers (serve), or KV blocks move (transfer), and
+from which length on a prefix is better loaded than computed (kv).
 
 `offline` runs workload cells, each a batch of greedy requests with random prompts and the prefix cache off, and
 prints tokens per second and the share of the machine's ceiling that they are: the least time that memory and
 matrix units would take for the same work, measured first. Figures are only worth something on a quiet machine.
 
-`serve` sends load to a running server, `transfer` moves blocks between two processes; both have options of their own:
-see 'quire bench serve --help', 'quire bench transfer --help'."""
+`serve` sends load to a running server, `transfer` moves blocks between two processes, `kv` times first tokens of
+prompts whose beginnings lie here or there. They have options of their own; see 'quire bench serve --help'."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ FRAME_SECONDS = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire bench`."""
     parser.usage = (
-        "quire bench offline MODEL [options]\n       quire bench serve --url URL [options]\n       quire bench transfer"
+        "quire bench offline MODEL [options]\n       quire bench kv MODEL [options]\n"
+        "       quire bench serve --url URL [options]\n       quire bench transfer"
     )
     parser.add_argument(
         "words", nargs="*", metavar="offline MODEL", help="what to measure; folder, org/name to download, or 'demo'"
@@ -91,7 +93,7 @@ def _given(args: argparse.Namespace) -> Given:
     if not words or words[0] != "offline":
         raise ConfigError(
             f"quire bench {words[0] if words else ''}: say what to measure: 'quire bench offline MODEL', "
-            "'quire bench serve --url URL', or 'quire bench transfer'"
+            "'quire bench kv MODEL', 'quire bench serve --url URL', or 'quire bench transfer'"
         )
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat} is out of range; allowed: 1 or more")

@@ -30,7 +30,11 @@ COMMANDS = {
     "doctor": "look at this machine: what Quire uses, and what is missing",
 }
 
-SUBCOMMANDS = {("bench", "serve"): "bench_serve", ("bench", "transfer"): "bench_transfer"}
+SUBCOMMANDS = {
+    ("bench", "kv"): "bench_kv",
+    ("bench", "serve"): "bench_serve",
+    ("bench", "transfer"): "bench_transfer",
+}
 """Commands of two words that have a module and options of their own."""
 
 FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
