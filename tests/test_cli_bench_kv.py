@@ -83,7 +83,6 @@ def test_a_disk_of_ones_own_is_used_and_what_an_earlier_run_left_there_is_not_fo
         (["demo", "--plot", "kv.png"], "--plot kv.png: its name must end in .svg"),
         (["demo", "--plot", "/no/such/kv.svg"], "--plot /no/such/kv.svg: the folder /no/such does not exist"),
         (["demo", "--role", "decode"], "kv_role is set by this command"),
-        (["demo", "--tensor-parallel-size", "2"], "host_kv_memory with tensor_parallel_size=2: not yet"),
         (["demo", "--prefix-cache", "off"], "prefix_cache=off: what is measured comes through the prefix cache"),
         (["demo", "--from", "disk", "--disk-kv-path", "/dev/null", *SMALL], "disk_kv_path: /dev/null"),
         (["demo", "--form", "pool"], "unknown option --form; did you mean --from?"),

@@ -77,6 +77,45 @@ def test_a_plan_may_load_and_compute_nothing_and_one_fetch_serves_all_who_want_i
     assert {update.cached_tokens for update in updates} == {20} and scheduler.kv.fetches.loaded == 5
 
 
+def test_beside_requests_that_decode_a_step_loads_few_blocks_and_the_rest_follows():
+    scheduler, runner = make_scheduler(num_slots=20, num_blocks=60, prefix_cache="hash")
+    head = list(range(41))  # ten blocks
+    for last in range(3):
+        served(scheduler, runner, [*head, last])
+    scheduler.kv.cache.clear()
+    served(scheduler, runner, [1, 2, 3])
+    scheduler.add(make_request(100, [7, 7, 7], 30))
+    scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    scheduler.add(make_request(101, [*head, 9], 2))
+    loads, updates = [], []
+    while not scheduler.idle:
+        plan = scheduler.schedule(0.0)
+        loads += [len(plan.loads)] if plan.loads else []
+        assert any(span.request == 100 for span in plan.spans), "it decodes in every step"
+        updates += scheduler.commit(plan, runner.run(plan), 0.0)
+        check(scheduler)
+        if any(update.request == 101 and update.finish_reason for update in updates):
+            scheduler.abort(100)
+    assert loads[0] == 4 and sum(loads) == 10 and outputs(updates)[101] == expected_output([*head, 9], 2)
+    [update] = [each for each in updates if each.request == 101 and each.finish_reason]
+    assert update.cached_tokens == 40 and [each.tokens for each in update.stats.fetches] == [40]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.04, 10), (0.001, 2), (4.0, 20)])
+def test_how_many_follows_from_what_a_step_takes(seconds: float, expected: int):
+    scheduler, runner = make_scheduler(num_slots=40, num_blocks=90)
+    costs = scheduler.kv.fetches.costs
+    costs.moved("host", 10, 0.01)
+    scheduler.add(make_request(100, [7, 7, 7], 30))
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        result = runner.run(plan)
+        result.seconds = seconds
+        scheduler.commit(plan, result, 0.0)
+    most = scheduler.kv.fetches.most_loads(decoding=True)
+    assert most == (expected if expected < 20 else 1000) and scheduler.kv.fetches.most_loads(decoding=False) is None
+
+
 def test_a_block_with_other_bytes_is_withdrawn_and_computed_and_counted():
     scheduler, runner = used_thrice()
     names = scheduler.kv.match(make_request(99, HEAD)).tip and list(scheduler.kv.fetches.tier.kept)

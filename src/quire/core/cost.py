@@ -13,6 +13,9 @@ _RETRY = 0.98
 MARGIN = 0.8
 """A load must take less than this share of the time that computing takes: it also takes a place in a step."""
 
+BESIDE_DECODES = 0.25
+"""Of a step's time, what loads may add where requests decode in it: their tokens come at even times."""
+
 LEAST_TOKENS = 16
 """Steps with fewer tokens than this of a request say nothing about prompts."""
 
@@ -27,16 +30,21 @@ class Costs:
     def __init__(self) -> None:
         self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
         self._loads: dict[str, tuple[float, float]] = {}  # by where from: blocks, and seconds that they took
+        self._decode = 0.0, 0.0  # steps that only decode, and seconds that they took
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step."""
         if plan.loads:
             self.moved("host", len(plan.loads), result.loading)
-        if plan.saves or not any(len(span.tokens) >= LEAST_TOKENS for span in plan.spans):
+        if plan.saves:
+            return
+        y = result.seconds - result.loading
+        if not any(len(span.tokens) >= LEAST_TOKENS for span in plan.spans):
+            if plan.spans:
+                self._decode = _later(self._decode[0], 1.0), _later(self._decode[1], y)
             return
         x = float(plan.num_tokens)
         z = sum(len(span.tokens) * (span.start + len(span.tokens) / 2) for span in plan.spans)
-        y = result.seconds - result.loading
         self._xx, self._xz, self._zz = _later(self._xx, x * x), _later(self._xz, x * z), _later(self._zz, z * z)
         self._xy, self._zy = _later(self._xy, x * y), _later(self._zy, z * y)
 
@@ -62,6 +70,11 @@ class Costs:
         """To load so many blocks; None: not known yet."""
         known, seconds = self._loads.get(source, (0.0, 0.0))
         return blocks * seconds / known if known else None
+
+    def blocks_beside_decodes(self, source: str) -> int | None:
+        """How many blocks a step may load in which requests decode; None: not known yet."""
+        (steps, seconds), load = self._decode, self.load_seconds(source, 1)
+        return int(BESIDE_DECODES * seconds / steps / load) if steps and load else None
 
     def prefers_load(self, source: str, blocks: int, block_size: int, first: int) -> bool:
         """Whether to load so many blocks, which follow `first` others. What is not known yet is found out."""

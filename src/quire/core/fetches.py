@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from quire.core.cost import Costs
 from quire.core.prefix_cache import Node
-from quire.core.request import FetchStats, Request
+from quire.core.request import Request
 from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import Tier
 
@@ -33,6 +33,9 @@ WORTH = 2
 LEAST_FETCH = 2
 """Fewer blocks are computed."""
 
+FIRST_LOADS = 4
+"""Blocks that a step loads in which requests decode, while it is not known what that takes."""
+
 HOST, DISK, PEER = "host", "disk", "peer"
 """Where blocks come from: the host tier; and into that from the disk, or another engine that computes them."""
 
@@ -40,7 +43,8 @@ PATIENCE = {DISK: 20.0, PEER: 120.0}
 """Seconds without progress after which requests wait no longer."""
 
 MOST_FETCHES = 8
-"""Fetches that one request may begin before it is admitted: what it lacks after these is computed."""
+"""Fetches that one request may begin before it is admitted and that do not bring all they were to: what it lacks after
+these is computed."""
 
 
 class Fetch:
@@ -54,11 +58,11 @@ class Fetch:
         moves: one a block.
         promised: blocks beside these that must stay available for the request that asked for them.
         num_published: blocks that came.
-        stats: of the request that it was begun for.
+        request: that it was begun for.
     """
 
     order, source = (-math.inf, 0, 0), HOST
-    stats: FetchStats | None = None
+    request: Request | None = None
 
     def __init__(
         self, parent: Node | None, scope: str, keys: list[bytes], moves: list[Move], promised: int = 0
@@ -115,11 +119,11 @@ class SlotFetch:
         filling: slots that are read into. pinned: slots of those that are there.
         deadline: from then on no request waits for it, unless there is progress.
         late: it has passed.
-        stats: of the request that it was begun for.
+        request: that it was begun for.
     """
 
     order, num_published = (-math.inf, 0, 0), 0
-    stats: FetchStats | None = None
+    request: Request | None = None
 
     def __init__(self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float) -> None:
         self.source, self.hashes, self.filling, self.pinned = source, hashes, filling, pinned
@@ -192,6 +196,18 @@ class Fetches:
     def worth(self, num_blocks: int, block_size: int, first: int) -> bool:
         """Whether so many blocks of a chain, from its block `first` on, are better loaded than computed."""
         return num_blocks >= LEAST_FETCH and self.costs.prefers_load(HOST, num_blocks, block_size, first)
+
+    def most_loads(self, decoding: bool) -> int | None:
+        """How many blocks the next plan may load for one more request; None: any number.
+
+        Args:
+            decoding: requests decode in it, and are not to wait for long.
+        """
+        if not decoding:
+            return None
+        most = self.costs.blocks_beside_decodes(HOST)
+        begun = sum(len(fetch.moves) for fetch in self._begun)
+        return max(LEAST_FETCH, (FIRST_LOADS if most is None else most) - begun)
 
     def used(self, node: Node, block: int) -> None:
         """A request has taken a block from the prefix cache. What is worth it is on the disk before it is evicted, so

@@ -303,7 +303,7 @@ class KVManager:
     # -- host tier -----------------------------------------------------------------------------------------
 
     def bring(
-        self, request: Request, first: int, last: int, needed: int, step: int, now: float
+        self, request: Request, first: int, last: int, needed: int, step: int, now: float, decoding: bool
     ) -> Fetch | SlotFetch | None:
         """Begin to bring a waiting request's blocks nearer: to the host tier, or from there; see `fetch`.
 
@@ -312,20 +312,26 @@ class KVManager:
 
         Args:
             now: the scheduler's time.
+            decoding: requests decode in the step.
         """
         fetch: Fetch | SlotFetch | None
         if not self.fetches.tier.num_slots or self.groups[0].num_available < needed:
             return None
         fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
         fetch = fetch or self.fetches.begin_prefill(request, first, last, self.block_size, now)
-        fetch = fetch or self.fetch(request, first, last, needed, step)
-        request.num_fetches += fetch is not None
+        fetch = fetch or self.fetch(request, first, last, needed, step, self.fetches.most_loads(decoding))
+        if fetch is not None:
+            fetch.request = request
+            request.num_fetches += 1
         return fetch
 
-    def fetch(self, request: Request, first: int, last: int, needed: int, step: int) -> Fetch | None:
+    def fetch(
+        self, request: Request, first: int, last: int, needed: int, step: int, most: int | None = None
+    ) -> Fetch | None:
         """Begin to load a waiting request's blocks `first` to `last - 1`, as far as the tier has them, in step `step`.
 
-        None where that is not worth it, or the pool has no room. No more than a quarter of it is loaded at once.
+        None where that is not worth it, or the pool has no room. No more than a quarter of it is loaded at once, nor
+        more than `most` blocks; what lies behind these is another fetch's.
 
         Args:
             first: so many of its blocks are in the prefix cache.
@@ -335,6 +341,7 @@ class KVManager:
         slots = tier.find(request.hashes[first : min(last, first + group.num_usable // 4)])
         if not self.fetches.worth(len(slots), self.block_size, first):
             return None
+        slots = slots[:most]
         parent = self.cache.find(request.hashes[first - 1]) if first else None
         handle, chain = Handle(STEP, step), list(Match(parent).nodes())
         for node in chain:

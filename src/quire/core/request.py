@@ -41,7 +41,7 @@ class FetchStats:
 
     Attributes:
         source: "host": to the pool; "disk" or "peer" (another engine, which computed them): to the host tier.
-        tokens: that were asked for, and once it has ended, that came.
+        tokens: that are asked for, and once that has ended, all that came.
         begin: when it began, on the caller's clock.
         seconds: that it took; None while it goes on.
     """
@@ -76,6 +76,17 @@ class RequestStats:
     drafted: int = 0
     accepted: int = 0
     fetches: list[FetchStats] = field(default_factory=list)
+
+    def fetching(self, source: str, tokens: int, now: float) -> None:
+        """A fetch has begun; one that follows another from the same place goes on with that."""
+        if not self.fetches or self.fetches[-1].source != source:
+            self.fetches.append(FetchStats(source, tokens, now))
+
+    def fetched(self, tokens: int, seconds: float) -> None:
+        """The fetch that was begun last has ended."""
+        last = self.fetches[-1]
+        last.tokens = tokens + (0 if last.seconds is None else last.tokens)
+        last.seconds = seconds + (last.seconds or 0.0)
 
 
 @dataclass(slots=True)
@@ -127,7 +138,7 @@ class Request:
         draft_state: how well drafts of it have done.
         num_in_flight: steps in flight that hold a span of this request; `last_step` is the newest one's number.
         num_scored: rows whose prompt log-probability was asked for already.
-        num_fetches: fetches that it has begun since it was last admitted.
+        num_fetches: fetches that it has begun since it was last admitted, and that have not brought all they were to.
     """
 
     __slots__ = (

@@ -19,7 +19,7 @@ from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
-from quire.core.request import Event, FetchStats, Request, RequestUpdate, Status
+from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.spans import next_span, unverified
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
@@ -364,7 +364,7 @@ class Scheduler:
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
-        request.awaits = self._awaited(request, match, seats_taken, now)
+        request.awaits = self._awaited(request, match, seats_taken, now, step.num_decodes > 0)
         if request.awaits is not None:
             self._waiting.push(request)
             return False
@@ -373,7 +373,7 @@ class Scheduler:
             match = self.kv.match(request, whole=True)  # copying holds a block more: not in a tight pool
         return self._admit_match(request, match, step, now, seats_taken)
 
-    def _awaited(self, request: Request, match: Match, seats_taken: bool, now: float) -> Event | None:
+    def _awaited(self, request: Request, match: Match, seats_taken: bool, now: float, decoding: bool) -> Event | None:
         """What a request waits for: another one computes its next blocks, or a fetch brings them."""
         if request.params.prompt_logprobs is not None:
             return None
@@ -384,18 +384,18 @@ class Scheduler:
         event = self._leaders.awaited(request, cached, last)
         if event is None and not seats_taken and request.num_fetches < MOST_FETCHES:
             [needed, *_] = self._blocks_to_start(request, match, len(request.tokens))
-            fetch = self.kv.bring(request, cached, last, needed, self._next_number, now)
+            fetch = self.kv.bring(request, cached, last, needed, self._next_number, now, decoding)
             if fetch is not None:
-                fetch.stats = FetchStats(fetch.source, len(fetch.hashes) * size, now)
-                request.stats.fetches.append(fetch.stats)
+                request.stats.fetching(fetch.source, len(fetch.hashes) * size, now)
                 self._leaders.claim(fetch)
                 return Event(BLOCK, fetch.hashes[-1])
         return event
 
     def _note(self, fetch: Fetch | SlotFetch, blocks: int, seconds: float) -> None:
         """A fetch has ended: what the request that it was begun for tells of it."""
-        if fetch.stats is not None:
-            fetch.stats.tokens, fetch.stats.seconds = blocks * self.kv.block_size, seconds
+        if fetch.request is not None:
+            fetch.request.stats.fetched(blocks * self.kv.block_size, seconds)
+            fetch.request.num_fetches -= blocks == len(fetch.hashes)
 
     def _abandon(self, leader: Leader) -> None:
         """It computes no further blocks: whoever waits for one of them does without."""
