@@ -92,6 +92,9 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "enable_lora": _off(_NO_LORA),
     "enable_sleep_mode": _off("an engine cannot give its memory back and go on"),
     "hf_overrides": _only(Mapping[str, Any], {}, why="a checkpoint is used as it is; change its config.json"),
+    "kv_transfer_config": _only(
+        Mapping[str, Any], {}, why="engines that compute prompts for others have kv_role, prefill_url and kv_transport"
+    ),
     "limit_mm_per_prompt": _only(Mapping[str, Any], {}, why="models of text alone are there"),
     "load_format": _only(str, "auto", "safetensors", why="checkpoints are read from safetensors files"),
     "lora_modules": _only(str, why=_NO_LORA),
