@@ -116,7 +116,10 @@ def test_a_hub_that_does_not_answer_is_reported_as_such(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["", "demo2", "/no/such/folder", "a/b/c", "../x", "org/", "org/na me", "org/-"])
-def test_what_is_neither_a_folder_nor_a_name_on_the_hub_is_refused(name: str) -> None:
+def test_what_is_neither_a_folder_nor_a_name_on_the_hub_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointNotFoundError) as caught:
         resolve(name)
     assert repr(name) in str(caught.value)

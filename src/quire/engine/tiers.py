@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
@@ -20,17 +20,17 @@ from quire.core.fetches import PEER, Forget, Prefill, Read
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.scheduler import Scheduler
-from quire.curve import read_token
 from quire.errors import ConfigError
-from quire.kv import wire
 from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
-from quire.kv.exporter import Dropped, Exporter, Released, Wanted
 from quire.kv.host import HostTier
-from quire.kv.importer import Importer, Prefiller, Progressed
-from quire.kv.mailbox import Mailbox
-from quire.kv.transport import open_transport
-from quire.kv.transport.base import TransferError, Transport
+from quire.kv.mailbox import Dropped, Mailbox, Progressed, Released, Wanted
 from quire.runner.memory_plan import format_size
+
+if TYPE_CHECKING:  # what speaks with other engines is loaded where there are some
+    from quire.kv import wire
+    from quire.kv.exporter import Exporter
+    from quire.kv.importer import Importer
+    from quire.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -103,18 +103,24 @@ class KVTiers:
             return
         if self._folder is not None:
             self._open_disk(host, *self._folder[:2])
-        if self._cluster_key is None or self.mailbox is None:
-            return
-        config, curve = self._config, wire.curve(self._cluster_key)
-        transports = self._opened(host, self._cluster_key)
+        if self._cluster_key is not None and self._config.kv_role is not None and self.mailbox is not None:
+            self._open_roles(host, self._cluster_key, self.mailbox, identity)
+
+    def _open_roles(self, host: HostTier, key: bytes, mailbox: Mailbox, identity: dict[str, str]) -> None:
+        from quire.kv import wire
+        from quire.kv.exporter import Exporter
+        from quire.kv.importer import Importer, Prefiller
+
+        config, curve = self._config, wire.curve(key)
+        transports = self._opened(host, key)
         names = ", ".join(each.name for each in transports)
         if config.prefills:
             where = config.kv_host, config.kv_port
-            self.exporter = Exporter(*where, curve, identity, host, transports, self.mailbox)
+            self.exporter = Exporter(*where, curve, identity, host, transports, mailbox)
             self.notes.append(f"other engines may have prompts computed here: {self.exporter.address} ({names})")
         if config.decodes:
-            links = curve, identity, host, transports, self.mailbox
-            self.importer = Importer([Prefiller(url, *links) for url in config.prefill_urls], self.mailbox)
+            links = curve, identity, host, transports, mailbox
+            self.importer = Importer([Prefiller(url, *links) for url in config.prefill_urls], mailbox)
             self.notes.append(
                 f"prompts of {config.prefill_min_tokens:,} tokens and more are computed by "
                 f"{', '.join(config.prefill_urls)} ({names}), or here while it cannot be reached"
@@ -122,6 +128,9 @@ class KVTiers:
 
     def _opened(self, host: HostTier, key: bytes) -> list[Transport]:
         """The ways to other engines, the fastest first."""
+        from quire.kv.transport import open_transport
+        from quire.kv.transport.base import TransferError
+
         given, opened = self._config.kv_transport, []
         for name in [given] if given else ["shared_memory", "socket"]:
             try:
@@ -180,9 +189,11 @@ class KVTiers:
         for order in orders:
             if isinstance(order, Prefill):
                 if self.importer is not None:
+                    from quire.kv.wire import Want
+
                     slots, hashes = zip(*order.blocks, strict=True)
                     of_request = order.tokens, order.priority, order.owner, order.scope
-                    self.importer.order(wire.Want(order.number, list(hashes), *of_request), slots, order.engine)
+                    self.importer.order(Want(order.number, list(hashes), *of_request), slots, order.engine)
             elif self.disk is None:
                 continue
             elif isinstance(order, Forget):
@@ -258,10 +269,12 @@ def _cluster_key(config: EngineConfig) -> bytes | None:
     Raises:
         ConfigError: it cannot be read, or made.
     """
+    if config.cluster_key_file is None and config.kv_role is None:
+        return None
+    from quire.curve import read_token
+
     if config.cluster_key_file is not None:
         return read_token(config.cluster_key_file, "--cluster-key-file")
-    if config.kv_role is None:
-        return None
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     file = folder / CLUSTER_KEY
     try:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import zmq
@@ -22,33 +22,13 @@ from quire.curve import Address, Curve, Doorkeeper
 from quire.errors import ConfigError
 from quire.kv import wire
 from quire.kv.host import HostTier
-from quire.kv.mailbox import Mailbox
+from quire.kv.mailbox import Dropped, Mailbox, Released, Wanted
 from quire.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 MAX_WANTS = 4096
 """Of all importers together; what is beyond is gone at once."""
-
-
-class Wanted(NamedTuple):
-    """An importer waits for blocks; `number` is the exporter's own."""
-
-    number: int
-    want: wire.Want
-
-
-class Released(NamedTuple):
-    """An importer has read so many blocks, the first ones."""
-
-    number: int
-    blocks: int
-
-
-class Dropped(NamedTuple):
-    """An importer reads nothing more of this."""
-
-    number: int
 
 
 class _Importer:

@@ -18,7 +18,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -29,7 +28,7 @@ from quire.errors import ConfigError, QuireError
 from quire.kv import wire
 from quire.kv.disk import Ended
 from quire.kv.host import HostTier
-from quire.kv.mailbox import Mailbox
+from quire.kv.mailbox import Mailbox, Progressed
 from quire.kv.transport.base import Link, Range, TransferError, Transport
 
 logger = logging.getLogger(__name__)
@@ -48,12 +47,6 @@ LEAVE_MS = 200
 
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-class Progressed(NamedTuple):
-    """A read goes on."""
-
-    number: int
 
 
 class UnreachableError(QuireError):

@@ -7,7 +7,36 @@ import os
 import socket
 from collections import deque
 from select import select
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from quire.kv import wire
+
+
+class Progressed(NamedTuple):
+    """A read from another engine goes on."""
+
+    number: int
+
+
+class Wanted(NamedTuple):
+    """An importer waits for blocks; `number` is the exporter's own."""
+
+    number: int
+    want: wire.Want
+
+
+class Released(NamedTuple):
+    """An importer has read so many blocks, the first ones."""
+
+    number: int
+    blocks: int
+
+
+class Dropped(NamedTuple):
+    """An importer reads nothing more of this."""
+
+    number: int
 
 
 class Mailbox:
