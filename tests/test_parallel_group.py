@@ -35,8 +35,14 @@ TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("sanitizer", ["plain", "thread"])
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize(
+    ("name", "sanitizer"),
+    [
+        *((name, "plain") for name in TESTS),
+        *((name, "thread") for name in TESTS if name != "gathers"),
+        pytest.param("gathers", "thread", marks=pytest.mark.slow),
+    ],
+)
 def test_the_group_keeps_its_promises(name: str, sanitizer: str) -> None:
     command = [*program(sanitizer, SOURCES), name]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)

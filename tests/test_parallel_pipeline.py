@@ -176,7 +176,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     [
         (KeyboardInterrupt, {}),
         (MemoryError, {}),
-        (KeyboardInterrupt, {"tensor_parallel_size": 2}),
+        pytest.param(KeyboardInterrupt, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(
             *(KeyboardInterrupt, {"speculative_config": {"method": "ngram", "adaptive": False}}),
             marks=pytest.mark.slow,
