@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire import LLM
 from quire.config import EngineConfig
 from quire.core.fetches import PATIENCE, PEER
 from quire.core.request import Request
@@ -494,6 +495,22 @@ def test_options_that_make_no_sense_are_one_error(more: dict[str, Any], why: str
         options["cluster_key_file"] = key
     with pytest.raises(ConfigError, match=re.escape(why)):
         Engine(EngineConfig(**{**options, **more}))
+
+
+def test_an_engine_without_a_server_computes_no_prompts_for_others_and_may_have_its_own_computed(
+    options: dict[str, Any], prefill: Prefill
+) -> None:
+    own = {name: value for name, value in options.items() if name != "check_invariants"}
+    with pytest.raises(ConfigError, match="quire serve demo --role prefill"):
+        LLM(**own, kv_role="prefill")
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    with LLM(**own, kv_role="decode", prefill_url=prefill.address, prefill_min_tokens=16) as llm, LLM("demo") as one:
+        importer = llm._engine.tiers.importer
+        assert importer is not None
+        wait_until(lambda: importer.ready)
+        [here], [there] = (each.generate([prompt(100)], sampling) for each in (llm, one))
+        assert here.outputs[0].token_ids == there.outputs[0].token_ids
+        assert here.metrics is not None and [each.source for each in here.metrics.fetches] == ["peer", "host"]
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(options: dict[str, Any], prefill: Prefill) -> None:

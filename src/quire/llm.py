@@ -29,7 +29,14 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.stats import EngineStats
 from quire.engine.streams import Streams
 from quire.engine.thread_guard import ThreadGuard
-from quire.errors import ChatTemplateError, ConcurrentUseError, EngineClosedError, RequestError, SamplingParamsError
+from quire.errors import (
+    ChatTemplateError,
+    ConcurrentUseError,
+    ConfigError,
+    EngineClosedError,
+    RequestError,
+    SamplingParamsError,
+)
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
@@ -467,7 +474,16 @@ class AsyncLLM(_Base):
 
 
 def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
-    """The engine, with the checkpoint's tokenizer tried out while the weights are loaded."""
+    """The engine, with the checkpoint's tokenizer tried out while the weights are loaded.
+
+    Raises:
+        ConfigError: it is to compute prompts for others, and nobody would drive it between calls.
+    """
+    if config.prefills:
+        raise ConfigError(
+            f"kv_role={config.kv_role}: prompts of other engines are computed by a server; start one with 'quire serve "
+            f"{config.model} --role {config.kv_role}', or set kv_role=decode"
+        )
     if on_load is not None:
         on_load("finding the checkpoint", 0.0)
     folder = resolve(config.model, config.revision)
