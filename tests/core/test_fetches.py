@@ -101,19 +101,22 @@ def test_beside_requests_that_decode_a_step_loads_few_blocks_and_the_rest_follow
     assert update.cached_tokens == 40 and [each.tokens for each in update.stats.fetches] == [40]
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.04, 10), (0.001, 2), (4.0, 20)])
-def test_how_many_follows_from_what_a_step_takes(seconds: float, expected: int):
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0402, 10), (0.001, 2), (4.0, 1000)])
+def test_how_many_follows_from_what_a_step_takes_and_from_what_the_last_ones_loaded(seconds: float, expected: int):
     scheduler, runner = make_scheduler(num_slots=40, num_blocks=90)
-    costs = scheduler.kv.fetches.costs
-    costs.moved("host", 10, 0.01)
+    fetches = scheduler.kv.fetches
+    fetches.costs.moved("host", 10, 0.01)
     scheduler.add(make_request(100, [7, 7, 7], 30))
-    for _ in range(3):
+    found = []
+    for loaded in (0, 0, 4, 0, 600, 0):
         plan = scheduler.schedule(0.0)
         result = runner.run(plan)
-        result.seconds = seconds
+        result.seconds, result.loading = seconds, 0.0
         scheduler.commit(plan, result, 0.0)
-    most = scheduler.kv.fetches.most_loads(decoding=True)
-    assert most == (expected if expected < 20 else 1000) and scheduler.kv.fetches.most_loads(decoding=False) is None
+        fetches._recent_loads = max(loaded, fetches._recent_loads)
+        found.append(fetches.most_loads(decoding=True))
+        assert fetches.most_loads(decoding=False) is None
+    assert found == [min(most, expected) for most in (4, 4, 8, 6, 1200, 900)]
 
 
 def test_a_block_with_other_bytes_is_withdrawn_and_computed_and_counted():

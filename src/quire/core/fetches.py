@@ -34,7 +34,8 @@ LEAST_FETCH = 2
 """Fewer blocks are computed."""
 
 FIRST_LOADS = 4
-"""Blocks that a step loads in which requests decode, while it is not known what that takes."""
+"""Blocks that a step loads in which requests decode, where none before it has; the next ones may load twice as many as
+the last one, up to what their times allow: memory that was not used lately is slower than what is known."""
 
 HOST, DISK, PEER = "host", "disk", "peer"
 """Where blocks come from: the host tier; and into that from the disk, or another engine that computes them."""
@@ -152,6 +153,7 @@ class Fetches:
         self.saved = self.loaded = self.bad_loads = self.stored = 0
         self.read = {DISK: 0, PEER: 0}
         self.prefill_tokens: int | None = None
+        self._recent_loads = 0  # of the last plans
         self._next_read = 0
         self.reset()
 
@@ -205,9 +207,10 @@ class Fetches:
         """
         if not decoding:
             return None
-        most = self.costs.blocks_beside_decodes(HOST)
-        begun = sum(len(fetch.moves) for fetch in self._begun)
-        return max(LEAST_FETCH, (FIRST_LOADS if most is None else most) - begun)
+        most = max(FIRST_LOADS, 2 * self._recent_loads)
+        if (allowed := self.costs.blocks_beside_decodes(HOST)) is not None:
+            most = min(most, allowed)
+        return max(LEAST_FETCH, most - sum(len(fetch.moves) for fetch in self._begun))
 
     def used(self, node: Node, block: int) -> None:
         """A request has taken a block from the prefix cache. What is worth it is on the disk before it is evicted, so
@@ -244,6 +247,7 @@ class Fetches:
         """A plan has committed. Returns its fetches; each has come up to its `num_published`."""
         if self.tier.num_slots:
             self.costs.observe(plan, result)
+            self._recent_loads = max(len(plan.loads), self._recent_loads * 3 // 4)  # steps that overlap take turns
         if not self._in_flight or self._in_flight[0][0] != plan.number:
             return []
         _, saves, fetches = self._in_flight.popleft()
