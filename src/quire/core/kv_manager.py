@@ -11,7 +11,7 @@ from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
 from quire.core.exports import Exports
-from quire.core.fetches import WORTH, Fetch, Fetches, SlotFetch
+from quire.core.fetches import LEAST_FETCH, WORTH, Fetch, Fetches, SlotFetch
 from quire.core.kv_group import KVGroup, peak_blocks
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
@@ -341,7 +341,8 @@ class KVManager:
         slots = tier.find(request.hashes[first : min(last, first + group.num_usable // 4)])
         if not self.fetches.worth(len(slots), self.block_size, first):
             return None
-        slots = slots[:most]
+        if most is not None and len(slots) - most >= LEAST_FETCH:  # fewer would be computed
+            slots = slots[:most]
         parent = self.cache.find(request.hashes[first - 1]) if first else None
         handle, chain = Handle(STEP, step), list(Match(parent).nodes())
         for node in chain:
