@@ -22,7 +22,7 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.kv import wire
-from tests.engine_server import EngineServer
+from tests.engine_server import EngineServer, until
 from tests.test_kv_prefill import Outcome, params, prompt
 
 LENGTHS = 40, 90, 130, 160
@@ -107,13 +107,6 @@ async def apart(
             await until(lambda: decoder.ready)
             yield server, decoder
             await asyncio.to_thread(decoder.close)
-
-
-async def until(condition: Any) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        await asyncio.sleep(0.005)
 
 
 async def served(decoder: Decoder) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,13 @@ from quire.errors import ConfigError
 from quire.kv.transport import installed
 from quire.kv.transport.base import TransferError
 from quire.kv.transport.shared import SharedMemoryLink, SharedMemoryTransport
-from tests.oracle import save_checkpoint
+from tests.http_tools import wait_until
+from tests.test_kv_host import MODELS, Outcome, latent, params
 
-MODELS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "int8 cache": {"kv_cache_dtype": "int8"},
-    "torch kernels": {"cpu_kernels": "torch"},
-    "latent attention": {"model": "deepseek_v3"},
-    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-    "a drafting head": {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
-}
+__all__ = ["latent"]  # a fixture
+
 BLOCK = 16
 LENGTHS = [*range(1, 3 * BLOCK + 3), 64, 65, 127, 128, 129]
-SECONDS = 60.0
-
-Outcome = list[tuple[int, tuple[float, ...]]]
 
 
 class Prefill:
@@ -96,11 +88,6 @@ def key(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("latent"), "deepseek_v3")
-
-
 @pytest.fixture
 def options(key: str) -> dict[str, Any]:
     return {
@@ -133,20 +120,8 @@ def decoder(options: dict[str, Any], *prefills: Prefill, **more: Any) -> Engine:
     return made
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.002)
-
-
 def prompt(length: int, first: int = 0) -> list[int]:
     return [3 + (first + 7 * index * index + index // 3) % 60 for index in range(length)]
-
-
-def params(index: int) -> SamplingParams:
-    temperature = 0.0 if index % 2 else 0.9
-    return SamplingParams(temperature=temperature, seed=index, logprobs=1, ignore_eos=True).resolved()
 
 
 def run(engine: Engine, texts: list[list[int]], first_id: int = 0, most: int = 8, scope: str = "") -> list[Outcome]:
@@ -229,6 +204,17 @@ def test_a_request_may_say_where_its_prompt_is_computed(options: dict[str, Any],
     assert prefill.computed + other.computed == 1 and peer(engine) == 3
     engine.close()
     other.close()
+
+
+def test_a_step_that_waits_for_another_engine_says_so(options: dict[str, Any], prefill: Prefill) -> None:
+    engine = decoder(options, prefill)
+    engine.wait_seconds = 0.0
+    prefill.hold.set()
+    begin(engine, [prompt(150)])
+    assert not engine.step() and engine.awaits_tiers and not engine.blocked
+    prefill.hold.clear()
+    assert rest(engine) == alone(options, [prompt(150)]) and not engine.awaits_tiers
+    engine.close()
 
 
 def test_what_is_cached_here_is_not_asked_for(options: dict[str, Any], prefill: Prefill) -> None:
@@ -480,6 +466,7 @@ def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
         ({"kv_role": "decode", "prefill_url": "ftp://a:80"}, "is no URL of a server"),
         ({"kv_role": "decode", "prefill_url": "nowhere"}, "is not HOST:PORT"),
         ({"kv_role": "both"}, "kv_role=both needs prefill_url"),
+        ({"kv_role": "decode", "prefill_url": " , "}, "names no server"),
         ({"kv_role": "prefill", "prefill_url": "http://a"}, "set kv_role=decode"),
         ({"cluster_key_file": "x"}, "is for engines that share KV"),
         ({"kv_role": "prefill", "cluster_key_file": "/nowhere/key"}, "cluster-key-file /nowhere/key: No such file"),

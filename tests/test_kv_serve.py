@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -105,3 +110,25 @@ def test_a_prefill_engine_that_dies_is_done_without_and_found_again(key: str) ->
         wait_until(lambda: decode.stderr.count("ready, by") == 2)
         before, once_more = fetched(decode), asked | {"cache_salt": "and again"}
         assert decode.json("/v1/completions", once_more)["choices"] == expected and fetched(decode) > before
+
+
+def test_an_engine_that_waits_for_another_one_rests(key: str) -> None:
+    with ServeProcess("--role", "prefill", "--cluster-key-file", key) as prefill, decoding(key, prefill) as decode:
+        ready(decode)
+        asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 9}
+        expected = prefill.json("/v1/completions", asked | {"cache_salt": "another"})["choices"]
+        stopped, [engine] = prefill.kill("engine", number=signal.SIGSTOP), decode.pids("engine")
+        with ThreadPoolExecutor(1) as caller:
+            answer = caller.submit(decode.json, "/v1/completions", asked)
+            wait_until(lambda: [each["status"] for each in decode.json("/view")["requests"]] == ["awaiting"])
+            before, begin = cpu_seconds(engine), time.monotonic()
+            wait_until(lambda: time.monotonic() > begin + 1.5)
+            assert cpu_seconds(engine) - before < 0.5 and not answer.done()
+            assert answer.result()["choices"] == expected, "computed here, once the other engine is given up"
+        os.kill(stopped, signal.SIGCONT)
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has computed."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

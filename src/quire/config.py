@@ -328,6 +328,10 @@ class EngineConfig:
                 f"prefill_url={self.prefill_url} is for an engine that has prompts computed elsewhere; set "
                 "kv_role=decode (--role decode), or leave it out"
             )
+        if self.decodes and not self.prefill_urls:
+            raise ConfigError(
+                f"prefill_url={self.prefill_url!r} names no server; give it one, such as http://10.0.0.1:8000"
+            )
         if self.kv_role == "both" and self.prefill_url is None:
             raise ConfigError("kv_role=both needs prefill_url, the other servers that compute prompts for this one")
         if self.cluster_key_file is not None and self.kv_role is None and self.disk_kv_path is None:

@@ -64,7 +64,7 @@ class Exports:
         self.reset()
 
     def reset(self) -> None:
-        """The tier's books are made anew: nothing is pinned, and nobody waits for anything."""
+        """The tier's books are made anew: nothing is pinned, and no engine waits for anything."""
         self.under_way: dict[int, Export] = {}
 
     @property

@@ -114,7 +114,8 @@ class Engine:
         model_name: what the user called it.
         threads: how many a step uses.
         tiers: the tiers below the pool, and other engines.
-        wait_seconds: how long a step waits for these where nothing else can be done.
+        awaits_tiers: the last step found nothing that can run before blocks come from there.
+        wait_seconds: how long such a step waits for them.
         notes: what was decided at start without being asked for.
 
     Raises:
@@ -163,7 +164,7 @@ class Engine:
         self._committing: list[int] = []  # requests of the step that is being committed
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
-        self.blocked = self._awaits_tiers = False
+        self.blocked = self.awaits_tiers = False
         self.wait_seconds = WAIT_SECONDS
         self.notes = (
             *self.model.notes,
@@ -424,11 +425,6 @@ class Engine:
                 for number in numbers:
                     kv.exports.computed(number)
 
-    @property
-    def awaits_tiers(self) -> bool:
-        """The last step found nothing that can run before blocks come from a tier."""
-        return self._awaits_tiers and not self.idle
-
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""
         return self.scheduler.take_updates()
@@ -453,7 +449,7 @@ class Engine:
     def _advance(self) -> None:
         # 1. Decide what the next step computes.
         begin = time.monotonic()
-        self._awaits_tiers = False
+        self.awaits_tiers = False
         self.tiers.exchange(self.scheduler)
         plan = self.scheduler.schedule(begin)
         self.tiers.tell(self.scheduler, self._stats.steps)
@@ -468,11 +464,10 @@ class Engine:
             self._in_flight.append((plan, self._compute(lambda: self.executor.submit(plan))))
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
-        elif (
-            not self._in_flight and not self.scheduler.idle and not self.tiers.waits(self.scheduler, self.wait_seconds)
-        ):
-            self.blocked = self.scheduler.expects_others
-            if not self.blocked:
+        elif not self._in_flight and not self.scheduler.idle:
+            self.awaits_tiers = self.tiers.waits(self.scheduler, self.wait_seconds)
+            self.blocked = not self.awaits_tiers and self.scheduler.expects_others
+            if not self.awaits_tiers and not self.blocked:
                 self._end_stalled()
         # 3. Take in the oldest steps, until no more are in flight than may overlap.
         depth = 0 if self.scheduler.trials.on else self._depth

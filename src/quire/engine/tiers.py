@@ -189,11 +189,7 @@ class KVTiers:
         for order in orders:
             if isinstance(order, Prefill):
                 if self.importer is not None:
-                    from quire.kv.wire import Want
-
-                    slots, hashes = zip(*order.blocks, strict=True)
-                    of_request = order.tokens, order.priority, order.owner, order.scope
-                    self.importer.order(Want(order.number, list(hashes), *of_request), slots, order.engine)
+                    self.importer.order(*order)
             elif self.disk is None:
                 continue
             elif isinstance(order, Forget):

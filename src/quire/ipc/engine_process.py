@@ -206,7 +206,7 @@ class EngineProcess:
     def _receive(self) -> None:
         """Take in every message that is there; wait for one while there is nothing else to do."""
         busy = not (self.engine.idle or self.engine.blocked) or bool(self._outside)
-        wait = WAIT_POLL_MS if self.engine.awaits_tiers else 0
+        wait = WAIT_POLL_MS if self.engine.awaits_tiers and not self._outside else 0
         ready = dict(self._poller.poll(wait if busy else IDLE_POLL_MS))
         if not busy:
             self._board.fields[PULSE] += 1
@@ -255,7 +255,8 @@ class EngineProcess:
 
     def _exchange(self) -> None:
         """Take in what other engines say: a prompt that one of them wants is a request like any other."""
-        self.engine.exchange()
+        if self.engine.idle:  # else each step does
+            self.engine.exchange()
         tiers = self.engine.tiers
         asked, tiers.to_compute = tiers.to_compute, []
         for number, want in asked:

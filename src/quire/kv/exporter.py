@@ -79,8 +79,7 @@ class Exporter:
         self._refused: set[tuple[str, str]] = set()  # who was told so, which is a line in the log once
         self._next = 0
         self.steps = 0
-        self._epoch = secrets.randbits(63)
-        self.name = f"{socket.gethostname()}:{os.getpid()}:{self._epoch:016x}"
+        self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = Doorkeeper(self._context, curve)
         self._socket = curve.listening(self._context)
@@ -193,7 +192,7 @@ class Exporter:
             return
         self._importers[who] = _Importer(hello.name)
         logger.info("engine %s may read KV blocks of this one", hello.name)
-        self._send(who, wire.Welcome(self._epoch, self.name, self._tier.block_bytes, self._transports))
+        self._send(who, wire.Welcome(self.name, self._tier.block_bytes, self._transports))
 
     def _want(self, who: bytes, importer: _Importer, want: wire.Want) -> None:
         if len(self._known) >= MAX_WANTS or want.number in importer.wants or not want.hashes:

@@ -133,8 +133,7 @@ class Prefiller:
         return True
 
     def stop_reading(self) -> None:
-        """Nothing is read any more of what was ordered; it is not told in the mailbox, but for what is under way with a
-        transport that cannot be stopped."""
+        """Nothing is read any more of what was ordered, and it is not told in the mailbox."""
         with self._lock:
             readings, self._readings = self._readings, {}
         for number, reading in readings.items():
@@ -368,12 +367,25 @@ class Importer:
         """Some engine takes orders."""
         return any(each.ready for each in self.prefillers)
 
-    def order(self, want: wire.Want, slots: Sequence[int], engine: str = "") -> None:
-        """Have blocks computed, and read into slots: by the engine that is named, or else by the least busy one."""
+    def order(
+        self,
+        number: int,
+        blocks: Sequence[tuple[int, bytes]],
+        tokens: list[int],
+        priority: int,
+        owner: str,
+        scope: str,
+        engine: str,
+    ) -> None:
+        """Have blocks computed, and read into slots: by the engine that is named, or else by the least busy one. The
+        arguments are a `core.fetches.Prefill`.
+        """
+        want = wire.Want(number, [name for _, name in blocks], tokens, priority, owner, scope)
+        slots = [slot for slot, _ in blocks]
         for prefiller in sorted(self.prefillers, key=lambda each: (each.engine != engine, each.load)):
             if prefiller.order(want, slots):
                 return
-        self._mailbox.post(Ended("read", want.number, 0, 0.0))
+        self._mailbox.post(Ended("read", number, 0, 0.0))
 
     def drain(self) -> None:
         """Read nothing more of what was ordered."""

@@ -40,11 +40,10 @@ class Welcome(msgspec.Struct, tag="welcome"):
     """The importer may ask.
 
     Attributes:
-        epoch: of the exporter's process, a random number.
+        name: of the exporter, another one after each start.
         transports: by name, where the exporter's host tier is found.
     """
 
-    epoch: int
     name: str
     block_bytes: int
     transports: dict[str, str]

@@ -15,8 +15,20 @@ from quire.models.deepseek_v2 import read_deepseek_config
 from quire.models.fields import Fields
 
 
-def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+def read_config(
+    fields: Fields,
+    generation: Fields,
+    *,
+    default_scale: float = 2.5,
+    default_first_dense: int = 3,
+    default_eps: float = 1e-6,
+) -> DecoderConfig:
+    """Reads config.json and generation_config.json; raises ModelConfigError.
+
+    Args:
+        default_scale, default_first_dense, default_eps: routed_scaling_factor, first_k_dense_replace and rms_norm_eps
+            where the field is absent.
+    """
     fields.choice("topk_method", {"noaux_tc"}, default="noaux_tc")
     fields.choice("scoring_func", {"sigmoid"}, default="sigmoid")
     fields.refuse("rope_interleave", (True,), "rotary pairs that do not lie side by side")
@@ -26,7 +38,14 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         scoring="sigmoid",
         group_score="top2",
         normalize=fields.flag("norm_topk_prob", default=True),
-        scale=fields.number("routed_scaling_factor", default=2.5),
+        scale=fields.number("routed_scaling_factor", default=default_scale),
     )
-    config = read_deepseek_config(fields, generation, routing, default_first_dense=3, selection_bias=True)
+    config = read_deepseek_config(
+        fields,
+        generation,
+        routing,
+        default_first_dense=default_first_dense,
+        selection_bias=True,
+        default_eps=default_eps,
+    )
     return replace(config, num_mtp_layers=fields.integer("num_nextn_predict_layers", default=1, min=0, max=16))

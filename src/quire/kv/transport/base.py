@@ -1,6 +1,6 @@
 """What a transport is: it reads ranges of another engine's host tier into slots of one's own.
 
-An engine *reads* what another one has: nobody ever writes into another engine's memory. So whatever happens to a
+An engine *reads* what another one has: no engine ever writes into another one's memory. So whatever happens to a
 transfer concerns the reader's own slots alone, and the engine that is read from need only keep its slots as they are
 for as long as it said. What arrives is checked like every block (`HostTier.load`), so a transport need not be believed.
 """

@@ -7,6 +7,9 @@ const MAX_SPANS = 150_000; // in all steps that are kept
 const MAX_BUCKETS = 600; // ten minutes of seconds
 const LANE_REST = 0.3; // seconds after which a request that is in no step gives its lane to another
 
+/** Where blocks come from that are not in the pool. */
+export const SOURCES = { host: "host memory", disk: "disk", peer: "another engine" };
+
 export const CURVES = ["output", "prefill", "gap50", "gap99", "ttft", "running", "waiting"];
 
 export class LiveData {

@@ -2,7 +2,7 @@
 
 import { h, setText } from "../dom.js";
 import { count, duration, shortId } from "../format.js";
-import { keyOf } from "./data.js";
+import { keyOf, SOURCES } from "./data.js";
 
 const MAX_ROWS = 40;
 
@@ -95,8 +95,7 @@ class Row {
     });
     this.bar.title = `${count(known)} cached, ${count(parts[1])} of the prompt computed, ${count(output)} of at most ${count(limit)} output tokens`;
     const fetch = request.status === "awaiting" && (request.fetches || []).at(-1);
-    const source = { host: "host memory", disk: "disk", peer: "another engine" };
-    if (fetch) this.bar.title = `waits for ${count(fetch.tokens)} tokens from ${source[fetch.source] ?? fetch.source}`;
+    if (fetch) this.bar.title = `waits for ${count(fetch.tokens)} tokens from ${SOURCES[fetch.source] ?? fetch.source}`;
     setText(this.badge, request.status);
     this.badge.dataset.state = request.status;
     this.cells[0].title = `${request.id}, choice ${request.choice}, priority ${request.priority}`;

@@ -2,7 +2,7 @@
 
 import { fill, h, setText } from "../dom.js";
 import { count, duration, rate, shortId } from "../format.js";
-import { keyOf } from "./data.js";
+import { keyOf, SOURCES } from "./data.js";
 
 const MAX_CHUNK_ROWS = 8;
 const REST = 4000; // milliseconds that one request stays when the newest are followed
@@ -167,21 +167,14 @@ function phases(one) {
   return rows;
 }
 
-const SOURCES = {
-  host: ["From host memory", "Loaded from the host's memory"],
-  disk: ["From disk", "Read from the disk"],
-  peer: ["From another engine", "Computed by another engine, and read from there"],
-};
-
 function fetchRow({ source, tokens, begin, seconds }, one) {
-  const [name, help] = SOURCES[source] ?? [source, "Fetched"];
   const took = seconds ?? Math.max(0, one.queue_seconds - (begin - one.arrived));
   return {
-    name,
+    name: `From ${SOURCES[source] ?? source}`,
     tone: "cached",
     begin: begin - one.arrived,
     seconds: took,
-    help: seconds === null ? `${help}: not waited for to the end` : `${help}: ${count(tokens)} tokens`,
+    help: seconds === null ? "Not waited for to the end" : `${count(tokens)} tokens of the prompt were fetched`,
   };
 }
 
