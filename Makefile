@@ -32,12 +32,13 @@ COMPILE := $(PYTHON) scripts/compile_kernels.py $(KERNELS) --compiler $(CXX) --o
 SANITIZED := build/sanitize
 # What makes mutants: not in .venv, since nothing else needs it.
 OPERATORS := build/mutants
-# Tests that look at no clock and share nothing but the processor: they may run beside one another. Those that take
+# Tests that look at no clock, or allow for a machine that is busy, and share nothing but the processor: they may run
+# beside one another. Those that take
 # longest come first, so that none of them is left for the end. One more of them runs than there are processors, since
 # some wait for what they have started.
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
-    speculation_* server_faults server_page server_e2e speculation determinism kv_groups engine_failures \
+    parallel_hosts parallel_faults speculation_* server_faults server_page server_e2e speculation determinism kv_groups engine_failures \
     parallel_determinism parallel_data parallel_mirror parallel_pipeline parallel_experts kv_* engine_properties server_supervisor cli_serve \
     cli_generate triton_* cpu_* engine_process server_generate server_http_process cli_doctor gpu_check models_* ops* quantization* sampling_* experts latent* \
     layers device* trees demo_* \
@@ -45,7 +46,7 @@ CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,test
     llm parallel_group engine_resume engine_waiting detokenizer tokenizer_trial reading \
     cli_options server_app bench_scripts \
     server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
-    bench_peers_gguf cli_bench_transfer bench_serve_workloads bench_sparse cli_quantize))) tests/core
+    bench_peers bench_peers_gguf cli_bench_kv cli_bench_transfer cli_chat cli_chat_remote child cluster compile_kernels bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \

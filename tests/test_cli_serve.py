@@ -253,7 +253,7 @@ def test_a_real_server_opens_its_port_serves_drains_and_leaves_nothing() -> None
     with ServeProcess() as server:
         pids = server.pids("all")
         assert len(server.pids("engine")) == len(server.pids("http")) == 1
-        body = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4}
+        body = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4, "ignore_eos": True}
         assert server.json("/v1/completions", body)["usage"]["completion_tokens"] == 4
         assert "ready after" in server.stderr
         assert server.terminate() == 0

@@ -70,10 +70,26 @@ def test_a_rank_that_hangs_is_given_up_after_the_deadline() -> None:
     assert all(other.poll() is not None for other in others)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("stages", "width", "rank"), [(3, 1, 2), (2, 2, 1), (2, 2, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("stages", "width", "rank", "number"),
+    [
+        (3, 1, 2, signal.SIGKILL),
+        (2, 2, 1, signal.SIGSTOP),
+        (2, 2, 3, signal.SIGKILL),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (3, 1, 2, signal.SIGSTOP),
+                (2, 2, 1, signal.SIGKILL),
+                (2, 2, 2, signal.SIGKILL),
+                (2, 2, 2, signal.SIGSTOP),
+                (2, 2, 3, signal.SIGSTOP),
+            )
+        ),
+    ],
+)
 def test_a_rank_of_a_pipeline_that_dies_or_hangs_is_named(
-    number: signal.Signals, stages: int, width: int, rank: int
+    stages: int, width: int, rank: int, number: signal.Signals
 ) -> None:
     """Also where one that shares its layers waits for it, and the others for that one."""
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": width}

@@ -31,6 +31,8 @@ from tests.oracle import save_checkpoint
 from tests.test_cpu_team import program
 
 SOURCES = (CPP / "group_test.cpp", KERNELS / "group.cpp", KERNELS / "team.cpp")
+LONG = ("gathers", "exchanges")
+"""Under ThreadSanitizer."""
 TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
 
 
@@ -39,8 +41,8 @@ TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
     ("name", "sanitizer"),
     [
         *((name, "plain") for name in TESTS),
-        *((name, "thread") for name in TESTS if name != "gathers"),
-        pytest.param("gathers", "thread", marks=pytest.mark.slow),
+        *((name, "thread") for name in TESTS if name not in LONG),
+        *(pytest.param(name, "thread", marks=pytest.mark.slow) for name in LONG),
     ],
 )
 def test_the_group_keeps_its_promises(name: str, sanitizer: str) -> None:

@@ -243,8 +243,15 @@ FIRST = """
 """
 
 
-@pytest.mark.parametrize("state", ["busy", "idle"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        (signal.SIGKILL, "idle"),
+        (signal.SIGSTOP, "busy"),
+        pytest.param(signal.SIGKILL, "busy", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "idle", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_end_with_the_first_machine(how: signal.Signals, state: str, token: Path) -> None:
     with joined(token) as (options, [other]):
         command = [sys.executable, "-c", textwrap.dedent(FIRST), str(options["master_port"]), str(token), state]
