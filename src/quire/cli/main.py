@@ -24,6 +24,8 @@ COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
     "chat": "talk with a model",
     "serve": "answer requests over HTTP, with OpenAI's interface",
+    "up": "start a cluster: a router, its servers, and what they need",
+    "down": "end a cluster",
     "rank": "bring ranks of this machine to an engine on another one",
     "quantize": "make a model's weights smaller, in a folder of its own",
     "bench": "measure speed",
