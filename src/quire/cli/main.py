@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
     "chat": "talk with a model",
     "serve": "answer requests over HTTP, with OpenAI's interface",
+    "route": "one door for several servers, each request to the cheapest",
     "rank": "bring ranks of this machine to an engine on another one",
     "quantize": "make a model's weights smaller, in a folder of its own",
     "bench": "measure speed",
