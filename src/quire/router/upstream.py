@@ -11,6 +11,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Iterable
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -156,8 +157,7 @@ class Answer(asyncio.Protocol):
     # -- the connection's calls ----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.Transport):
-            self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
