@@ -55,8 +55,8 @@ def test_the_example_is_a_router_a_prefill_server_two_decode_servers_and_redis()
     assert prefill["kv_role"] == "prefill" and "prefill_url" not in prefill
     assert decode["prefill_url"] == "http://127.0.0.1:8010" and decode["prefill_min_tokens"] == 64
     assert {options["kv_directory"] for options in (prefill, decode)} == {"redis://127.0.0.1:6390"}
-    assert {options["cluster_key_file"] for options in (prefill, decode, router)} == {"{folder}/cluster.key"}
-    assert {found[index].files["cluster.key"] for index in (1, 2, 3, 4)} == {"secret\n"}
+    assert {options["cluster_key_file"] for options in (prefill, decode)} == {"{folder}/cluster.key"}
+    assert {found[index].files["cluster.key"] for index in (1, 2, 3)} == {"secret\n"}
     assert router["server"] == ["http://127.0.0.1:8020", "http://127.0.0.1:8021"]
     assert router["prefill_server"] == ["http://127.0.0.1:8010"]
 

@@ -99,6 +99,7 @@ class RequestSummary:
         request_id: the id in the answer's header and body.
         path, model, user: what was asked for, as the client has it; "" where it is not known.
         key: what the API key is called that it came with; "" where there is none.
+        route: of a router: the server it went to, and what it would have cost on each.
         fetches: from where blocks were fetched for it, how many tokens' and in how many seconds, see `FetchStats`.
         output_tokens: of all its choices.
         first_token_seconds: from its arrival; None if there was no token.
@@ -113,6 +114,7 @@ class RequestSummary:
     model: str = ""
     key: str = ""
     user: str = ""
+    route: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     fetches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -148,6 +150,7 @@ def request_line(summary: RequestSummary) -> str:
         f"first token {_duration(first)}" if first is not None else "no token" if ran else None,
         f"{_rate(rate)} tok/s" if rate is not None else None,
         f"{_duration(summary.total_seconds)} in all",
+        sanitize(summary.route, None) or None,
         sanitize(summary.reason) + (f": {sanitize(summary.error, 200)}" if summary.error else ""),
     ]
     return f"{sanitize(summary.request_id, None)}  {head}{': ' if head else ''}" + ", ".join(filter(None, parts))

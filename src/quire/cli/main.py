@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
     "chat": "talk with a model",
     "serve": "answer requests over HTTP, with OpenAI's interface",
+    "route": "one door for several servers, each request to the cheapest",
     "up": "start a cluster: a router, its servers, and what they need",
     "down": "end a cluster",
     "rank": "bring ranks of this machine to an engine on another one",

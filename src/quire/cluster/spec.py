@@ -239,7 +239,7 @@ def members(cluster: ClusterFile, *, redis: bool, key: str, hosts: Mapping[str, 
             own["cluster_key_file"] = KEY_FILE
         found.append(_member(name, "server", "serve", own | cluster.options | entry.options, key))
     others = [url for url in urls.values() if url not in prefill]
-    router = {"host": cluster.host, "port": _router_port(cluster), "server": others, "cluster_key_file": KEY_FILE}
+    router = {"host": cluster.host, "port": _router_port(cluster), "server": others}
     if prefill:
         router["prefill_server"] = prefill
     found.append(_member("router", "router", "route", router | cluster.router, key))

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +33,9 @@ from quire.server.openapi import openapi_document
 from quire.server.replies import error_reply, send_error
 
 logger = logging.getLogger(__name__)
+
+EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after")
+"""What pages of other origins may read of an answer."""
 
 GONE = 499
 """In the metrics: the client left before there was a status."""
@@ -93,7 +97,7 @@ def _add_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after"],
+        expose_headers=list(EXPOSED_HEADERS),
     )
 
 
@@ -179,11 +183,41 @@ def _shown(text: str) -> str:
     return cut.encode("ascii", "backslashreplace").decode() if cut.isprintable() else repr(cut)
 
 
+class Counters(Protocol):
+    """What counts requests, of a server or a router."""
+
+    def request_received(self) -> None: ...
+
+    def request_done(self, route: str, status: int) -> None: ...
+
+    def disconnected(self) -> None: ...
+
+
+class LogOptions(Protocol):
+    """Of the options, those about the log."""
+
+    @property
+    def log_requests(self) -> bool: ...
+
+
+class Surroundings(Protocol):
+    """What `EdgeMiddleware` needs of a server, or of a router."""
+
+    @property
+    def metrics(self) -> Counters: ...
+
+    @property
+    def server(self) -> LogOptions: ...
+
+    @property
+    def stopping(self) -> asyncio.Event: ...
+
+
 class EdgeMiddleware:
     """The outermost layer: gives each request its id, each answer its headers, catches unexpected errors, and logs
     the one line that a request gets: all calls for text, and whatever else was refused."""
 
-    def __init__(self, app: ASGIApp, context: AppContext) -> None:
+    def __init__(self, app: ASGIApp, context: Surroundings) -> None:
         self.app = app
         self.context = context
 

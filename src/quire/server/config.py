@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Protocol, get_type_hints
 
 import msgspec
 
@@ -86,28 +86,13 @@ class ServerConfig:
     debug: bool = option(False, "log more, with tracebacks")
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            if hints[field.name] == tuple[str, ...]:
-                _check_texts(field.name, getattr(self, field.name))
-            else:
-                check_field(field, hints[field.name], getattr(self, field.name))
-        if not self.host or any(char.isspace() or char in "[]/@" for char in self.host):
-            raise ConfigError(f"host={self.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+        check_door(self)
         if 0 < self.stall_restart_s < MIN_STALL_SECONDS:
             raise ConfigError(
                 f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
                 "any process silent for so long: give more, or 0 for never"
             )
-        _check_keys("api_key", self.api_key)
-        _check_keys("metrics_key", self.metrics_key)
-        if self.metrics_key and not self.api_key:
-            raise ConfigError("metrics_key needs api_key: without one everybody reads /metrics; give an --api-key too")
-        if set(self.metrics_key) & set(self.api_key):
-            raise ConfigError("a metrics_key is also an api_key; a key that reads /metrics alone must be another one")
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
-        _check_each("allowed_host", self.allowed_host, _HOST, "a name such as quire.example.org, without a port, or *")
-        _check_each("cors_origin", self.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
@@ -139,6 +124,41 @@ class ServerConfig:
         if model in EMBEDDED_MODELS or HUB_NAME.fullmatch(model):
             return (model,)
         return (Path(model).expanduser().absolute().resolve().name or model,)
+
+
+class Door(Protocol):
+    """What a server and a router have in common: where they listen, and who may come in."""
+
+    host: str
+    api_key: tuple[str, ...]
+    metrics_key: tuple[str, ...]
+    allowed_host: tuple[str, ...]
+    cors_origin: tuple[str, ...]
+
+
+def check_door(config: Any) -> None:
+    """Check the type and range of each field of a frozen dataclass, and what a `Door` has by its meaning.
+
+    Raises:
+        ConfigError: a field is not valid.
+    """
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        if hints[field.name] == tuple[str, ...]:
+            _check_texts(field.name, getattr(config, field.name))
+        else:
+            check_field(field, hints[field.name], getattr(config, field.name))
+    door: Door = config
+    if not door.host or any(char.isspace() or char in "[]/@" for char in door.host):
+        raise ConfigError(f"host={door.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+    _check_keys("api_key", door.api_key)
+    _check_keys("metrics_key", door.metrics_key)
+    if door.metrics_key and not door.api_key:
+        raise ConfigError("metrics_key needs api_key: without one everybody reads /metrics; give an --api-key too")
+    if set(door.metrics_key) & set(door.api_key):
+        raise ConfigError("a metrics_key is also an api_key; a key that reads /metrics alone must be another one")
+    _check_each("allowed_host", door.allowed_host, _HOST, "a name such as quire.example.org, without a port, or *")
+    _check_each("cors_origin", door.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
 
 
 def _as_tuple(value: Any) -> Any:
