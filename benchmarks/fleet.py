@@ -4,9 +4,9 @@ prefix-hash, and with a pool of KV.
     python -m benchmarks.fleet --trace conversation_trace.jsonl
 
 The traces are those of the Mooncake project (kvcache-ai/Mooncake, FAST25-release/traces). Lengths, and the 512 tokens
-of one of their blocks, are divided by SCALE, since the demo model has a context of 2,048 tokens, and times by --speedup.
-Every server has one thread and a pool of KV that holds a small part of the trace. All of them, the router and the client
-share this machine's cores, so latencies are those of a busy machine: compare rows, not machines.
+of one of their blocks, are divided by SCALE, since the demo model has a context of 2,048 tokens; times by --speedup.
+Every server has one thread and a pool of KV that holds a small part of the trace. All of them, the router and the
+client share this machine's cores, so latencies are those of a busy machine: compare rows, not machines.
 """
 
 from __future__ import annotations
