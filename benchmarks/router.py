@@ -2,10 +2,10 @@
 
     python -m benchmarks.router [--requests 20000] [--connections 64] [--seconds 20]
 
-Behind the router stand two servers that answer at once, with the same bytes for every request; requests are of 1 KB. Load
-and servers take processor time as well, and other programs do, so what counts is the router's own: processor seconds a
-request, of which the rate of a core follows. The time to the first token is that of streams which arrive at 100 a second,
-directly and through the router, in turns.
+Behind the router stand two servers that answer at once, with the same bytes for every request; requests are of 1 KB.
+Load and servers take processor time as well, and other programs do, so what counts is the router's own: processor
+seconds a request, of which the rate of a core follows. The time to the first token is that of streams which arrive at
+100 a second, directly and through the router, in turns.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def request(number: int, stream: bool) -> bytes:
     fields = {"model": "bench", "stream": stream, "max_tokens": 50, "prompt": prompt}
     body = json.dumps(fields, separators=(",", ":")).encode()
     body = body[: body.index(b'"prompt"')] + b'"prompt":' + json.dumps(prompt[:900]).encode() + b"}"
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    return head % len(body) + body
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 @dataclass
@@ -223,9 +223,7 @@ async def measure(arguments: argparse.Namespace, router: tuple[int, int], server
         "router_processor_us_per_request": round(spent / arguments.requests * 1e6, 1),
         "requests_per_second_of_one_core": round(arguments.requests / spent),
         "first_token_ms": {name: _quantiles(times) for name, times in (("direct", direct), ("router", through))},
-        "added_ms": {
-            key: round(_quantiles(through)[key] - _quantiles(direct)[key], 3) for key in ("median", "p99")
-        },
+        "added_ms": {key: round(_quantiles(through)[key] - _quantiles(direct)[key], 3) for key in ("median", "p99")},
         "load_average": os.getloadavg()[0],
     }
 
