@@ -36,6 +36,9 @@ WAIT_SECONDS = 15.0
 WHOLE_BYTES = 1 << 20
 """Of an answer that is no stream: up to here it is collected, so that it can still come from elsewhere."""
 
+MOST_EVENT_BYTES = 4 << 20
+"""What is longer is no event."""
+
 _BUSY = frozenset({429, 502, 503, 504})
 """Another server may do better."""
 _GONE = frozenset({"shutting_down", "engine_failed", "engine_unavailable", "engine_restarting"})
@@ -75,6 +78,7 @@ class Relay:
         self._arrived = time.monotonic()
         self._tried: set[str] = set()
         self._deaths = 0
+        self._patience_end = 0.0  # set when a server was lost
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None  # the last server that was busy
         self._answer: Answer | None = None  # what is being read
         self._left = False  # the client has
@@ -145,7 +149,6 @@ class Relay:
     async def _choose(self, prompt: Prompt) -> Choice | None:
         """A server; None: there is none, and the last one's refusal was passed on."""
         servers = self._site.servers
-        end = time.monotonic() + WAIT_SECONDS
         while True:
             choice = servers.choose(prompt, self._tried, goes_on=self._begun)
             if choice is not None:
@@ -156,7 +159,7 @@ class Relay:
                 return None
             if not servers.has_model(prompt.model):
                 raise _unknown_model(servers.by_name.values())
-            if not self._deaths or time.monotonic() >= end:
+            if not self._patience_end or time.monotonic() >= self._patience_end:
                 raise _nobody()
             self._tried.clear()  # who died may be back
             await servers.wait_for_change(0.25)
@@ -171,10 +174,12 @@ class Relay:
         """
         self._site.servers.failed(server, str(error))
         self._tried.add(server.name)
-        self._deaths += 1
+        if not self._patience_end:
+            self._patience_end = time.monotonic() + WAIT_SECONDS
+        self._deaths += error.reached
         if self._begun and not server.is_quire:
             raise ApiError(502, "the server went away while it answered; try again", code="server_lost")
-        if self._deaths >= MAX_DEATHS and not error.sent_nothing:
+        if self._deaths >= MAX_DEATHS:
             message = f"{self._deaths} servers went away while they worked on this request; it is not sent to others"
             raise ApiError(502, message, code="server_lost")
         if self._begun:
@@ -198,7 +203,7 @@ class Relay:
                 self._refusal = (answer.status, answer.headers, await _collected(answer))
                 return False
             if answer.status in _BUSY or (self._begun and answer.status != 200):
-                raise UpstreamError(f"it answered {answer.status} to a stream that was to go on", sent_nothing=False)
+                raise UpstreamError(f"it answered {answer.status} to a stream that was to go on", reached=True)
             if _is_stream(answer):
                 await self._stream(answer, sending)
             else:
@@ -267,7 +272,7 @@ class Relay:
                 self._summary.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     async def _stream(self, answer: Answer, sending: _Sending) -> None:
-        """Pass events on as they come: whole ones of a Quire server, and any bytes of others."""
+        """Pass events on as they come, whole ones, so that an error can still follow."""
         server = sending.choice.server
         if not self._begun:
             await self._start(200, [header for header in answer.headers if header[0] not in _HOP])
@@ -275,18 +280,14 @@ class Relay:
         while data := await answer.piece():
             if not sending.begun:
                 self._first_token(sending)
-            if server.is_quire:
-                data = rest + data if rest else data
-                cut = data.rfind(EVENT_END) + len(EVENT_END) if EVENT_END in data else 0
-                data, rest = data[:cut], data[cut:]
-                if not data:
-                    continue
+            data, rest = _whole_events(rest + data if rest else data)
+            if data and server.is_quire:
                 await self._events(data)
-            else:
+            elif data:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
         if server.is_quire and not self._position.has_finished:
-            raise UpstreamError("its stream ended without its end", sent_nothing=False)
-        await self._send({"type": "http.response.body", "body": b""})
+            raise UpstreamError("its stream ended without its end", reached=True)
+        await self._send({"type": "http.response.body", "body": b"" if server.is_quire else rest})
 
     async def _events(self, data: bytes) -> None:
         """Whole events of a Quire server; of a stream that goes on, what is new of them."""
@@ -299,7 +300,7 @@ class Relay:
             self._position.sent(data)
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         if lost is not None:
-            raise UpstreamError(lost, sent_nothing=False)
+            raise UpstreamError(lost, reached=True)
 
     def _first_token(self, sending: _Sending) -> None:
         now = self._site.servers.clock()
@@ -328,6 +329,14 @@ class Relay:
 
 def _is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
+
+
+def _whole_events(data: bytes) -> tuple[bytes, bytes]:
+    """What may be passed on: up to the end of the last event, or all of it where that does not come. And the rest."""
+    cut = max(data.rfind(EVENT_END) + 2, data.rfind(b"\r\n\r\n") + 4)
+    if cut < 4:
+        return (data, b"") if len(data) > MOST_EVENT_BYTES else (b"", data)
+    return data[:cut], data[cut:]
 
 
 async def _collected(answer: Answer, most: int = WHOLE_BYTES) -> bytes:

@@ -25,11 +25,11 @@ MAX_HEAD_BYTES = 64 << 10
 
 
 class UpstreamError(Exception):
-    """A server cannot be reached, or its answer broke off. `sent_nothing`: it had not begun to answer."""
+    """A server cannot be reached, or its answer broke off. `reached`: the request may have come there."""
 
-    def __init__(self, message: str, *, sent_nothing: bool = True) -> None:
+    def __init__(self, message: str, *, reached: bool = False) -> None:
         super().__init__(message)
-        self.sent_nothing = sent_nothing
+        self.reached = reached
 
 
 class Address:
@@ -132,13 +132,18 @@ class Answer(asyncio.Protocol):
         return data
 
     @property
+    def was_closed(self) -> bool:
+        """The server has closed the connection before it said anything."""
+        return self._lost and not self._error and not self._head_bytes
+
+    @property
     def has_ended(self) -> bool:
         """Nothing more comes than what was read already."""
         return self._done and not self._pieces
 
     async def _wait(self) -> None:
         if self._error or self._lost:
-            raise UpstreamError(self._error or "the connection was closed", sent_nothing=not self.status)
+            raise UpstreamError(self._error or "the connection was closed", reached=True)
         self._news = self._loop.create_future()
         try:
             await self._news
@@ -233,16 +238,22 @@ class Upstream:
         Raises:
             UpstreamError: there is no connection, or no answer over it.
         """
+        reached = False
         while self._idle:
             answer = self._idle.pop()
             if not answer.is_usable:
                 continue
             try:
                 return await self._asked(answer, data)
-            except UpstreamError as error:
-                if not error.sent_nothing or answer._error:
+            except UpstreamError:
+                if not answer.was_closed:
                     raise
-        return await self._asked(await self._connect(), data)
+                reached = True
+        try:
+            return await self._asked(await self._connect(), data)
+        except UpstreamError as error:
+            error.reached = error.reached or reached
+            raise
 
     async def _asked(self, answer: Answer, data: bytes) -> Answer:
         self._busy.add(answer)
