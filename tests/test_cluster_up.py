@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -29,15 +30,16 @@ TOKENS = 96
 class Cluster:
     """A cluster that runs, of the example's file at ports that are free."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, **changed: Any) -> None:
         content = yaml.safe_load((ROOT / "examples" / "cluster.yaml").read_text())
         content["router"]["port"] = self.port = free_port()
         content["redis_port"] = free_port()
         for servers in content["servers"]:
             servers["port"] = free_port() if servers.get("count", 1) == 1 else two_free_ports()
+        self.redis = content["redis"] == "auto" and shutil.which("redis-server") is not None
         self.file = folder / "cluster.yaml"
-        self.file.write_text(yaml.safe_dump(content))
-        self.environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+        self.file.write_text(yaml.safe_dump(content | changed))
+        self.environment = {**os.environ, "XDG_CACHE_HOME": str(folder), **(environment or {})}
         self.log = (folder / "up.log").open("w+")
         command = [sys.executable, "-P", "-m", "quire.cli.main", "up", str(self.file)]
         self.process = subprocess.Popen(command, stderr=self.log, env=self.environment)
@@ -119,7 +121,7 @@ def test_one_door_answers_as_one_engine_does(cluster: Cluster, expected: dict[st
 
 
 def test_whoever_is_killed_under_load_no_token_is_wrong(cluster: Cluster, expected: dict[str, str]) -> None:
-    members = ["decode-0", "prefill-0", "decode-1", "router", *(["redis"] if shutil.which("redis-server") else [])]
+    members = ["decode-0", "prefill-0", "decode-1", "router", *(["redis"] if cluster.redis else [])]
     over = threading.Event()
 
     def ask(prompt: str) -> list[str]:
@@ -152,3 +154,26 @@ def test_one_command_ends_it_and_leaves_nothing_running(cluster: Cluster) -> Non
     assert all(gone(pid) for pid in pids)
     assert (folder_of(cluster.file, "cluster").name).startswith("cluster-")
     assert cluster.down().stderr == "this cluster does not run\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ray_finds_machines_for_the_servers(tmp_path: Path, expected: dict[str, str]) -> None:
+    pytest.importorskip("ray")
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    machines = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    machines.add_node(num_cpus=1)
+    servers = [{"port": two_free_ports(), "count": 2}]
+    options = {"redis": "off", "options": {"threads": 1}, "servers": servers, "place": "ray"}
+    cluster = Cluster(tmp_path, {"RAY_ADDRESS": machines.address}, **options)
+    try:
+        for member in ("server-0", "server-1", "router"):
+            wait_until(lambda member=member: f"{member:12} ready" in cluster.said(), deadline=120)
+        assert cluster.complete(PROMPTS[0]) == expected[PROMPTS[0]]
+        assert cluster.down().returncode == 0
+        assert cluster.process.wait(30) == 0
+    finally:
+        cluster.process.kill()
+        cluster.process.wait()
+        cluster.log.close()
+        machines.shutdown()

@@ -102,6 +102,7 @@ class RequestSummary:
         route: of a router: the server it went to, and what it would have cost on each.
         fetches: from where blocks were fetched for it, how many tokens' and in how many seconds, see `FetchStats`.
         output_tokens: of all its choices.
+        queue_seconds: from its arrival to the first step of its first prompt.
         first_token_seconds: from its arrival; None if there was no token.
         total_seconds: from its arrival to its end.
         reason: why it ended: "stop", "length", "abort", "disconnect", "timeout", "error", "refused 429", ...;
@@ -119,6 +120,7 @@ class RequestSummary:
     cached_tokens: int = 0
     fetches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     output_tokens: int = 0
+    queue_seconds: float = 0.0
     first_token_seconds: float | None = None
     total_seconds: float = 0.0
     reason: str = ""

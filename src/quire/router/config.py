@@ -49,6 +49,7 @@ class RouterConfig:
     drain_timeout: float = _as_served("drain_timeout")
     log_format: Literal["text", "json"] = _as_served("log_format")
     log_requests: bool = _as_served("log_requests")
+    otlp_traces_endpoint: str | None = _as_served("otlp_traces_endpoint")
     debug: bool = _as_served("debug")
 
     def __post_init__(self) -> None:

@@ -228,6 +228,8 @@ class Relay:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", self._summary.request_id.encode())]
         if self._key:
             headers.append((b"authorization", self._key))
+        if self._site.traces is not None:
+            headers += self._site.traces.onward(self._scope)
         return server.address.request("POST", self._scope["path"], headers, prompt.with_fields(fields))
 
     # -- answering -----------------------------------------------------------------------------------------

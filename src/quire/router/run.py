@@ -18,6 +18,7 @@ from quire.router.servers import Role, Servers
 from quire.router.site import Site
 from quire.router.upstream import Address
 from quire.server.auth import Tenants
+from quire.server.config import open_traces
 from quire.server.transport import HttpServer, make_server
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,13 @@ def make_site(config: RouterConfig) -> Site:
         servers.add(url)
     for url in config.prefill_server:
         servers.add(url, "prefill")
-    return Site(config, servers, RouterMetrics(), Tenants(config.api_key, config.metrics_key))
+    return Site(
+        config,
+        servers,
+        RouterMetrics(),
+        Tenants(config.api_key, config.metrics_key),
+        open_traces(config.otlp_traces_endpoint, "quire route"),
+    )
 
 
 class Router:
@@ -99,6 +106,8 @@ class Router:
             for task in tasks:
                 task.cancel()
             await site.servers.close()
+            if site.traces is not None:
+                await asyncio.to_thread(site.traces.close)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The first one drains, the second ends what runs."""

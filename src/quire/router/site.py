@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.log import RequestSummary
 from quire.router.config import RouterConfig
@@ -16,6 +16,9 @@ from quire.router.servers import Choice, Servers
 from quire.server.auth import Tenants
 from quire.server.generation import LARGE_BODIES
 from quire.server.transport import Bodies
+
+if TYPE_CHECKING:
+    from quire.server.traces import Traces
 
 KEPT_DECISIONS = 100
 """Of the last requests, where each went and why, for the page."""
@@ -26,6 +29,7 @@ class Site:
     """The parts of a router.
 
     Attributes:
+        traces: where requests are traced; None: nowhere.
         stopping: set when a drain's time is over.
         draining: no new requests are taken.
         open: which server makes the answer of this id now.
@@ -35,6 +39,7 @@ class Site:
     servers: Servers
     metrics: RouterMetrics
     tenants: Tenants
+    traces: Traces | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
     decisions: deque[tuple[float, str, Choice, bool]] = field(default_factory=lambda: deque(maxlen=KEPT_DECISIONS))

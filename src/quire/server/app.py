@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +31,9 @@ from quire.server.errors import ApiError, api_error
 from quire.server.hosts import HostPolicy
 from quire.server.openapi import openapi_document
 from quire.server.replies import error_reply, send_error
+
+if TYPE_CHECKING:
+    from quire.server.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +215,9 @@ class Surroundings(Protocol):
     @property
     def stopping(self) -> asyncio.Event: ...
 
+    @property
+    def traces(self) -> Traces | None: ...
+
 
 class EdgeMiddleware:
     """The outermost layer: gives each request its id, each answer its headers, catches unexpected errors, and logs
@@ -242,8 +248,9 @@ class EdgeMiddleware:
             if status == GONE:
                 await send_error(error, send_on)
 
-        metrics = self.context.metrics
-        metrics.request_received()
+        metrics, traces = self.context.metrics, self.context.traces
+        if traces is not None:
+            traces.begin(scope)
         try:
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
@@ -259,6 +266,8 @@ class EdgeMiddleware:
         finally:
             metrics.request_done(_route_of(scope), status)
             summary.total_seconds = time.monotonic() - arrived
+            if traces is not None:
+                traces.end(scope, summary)
             if summary.reason and self.context.server.log_requests:
                 log_request(logger, summary)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
 import msgspec
 
@@ -18,6 +19,9 @@ from quire.config import check_field, option, unknown_option
 from quire.errors import ConfigError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 from quire.vllm_options import translated
+
+if TYPE_CHECKING:
+    from quire.server.traces import Traces
 
 MIN_STALL_SECONDS = 5.0
 KEY_OPTIONS = ("api_key", "metrics_key")
@@ -30,6 +34,7 @@ MAX_NAMES = 64
 _KEY = re.compile(r"[!-~]+")
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\s\x00-\x1f\x7f])?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_ENDPOINT = re.compile(r"https?://[^\s/?#]+[^\s]*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
 
@@ -83,6 +88,9 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = option((), "web origin whose pages may use this server, or * for all")
     log_format: Literal["text", "json"] = option("text", "lines for people, or a JSON object a line")
     log_requests: bool = option(True, "log one line a request")
+    otlp_traces_endpoint: str | None = option(
+        None, "collector that gets OpenTelemetry traces of requests, such as http://127.0.0.1:4318/v1/traces"
+    )
     debug: bool = option(False, "log more, with tracebacks")
 
     def __post_init__(self) -> None:
@@ -134,6 +142,7 @@ class Door(Protocol):
     metrics_key: tuple[str, ...]
     allowed_host: tuple[str, ...]
     cors_origin: tuple[str, ...]
+    otlp_traces_endpoint: str | None
 
 
 def check_door(config: Any) -> None:
@@ -159,6 +168,25 @@ def check_door(config: Any) -> None:
         raise ConfigError("a metrics_key is also an api_key; a key that reads /metrics alone must be another one")
     _check_each("allowed_host", door.allowed_host, _HOST, "a name such as quire.example.org, without a port, or *")
     _check_each("cors_origin", door.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
+    if door.otlp_traces_endpoint is not None:
+        _check_endpoint(door.otlp_traces_endpoint)
+
+
+def _check_endpoint(url: str) -> None:
+    """Of a collector of traces; and there must be what speaks to it."""
+    if not _ENDPOINT.fullmatch(url):
+        raise ConfigError(f"otlp_traces_endpoint={url!r} is not a URL such as http://127.0.0.1:4318/v1/traces (HTTP)")
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
+        raise ConfigError("otlp_traces_endpoint needs OpenTelemetry: pip install 'quire[otel]', or leave it out")
+
+
+def open_traces(endpoint: str | None, service: str) -> Traces | None:
+    """Where requests are traced, if that was asked for."""
+    if endpoint is None:
+        return None
+    from quire.server.traces import Traces
+
+    return Traces(endpoint, service)
 
 
 def _as_tuple(value: Any) -> Any:
