@@ -39,6 +39,9 @@ FETCH_SECONDS = 0.02
 """What handing a prompt's blocks from a prefill server to another one takes: a rate, and a beginning. Rough, as long as
 servers do not tell: it decides between computing and fetching, which differ by far."""
 
+FORGET_SECONDS = 60.0
+"""A server that had joined, is away, and has not said for so long that it is there, has left."""
+
 State = Literal["new", "up", "down", "loading", "refused"]
 Role = Literal["serve", "prefill"]
 Origin = Literal["given", "file", "joined"]
@@ -75,6 +78,7 @@ class Server:
         self.told: dict[str, Any] = {}
         self.others = 0
         self.num_requests = self.num_failures = 0
+        self.heard_at = 0.0  # when it was named, or joined, last
         self.wake = asyncio.Event()  # look at it now
 
     @property
@@ -116,7 +120,7 @@ class Servers:
         self.knowledge = Knowledge()
         self.bytes_per_token = BYTES_PER_TOKEN
         self.clock = clock
-        self._chooser = Chooser(policy)
+        self._chooser, self._sources = Chooser(policy), Chooser()
         self._headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -132,10 +136,12 @@ class Servers:
         name = Address(url).name
         found = self.by_name.get(name)
         if found is not None and found.role == role:
+            found.heard_at = self.clock()
             return found
         if found is not None:
             self.remove(name)
         server = self.by_name[name] = Server(url, role, origin)
+        server.heard_at = self.clock()
         self._looking[name] = asyncio.create_task(self._look_after(server))
         event(logger, "server_added", f"server {name} ({role}) was added", server=name, role=role, origin=origin)
         return server
@@ -183,7 +189,8 @@ class Servers:
         plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve where none is left
         prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
         now, tokens = self.clock(), self.tokens_of(prompt.size)
-        source = self._chooser_of_source(prefill, tokens, prompt, now)
+        sources = [self._candidate(one, prompt, tokens, now) for one in prefill]
+        source = self._sources.choose(tokens, b"", sources)  # who would have the prompt first
         candidates = [self._candidate(one, prompt, tokens, now, source) for one in plain]
         decision = self._chooser.choose(tokens, prompt.hashes[0], candidates)
         if decision is None:
@@ -191,11 +198,9 @@ class Servers:
         source_name = source.server if source is not None and decision.chosen.fetch else None
         return Choice(self.by_name[decision.server], decision, tokens, self.by_name.get(source_name or ""))
 
-    def _chooser_of_source(self, prefill: list[Server], tokens: int, prompt: Prompt, now: float) -> Decision | None:
-        """The prefill server that would have the prompt first."""
-        return Chooser().choose(tokens, b"", [self._candidate(one, prompt, tokens, now, None) for one in prefill])
-
-    def _candidate(self, server: Server, prompt: Prompt, tokens: int, now: float, source: Decision | None) -> Candidate:
+    def _candidate(
+        self, server: Server, prompt: Prompt, tokens: int, now: float, source: Decision | None = None
+    ) -> Candidate:
         load = server.load
         held = self.tokens_of(self.knowledge.held(server.name, prompt.hashes) * CHUNK_BYTES)
         fetch = 0.0
@@ -275,6 +280,9 @@ class Servers:
                     exc_info=error,
                 )
                 self.failed(server, "its answer could not be read")
+            silent = self.clock() - server.heard_at > FORGET_SECONDS
+            if server.state == "down" and server.origin == "joined" and silent:
+                return self.remove(server.name)
             await self._pause(server)
 
     async def _pause(self, server: Server) -> None:

@@ -87,7 +87,7 @@ class Answer(asyncio.Protocol):
         self._pieces: deque[bytes] = deque()
         self._unread = 0
         self._head_bytes = 0
-        self._head_done = self._done = self._paused = False
+        self._head_done = self._done = self._stays = self._paused = False
         self._error = ""
 
     # -- for who asks --------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Answer(asyncio.Protocol):
     @property
     def can_be_kept(self) -> bool:
         """The answer is whole, and the connection may carry another one."""
-        return self._done and self.is_usable and self._parser.should_keep_alive()
+        return self._done and self._stays and self.is_usable
 
     # -- the connection's calls ----------------------------------------------------------------------------
 
@@ -219,6 +219,7 @@ class Answer(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._done = self._head_done
+        self._stays = self._parser.should_keep_alive()  # afterwards it does not know any more
 
 
 class Upstream:

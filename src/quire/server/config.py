@@ -84,6 +84,9 @@ class ServerConfig:
         low=0.0,
         high=10**6,
     )
+    join: str | None = option(
+        None, "URL of a router (quire route) that is to send requests here; both need the same first --api-key"
+    )
     admin: bool = option(False, "offer /reset_prefix_cache, /debug/requests and /debug/steps")
     cors_origin: tuple[str, ...] = option((), "web origin whose pages may use this server, or * for all")
     log_format: Literal["text", "json"] = option("text", "lines for people, or a JSON object a line")
@@ -100,6 +103,10 @@ class ServerConfig:
                 f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
                 "any process silent for so long: give more, or 0 for never"
             )
+        if self.join is not None and not self.join.startswith(("http://", "https://")):
+            raise ConfigError(f"join={self.join!r} is not a router's URL; give one such as http://127.0.0.1:8080")
+        if self.join is not None and not self.api_key:
+            raise ConfigError("join needs api_key: a router takes servers that have its key; give both the same one")
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
 
     @classmethod
