@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.server import config
 from quire.server.config import ServerConfig
 from tests.http_tools import ServeProcess, wait_until
-from tests.test_cli_route import RouteProcess
+from tests.test_router_serve import RouteProcess
 
 pytest.importorskip("opentelemetry.sdk")
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -51,9 +51,11 @@ def test_a_requests_life_over_a_router_and_its_server_is_one_trace(collector: tu
     url, spans = collector
     flag = ("--otlp-traces-endpoint", url)
     with ServeProcess(*flag) as server, RouteProcess("--server", server.url, *flag) as router:
+        wait_until(router.up)
         body = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8, "ignore_eos": True}
         caller = "4bf92f3577b34da6a3ce929d0e0e4736"
-        router.post("/v1/completions", body, {"traceparent": f"00-{caller}-00f067aa0ba902b7-01"})
+        status, _, answer = router.post("/v1/completions", body, traceparent=f"00-{caller}-00f067aa0ba902b7-01")
+        assert status == 200, answer
         names = {"queue", "prefill", "decode", "POST /v1/completions"}
         wait_until(lambda: names <= {span.name for _, span in spans if span.trace_id.hex() == caller})
         wait_until(lambda: sum(span.name.startswith("POST") for _, span in spans if span.trace_id.hex() == caller) == 2)

@@ -36,8 +36,9 @@ class Traces:
     """
 
     def __init__(self, endpoint: str, service: str, exporter: SpanExporter | None = None) -> None:
+        sink = exporter or OTLPSpanExporter(endpoint)
         self._provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(sink, schedule_delay_millis=1000))
         self._tracer = self._provider.get_tracer("quire")
 
     def begin(self, scope: MutableMapping[str, Any]) -> None:
