@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import http.server
-import importlib.util
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +74,7 @@ def test_a_requests_life_over_a_router_and_its_server_is_one_trace(collector: tu
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://127.0.0.1:4317", ""])
 def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="otlp_traces_endpoint=.* is not a URL such as"):
+    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint=.* is not a URL such as"):
         ServerConfig(otlp_traces_endpoint=url)
 
 

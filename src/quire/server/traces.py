@@ -1,7 +1,7 @@
 """Traces of requests, for a collector of OpenTelemetry's (OTLP over HTTP): what the log says in a line, as spans.
 
-A span a request, with others in it for the time in the queue, prefill, decode, and what was fetched. One that comes with
-a `traceparent` is a part of its caller's trace (W3C Trace Context): a router's and its server's spans are one trace.
+A span a request, with others in it for the time in the queue, prefill, decode, and what was fetched. One that comes
+with a `traceparent` is a part of its caller's trace (W3C Trace Context): a router's and its server's spans are one.
 Needs `quire[otel]`; without the option nothing of it is imported.
 """
 
