@@ -172,6 +172,10 @@ class ServerError(QuireError):
     """A server cannot start, or cannot go on."""
 
 
+class ClusterError(QuireError):
+    """A cluster cannot start, or cannot go on."""
+
+
 class RemoteError(QuireError):
     """A server that was named by its URL cannot be reached, refuses, or does not keep to the protocol."""
 

@@ -99,8 +99,10 @@ class RequestSummary:
         request_id: the id in the answer's header and body.
         path, model, user: what was asked for, as the client has it; "" where it is not known.
         key: what the API key is called that it came with; "" where there is none.
+        route: of a router: the server it went to, and what it would have cost on each.
         fetches: from where blocks were fetched for it, how many tokens' and in how many seconds, see `FetchStats`.
         output_tokens: of all its choices.
+        queue_seconds: from its arrival to the first step of its first prompt.
         first_token_seconds: from its arrival; None if there was no token.
         total_seconds: from its arrival to its end.
         reason: why it ended: "stop", "length", "abort", "disconnect", "timeout", "error", "refused 429", ...;
@@ -113,10 +115,12 @@ class RequestSummary:
     model: str = ""
     key: str = ""
     user: str = ""
+    route: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     fetches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     output_tokens: int = 0
+    queue_seconds: float = 0.0
     first_token_seconds: float | None = None
     total_seconds: float = 0.0
     reason: str = ""
@@ -148,6 +152,7 @@ def request_line(summary: RequestSummary) -> str:
         f"first token {_duration(first)}" if first is not None else "no token" if ran else None,
         f"{_rate(rate)} tok/s" if rate is not None else None,
         f"{_duration(summary.total_seconds)} in all",
+        sanitize(summary.route, None) or None,
         sanitize(summary.reason) + (f": {sanitize(summary.error, 200)}" if summary.error else ""),
     ]
     return f"{sanitize(summary.request_id, None)}  {head}{': ' if head else ''}" + ", ".join(filter(None, parts))

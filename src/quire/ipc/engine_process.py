@@ -140,6 +140,7 @@ class EngineProcess:
     def info(self) -> wire.EngineInfo:
         """What others must know of this engine."""
         from quire.engine import fingerprint
+        from quire.models.checkpoint import content_hash
 
         engine, plan, model = self.engine, self.engine.memory_plan, self.engine.model
         how = model.quantization
@@ -174,6 +175,7 @@ class EngineProcess:
             },
             startup_seconds=time.monotonic() - self._began,
             kv_transfer=engine.tiers.exporter.told() if engine.tiers.exporter else {},
+            checkpoint=content_hash(engine.path),
         )
 
     # -- the loop ------------------------------------------------------------------------------------------

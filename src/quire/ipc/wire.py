@@ -33,6 +33,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
         boot: which engine of this server it is, from 1 on.
         path: folder of the checkpoint.
         fingerprint: names what tokens depend on: checkpoint, data type, kernels.
+        checkpoint: a hash of its content.
         kernels: the same kernels for people.
         sampling_defaults: what unset sampling parameters mean.
         memory_plan: rows of the plan, for people.
@@ -65,6 +66,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     config: dict[str, Any]
     startup_seconds: float
     kv_transfer: dict[str, Any] = {}
+    checkpoint: str = ""
 
 
 # -- HTTP process to engine ----------------------------------------------------------------------------------

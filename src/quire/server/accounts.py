@@ -124,6 +124,7 @@ class Account:
         summary.prompt_tokens = sum(self._prompt_tokens)
         summary.cached_tokens = sum(output.cached_tokens for output in self._outputs if output)
         metrics = [output.metrics for output in self._outputs if output and output.metrics]
+        summary.queue_seconds = self._tokenize_seconds + (metrics[0].queue_seconds if metrics else 0.0)
         summary.fetches = [dataclasses.asdict(fetch) for each in metrics for fetch in each.fetches]
         summary.output_tokens = sum(sum(counts) for counts in self._counts)
         summary.first_token_seconds = self.first_token_seconds

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -31,7 +32,13 @@ from quire.server.hosts import HostPolicy
 from quire.server.openapi import openapi_document
 from quire.server.replies import error_reply, send_error
 
+if TYPE_CHECKING:
+    from quire.server.traces import Traces
+
 logger = logging.getLogger(__name__)
+
+EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after")
+"""What pages of other origins may read of an answer."""
 
 GONE = 499
 """In the metrics: the client left before there was a status."""
@@ -93,7 +100,7 @@ def _add_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after"],
+        expose_headers=list(EXPOSED_HEADERS),
     )
 
 
@@ -179,11 +186,44 @@ def _shown(text: str) -> str:
     return cut.encode("ascii", "backslashreplace").decode() if cut.isprintable() else repr(cut)
 
 
+class Counters(Protocol):
+    """What counts requests, of a server or a router."""
+
+    def request_received(self) -> None: ...
+
+    def request_done(self, route: str, status: int) -> None: ...
+
+    def disconnected(self) -> None: ...
+
+
+class LogOptions(Protocol):
+    """Of the options, those about the log."""
+
+    @property
+    def log_requests(self) -> bool: ...
+
+
+class Surroundings(Protocol):
+    """What `EdgeMiddleware` needs of a server, or of a router."""
+
+    @property
+    def metrics(self) -> Counters: ...
+
+    @property
+    def server(self) -> LogOptions: ...
+
+    @property
+    def stopping(self) -> asyncio.Event: ...
+
+    @property
+    def traces(self) -> Traces | None: ...
+
+
 class EdgeMiddleware:
     """The outermost layer: gives each request its id, each answer its headers, catches unexpected errors, and logs
     the one line that a request gets: all calls for text, and whatever else was refused."""
 
-    def __init__(self, app: ASGIApp, context: AppContext) -> None:
+    def __init__(self, app: ASGIApp, context: Surroundings) -> None:
         self.app = app
         self.context = context
 
@@ -208,8 +248,9 @@ class EdgeMiddleware:
             if status == GONE:
                 await send_error(error, send_on)
 
-        metrics = self.context.metrics
-        metrics.request_received()
+        metrics, traces = self.context.metrics, self.context.traces
+        if traces is not None:
+            traces.begin(scope)
         try:
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
@@ -225,6 +266,8 @@ class EdgeMiddleware:
         finally:
             metrics.request_done(_route_of(scope), status)
             summary.total_seconds = time.monotonic() - arrived
+            if traces is not None:
+                traces.end(scope, summary)
             if summary.reason and self.context.server.log_requests:
                 log_request(logger, summary)
 

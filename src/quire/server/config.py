@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
 import msgspec
 
@@ -18,6 +19,9 @@ from quire.config import check_field, option, unknown_option
 from quire.errors import ConfigError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 from quire.vllm_options import translated
+
+if TYPE_CHECKING:
+    from quire.server.traces import Traces
 
 MIN_STALL_SECONDS = 5.0
 KEY_OPTIONS = ("api_key", "metrics_key")
@@ -30,6 +34,7 @@ MAX_NAMES = 64
 _KEY = re.compile(r"[!-~]+")
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\s\x00-\x1f\x7f])?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_ENDPOINT = re.compile(r"https?://[^\s/?#]+[^\s]*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
 
@@ -79,35 +84,30 @@ class ServerConfig:
         low=0.0,
         high=10**6,
     )
+    join: str | None = option(
+        None, "URL of a router (quire route) that is to send requests here; both need the same first --api-key"
+    )
     admin: bool = option(False, "offer /reset_prefix_cache, /debug/requests and /debug/steps")
     cors_origin: tuple[str, ...] = option((), "web origin whose pages may use this server, or * for all")
     log_format: Literal["text", "json"] = option("text", "lines for people, or a JSON object a line")
     log_requests: bool = option(True, "log one line a request")
+    otlp_traces_endpoint: str | None = option(
+        None, "collector that gets OpenTelemetry traces of requests, such as http://127.0.0.1:4318/v1/traces"
+    )
     debug: bool = option(False, "log more, with tracebacks")
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            if hints[field.name] == tuple[str, ...]:
-                _check_texts(field.name, getattr(self, field.name))
-            else:
-                check_field(field, hints[field.name], getattr(self, field.name))
-        if not self.host or any(char.isspace() or char in "[]/@" for char in self.host):
-            raise ConfigError(f"host={self.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+        check_door(self)
         if 0 < self.stall_restart_s < MIN_STALL_SECONDS:
             raise ConfigError(
                 f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
                 "any process silent for so long: give more, or 0 for never"
             )
-        _check_keys("api_key", self.api_key)
-        _check_keys("metrics_key", self.metrics_key)
-        if self.metrics_key and not self.api_key:
-            raise ConfigError("metrics_key needs api_key: without one everybody reads /metrics; give an --api-key too")
-        if set(self.metrics_key) & set(self.api_key):
-            raise ConfigError("a metrics_key is also an api_key; a key that reads /metrics alone must be another one")
+        if self.join is not None and not self.join.startswith(("http://", "https://")):
+            raise ConfigError(f"join={self.join!r} is not a router's URL; give one such as http://127.0.0.1:8080")
+        if self.join is not None and not self.api_key:
+            raise ConfigError("join needs api_key: a router takes servers that have its key; give both the same one")
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
-        _check_each("allowed_host", self.allowed_host, _HOST, "a name such as quire.example.org, without a port, or *")
-        _check_each("cors_origin", self.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
@@ -139,6 +139,61 @@ class ServerConfig:
         if model in EMBEDDED_MODELS or HUB_NAME.fullmatch(model):
             return (model,)
         return (Path(model).expanduser().absolute().resolve().name or model,)
+
+
+class Door(Protocol):
+    """What a server and a router have in common: where they listen, and who may come in."""
+
+    host: str
+    api_key: tuple[str, ...]
+    metrics_key: tuple[str, ...]
+    allowed_host: tuple[str, ...]
+    cors_origin: tuple[str, ...]
+    otlp_traces_endpoint: str | None
+
+
+def check_door(config: Any) -> None:
+    """Check the type and range of each field of a frozen dataclass, and what a `Door` has by its meaning.
+
+    Raises:
+        ConfigError: a field is not valid.
+    """
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        if hints[field.name] == tuple[str, ...]:
+            _check_texts(field.name, getattr(config, field.name))
+        else:
+            check_field(field, hints[field.name], getattr(config, field.name))
+    door: Door = config
+    if not door.host or any(char.isspace() or char in "[]/@" for char in door.host):
+        raise ConfigError(f"host={door.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+    _check_keys("api_key", door.api_key)
+    _check_keys("metrics_key", door.metrics_key)
+    if door.metrics_key and not door.api_key:
+        raise ConfigError("metrics_key needs api_key: without one everybody reads /metrics; give an --api-key too")
+    if set(door.metrics_key) & set(door.api_key):
+        raise ConfigError("a metrics_key is also an api_key; a key that reads /metrics alone must be another one")
+    _check_each("allowed_host", door.allowed_host, _HOST, "a name such as quire.example.org, without a port, or *")
+    _check_each("cors_origin", door.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
+    if door.otlp_traces_endpoint is not None:
+        _check_endpoint(door.otlp_traces_endpoint)
+
+
+def _check_endpoint(url: str) -> None:
+    """Of a collector of traces; and there must be what speaks to it."""
+    if not _ENDPOINT.fullmatch(url):
+        raise ConfigError(f"otlp_traces_endpoint={url!r} is not a URL such as http://127.0.0.1:4318/v1/traces (HTTP)")
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
+        raise ConfigError("otlp_traces_endpoint needs OpenTelemetry: pip install 'quire[otel]', or leave it out")
+
+
+def open_traces(endpoint: str | None, service: str) -> Traces | None:
+    """Where requests are traced, if that was asked for."""
+    if endpoint is None:
+        return None
+    from quire.server.traces import Traces
+
+    return Traces(endpoint, service)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.ipc.client import EngineClient
     from quire.server.config import ServerConfig
     from quire.server.metrics import Metrics
+    from quire.server.traces import Traces
     from quire.text.tokenizer_pool import TokenizerPool
 
 RETRY_LOADING, RETRY_RESTARTING, RETRY_DRAINING = 2, 1, 5
@@ -40,6 +41,7 @@ class AppContext:
             memory plan found, is in `client.info.config`.
         origins: where each engine and server option came from: "flag", "file", "preset"; absent means "default".
         pool: the tokenizer workers; None until the checkpoint's folder is known.
+        traces: where requests are traced; None: nowhere.
         started: when this process began, in seconds of Unix time (`created` of the models).
         stopping: set when a drain's time is over; see `stop`.
     """
@@ -52,6 +54,7 @@ class AppContext:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     pool: TokenizerPool | None = None
+    traces: Traces | None = None
     started: float = field(default_factory=time.time)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -37,6 +37,7 @@ ROUTES = (
     "/metrics",
     "/version",
     "/server_info",
+    "/load",
     "/view",
     "/openapi.json",
     "/docs",
@@ -234,15 +235,15 @@ class Metrics:
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
         labels = {"model_name": self._model_name, "engine": "0"}
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(_LAYOUT.families_of(cells, lambda name: labels if name[:5] == "vllm:" else {})))
-        registry.register(_Families(_server_families(state, restarts)))
-        registry.register(_Families(_memory_families(pids, engine)))
+        registry.register(Families(_LAYOUT.families_of(cells, lambda name: labels if name[:5] == "vllm:" else {})))
+        registry.register(Families(_server_families(state, restarts)))
+        registry.register(Families(_memory_families(pids, engine)))
         if engine is not None:
-            registry.register(_Families(_engine_families(engine, labels)))
+            registry.register(Families(_engine_families(engine, labels)))
         return generate_latest(registry), CONTENT_TYPE
 
 
-class _Families(Collector):
+class Families(Collector):
     """Families that were made for one scrape."""
 
     def __init__(self, families: Iterator[Metric]) -> None:

@@ -59,6 +59,15 @@ def open_router(context: AppContext) -> APIRouter:
         return json_reply(_server_info(context))
 
     @router.get(
+        "/load",
+        summary="What a router must know: how fast prompts are computed, and how much there is to do",
+        tags=["server"],
+        dependencies=[Depends(_check_operator)],  # it tells of everybody's requests
+    )
+    async def load() -> Response:
+        return json_reply(await _load(context), headers=_NOT_CACHED)
+
+    @router.get(
         METRICS_PATH,
         summary="Metrics for Prometheus",
         tags=["server"],
@@ -139,15 +148,39 @@ def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
     return {"value": value, "origin": origin}
 
 
-async def _metrics(context: AppContext) -> Response:
+async def _stats(context: AppContext) -> dict[str, Any] | None:
+    """What the engine counts; None where it does not tell."""
     client = context.client
-    stats: dict[str, Any] | None = None
     if client.healthy:
         try:
             async with asyncio.timeout(STATS_SECONDS):
-                stats = msgspec.json.decode(await client.inspect("stats"))
+                found: dict[str, Any] = msgspec.json.decode(await client.inspect("stats"))
+                return found
         except (EngineClosedError, TimeoutError):  # it just died, or is stuck: what is known here is told all the same
             logger.debug("no statistics from the engine", exc_info=True)
+    return None
+
+
+async def _load(context: AppContext) -> dict[str, Any]:
+    """What a router must know of this server, beside its models."""
+    info, stats = context.client.info, await _stats(context) or {}
+    seconds = stats.get("prefill_seconds", 0.0)
+    return {
+        "engine": f"{info.boot}-{stats.get('pid')}" if info is not None else None,
+        "checkpoint": info.checkpoint if info is not None else None,
+        "fingerprint": info.fingerprint if info is not None else None,
+        "kv_transfer": info.kv_transfer if info is not None else {},
+        "block_size": info.block_size if info is not None else None,
+        "num_blocks": stats.get("num_blocks"),
+        "running": stats.get("running", 0),
+        "waiting": stats.get("waiting", 0),
+        "prefill_tokens_per_second": stats["prefill_tokens"] / seconds if seconds else None,
+    }
+
+
+async def _metrics(context: AppContext) -> Response:
+    client = context.client
+    stats = await _stats(context)
     restarts = client.info.boot - 1 if client.info is not None else 0
     body, media_type = context.metrics.render(stats, state=client.state, restarts=restarts)
     return Response(body, media_type=media_type)

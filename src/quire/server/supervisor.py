@@ -147,6 +147,16 @@ class Supervisor:
         for _ in range(self._options.server.api_workers):
             self._run(self._start_worker())
         self._run(self._show_loading())
+        if self._options.server.join is not None:
+            self._run(self._join(self._options.server.join))
+
+    async def _join(self, router: str) -> None:
+        """Tell a router again and again that this server is there, until it leaves."""
+        from quire.server.joining import keep_joined, url_for
+
+        role = "prefill" if self._options.engine.kv_role == "prefill" else "serve"
+        leaving = lambda: self._leaving  # noqa: E731
+        await keep_joined(router, self._options.server.api_key[0], url_for(router, self._listener), role, leaving)
 
     async def _clean_up(self) -> None:
         """End whatever is left of it."""

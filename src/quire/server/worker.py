@@ -18,7 +18,7 @@ from quire.curve import read_token
 from quire.ipc.client import EngineClient
 from quire.server.app import create_app
 from quire.server.auth import Tenants
-from quire.server.config import HttpStart
+from quire.server.config import HttpStart, open_traces
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
@@ -56,6 +56,7 @@ class HttpWorker:
             tenants=Tenants(server.api_key, server.metrics_key, secret),
             engine_options=start.engine_options,
             origins=start.origins,
+            traces=open_traces(server.otlp_traces_endpoint, f"quire {start.model_names[0]}"),
         )
         self.app: ASGIApp = create_app(self.context)
         self._http = http
@@ -83,6 +84,8 @@ class HttpWorker:
             if self.context.pool is not None:
                 await self.context.pool.close()
             await self.context.client.close()
+            if self.context.traces is not None:
+                await asyncio.to_thread(self.context.traces.close)
         return self._exit_code
 
     async def _load_tokenizers(self) -> None:

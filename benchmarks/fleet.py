@@ -1,0 +1,157 @@
+"""Four replicas behind a router, which gets Mooncake's traces: our choice by cost beside round-robin, least-loaded and
+prefix-hash, and with a pool of KV.
+
+    python -m benchmarks.fleet --trace conversation_trace.jsonl
+
+The traces are those of the Mooncake project (kvcache-ai/Mooncake, FAST25-release/traces). Lengths, and the 512 tokens
+of one of their blocks, are divided by SCALE, since the demo model has a context of 2,048 tokens; times by --speedup.
+Every server has one thread and a pool of KV that holds a small part of the trace. All of them, the router and the
+client share this machine's cores, so latencies are those of a busy machine: compare rows, not machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Result, tell
+
+SCALE = 64
+SERVERS = 4
+KV_BLOCKS = 1024
+"""Of each server, of 16 tokens."""
+
+GOAL_MS = 250
+"""A request is within the goal when its first token comes within so many milliseconds."""
+
+POLICIES = ("round-robin", "least-loaded", "prefix-hash", "cost")
+QUIRE = [sys.executable, "-P", "-m", "quire.cli.main"]
+
+
+@contextmanager
+def process(command: Sequence[str], ready: str) -> Iterator[str]:
+    """A process that prints a URL of this machine, until the end; yields the URL."""
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert running.stderr is not None
+    try:
+        said = []
+        for line in running.stderr:
+            said.append(line)
+            if found := re.search(ready, line):
+                break
+        else:
+            raise RuntimeError("".join(said))
+        threading.Thread(target=running.stderr.read, daemon=True).start()
+        yield found[0]
+    finally:
+        running.terminate()
+        running.wait()
+
+
+@contextmanager
+def redis() -> Iterator[str]:
+    """A Redis of its own, which keeps nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        time.sleep(0.5)
+        yield f"redis://127.0.0.1:{port}"
+    finally:
+        running.terminate()
+        running.wait()
+
+
+def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float) -> dict[str, Any]:
+    """One policy under the trace, with servers that know nothing yet: the report of `quire bench serve`."""
+    with ExitStack() as stack:
+        options = ["--threads", "1", "--num-kv-blocks", str(KV_BLOCKS), "--max-num-seqs", "16", "--no-log-requests"]
+        if pool:
+            key = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "key"
+            key.write_text("0123456789abcdef" * 2)
+            key.chmod(0o600)
+            options += ["--kv-directory", stack.enter_context(redis()), "--cluster-key-file", str(key)]
+            options += ["--host-kv-memory", "64MiB"]
+        command = [*QUIRE, "serve", "demo", "--port", "0", *options]
+        urls = [stack.enter_context(process(command, r"http://127.0.0.1:\d+")) for _ in range(SERVERS)]
+        for url in urls:
+            wait_for(url)
+        named = [part for url in urls for part in ("--server", url)]
+        router = [*QUIRE, "route", "--port", "0", "--policy", policy, "--no-log-requests", *named]
+        url = stack.enter_context(process(router, r"http://127.0.0.1:\d+"))
+        wait_for(url)
+        report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.json"
+        load = [*QUIRE, "bench", "serve", "--url", url, "--trace", trace, "--scale", str(SCALE), "--wait", "30"]
+        load += ["--num-requests", str(requests), "--speedup", str(speedup), "--goodput", f"ttft:{GOAL_MS}"]
+        subprocess.run([*load, "--json", str(report)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        loaded = [tier_loads(each) for each in urls]
+        found: dict[str, Any] = json.loads(report.read_text())["result"]
+        return found | {"loaded_blocks": sum(loaded)}
+
+
+def wait_for(url: str) -> None:
+    """Until a server is well."""
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"{url} is not well")
+
+
+def tier_loads(url: str) -> int:
+    """Blocks that this server had from a tier or from another server."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return sum(
+        int(float(value)) for value in re.findall(r'kv_tier_blocks_total\{[^}]*event="loaded"[^}]*\} ([\d.e+]+)', text)
+    )
+
+
+def run(trace: str, requests: int, speedup: float) -> Result:
+    result = Result(("choice", "cached", "first token p50, ms", "p99, ms", f"within {GOAL_MS} ms", "from other places"))
+    ways = [(policy, False) for policy in POLICIES]
+    if shutil.which("redis-server"):
+        ways.append(("cost", True))
+    for policy, pool in ways:
+        name = f"{policy}, pool" if pool else policy
+        tell(f"fleet: {Path(trace).stem}, {name}")
+        found = replay(policy, pool, trace, requests, speedup)
+        if found["failed"]:
+            raise RuntimeError(f"{found['failed']} requests failed: {found['failures']}")
+        ttft = found["latencies"]["ttft"]
+        share = (found["cached_tokens"] or 0) / found["input_tokens"]
+        row = (name, f"{share:.1%}", f"{ttft['p50']:.0f}", f"{ttft['p99']:.0f}", f"{found['goodput']['share']:.1%}")
+        result.add((*row, f"{found['loaded_blocks']:,} blocks"), what=name, trace=Path(trace).stem, **found)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", required=True, help="file of the trace")
+    parser.add_argument("--requests", type=int, default=1500, help="of its beginning (default: 1500)")
+    parser.add_argument("--speedup", type=float, default=10.0, help="divide its times by this (default: 10)")
+    args = parser.parse_args()
+    tell(f"fleet: lengths divided by {SCALE}, times by {args.speedup:g}; {SERVERS} servers of one thread")
+    print(run(args.trace, args.requests, args.speedup).table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""One door for several servers: requests go to the one where they cost least.
+
+Servers are those of --server and --prefill-server, of a file (--servers-file), and those that join by themselves
+(quire serve --join). Any server with OpenAI's interface will do; Quire's tell more, and their streams survive their
+death. Ctrl-C or SIGTERM lets running requests end; once more, and they end at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from quire.cli.options import add_fields, read_config
+from quire.router.config import RouterConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `quire route`."""
+    parser.usage = "quire route --server URL ... [--prefill-server URL ...] [options]"
+    group = parser.add_argument_group("router options")
+    group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags win over it")
+    add_fields(group, RouterConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Route until a signal ends it; the exit code."""
+    config = read_options(args)
+
+    import uvloop
+
+    from quire import log
+    from quire.cli.serve_screen import OPEN_TO_ALL
+    from quire.cli.terminal import note
+    from quire.router.run import Router
+    from quire.server.processes import is_loopback, listen, url_of
+    from quire.server.transport import raise_file_limit
+
+    raise_file_limit()
+    with listen(config.host, config.port) as listener:
+        log.configure(config.log_format, config.debug)
+        count = len(config.server) + len(config.prefill_server)
+        note(f"listening on {url_of(listener)}, in front of {count} server{'s' * (count != 1)} (Ctrl-C to stop)")
+        if not config.api_key and not is_loopback(listener):
+            note(OPEN_TO_ALL)
+
+        async def route() -> int:
+            return await Router(config, listener).run()
+
+        try:
+            return uvloop.run(route())
+        finally:
+            log.flush()
+
+
+def read_options(args: argparse.Namespace) -> RouterConfig:
+    """What was asked for, checked.
+
+    Raises:
+        ConfigError: an option is not valid.
+    """
+    names = [field.name for field in dataclasses.fields(RouterConfig)]
+    from_file = read_config(args.config, names) if args.config else {}
+    return RouterConfig.from_options(from_file | {name: value for name, value in vars(args).items() if name in names})

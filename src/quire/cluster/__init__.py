@@ -1,0 +1,1 @@
+"""`quire up`: the processes of a cluster file, started, watched, started again, and ended together."""

@@ -1,0 +1,180 @@
+"""Keeps a cluster's members running: starts them, asks after their health, starts again what has died, ends all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from quire.cluster.place import Place, Running
+from quire.cluster.spec import Member
+from quire.errors import ClusterError
+from quire.server.processes import RestartBudget
+
+LOOK_SECONDS = 0.25
+"""Between two looks at a member."""
+
+ANSWER_SECONDS = 5.0
+"""How long a member may take to say that it is well."""
+
+KILL_SECONDS = 10.0
+"""How long a member may take to end, beyond what it was given to drain."""
+
+USAGE = 2
+"""Exit code of a command that is not valid: it would not be the next time either."""
+
+State = Literal["waiting", "starting", "ready", "unwell", "restarting", "failed", "stopping", "ended"]
+
+
+@dataclasses.dataclass(slots=True)
+class Kept:
+    """A member and what has become of it.
+
+    Attributes:
+        since: when the state began, on the monotonic clock.
+        restarts: how often it was started again. why: how it ended last.
+    """
+
+    member: Member
+    state: State = "waiting"
+    since: float = 0.0
+    restarts: int = 0
+    why: str = ""
+    running: Running | None = None
+
+    def enter(self, state: State) -> None:
+        """Be in this state from now on."""
+        if state != self.state:
+            self.state, self.since = state, time.monotonic()
+
+
+class Keeper:
+    """A cluster that runs.
+
+    Args:
+        restart_limit: how often each member may be started again within an hour.
+        drain_seconds: how long members may take to end what they do, when all is over.
+        changed: called with a member whose state has changed.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        place: Place,
+        *,
+        restart_limit: int,
+        drain_seconds: float,
+        changed: Callable[[Kept], None],
+    ) -> None:
+        self.kept = [Kept(member, since=time.monotonic()) for member in members]
+        self._place, self._limit, self._drain, self._changed = place, restart_limit, drain_seconds, changed
+        self._leaving = asyncio.Event()
+        self._hurried = asyncio.Event()
+
+    def leave(self) -> None:
+        """End everything; asked for once more, without waiting for what runs."""
+        (self._hurried if self._leaving.is_set() else self._leaving).set()
+
+    async def run(self) -> bool:
+        """Until `leave`, or until nobody could answer any more; whether it was the former. Nothing is left running.
+
+        Members start in their order, all servers at once: who comes first is what the others need.
+        """
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            first = [kept for kept in self.kept if kept.member.kind == "redis"]
+            for group in (first, [kept for kept in self.kept if kept not in first]):
+                tasks += [asyncio.create_task(self._keep(kept)) for kept in group]
+                while not self._leaving.is_set() and any(kept.state in ("waiting", "starting") for kept in group):
+                    await asyncio.sleep(LOOK_SECONDS)
+            while not self._leaving.is_set() and self._serves():
+                await asyncio.sleep(LOOK_SECONDS)
+            return self._leaving.is_set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._end_all()
+            await self._place.close()
+
+    def _serves(self) -> bool:
+        """Whether clients could still get an answer, now or later."""
+        alive = {kept.member.kind for kept in self.kept if kept.state != "failed"}
+        return {"router", "server"} <= alive
+
+    def _enter(self, kept: Kept, state: State) -> None:
+        if kept.state != state:
+            kept.enter(state)
+            self._changed(kept)
+
+    async def _keep(self, kept: Kept) -> None:
+        """One member's life."""
+        budget = RestartBudget(self._limit)
+        while True:
+            code = await self._live(kept)
+            delay = budget.spend(kept.member.name) if code != USAGE else None
+            if delay is None:
+                self._enter(kept, "failed")
+                return
+            kept.restarts += 1
+            self._enter(kept, "restarting")
+            await asyncio.sleep(delay)
+
+    async def _live(self, kept: Kept) -> int | None:
+        """Start it, and watch it until it has ended; its exit code, None where it did not start. `why` says how."""
+        self._enter(kept, "starting")
+        try:
+            kept.running = await self._place.start(kept.member)
+        except ClusterError as error:
+            kept.why = str(error)
+            return None
+        while (code := await kept.running.exit_code()) is None:
+            if await is_well(kept.member):
+                self._enter(kept, "ready")
+            elif kept.state == "ready":
+                self._enter(kept, "unwell")
+            await asyncio.sleep(LOOK_SECONDS if kept.state != "ready" else 4 * LOOK_SECONDS)
+        kept.why = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return code
+
+    async def _end_all(self) -> None:
+        """The router first, that nothing new comes; what others need, last."""
+        for kind in ("router", "server", "redis"):
+            await asyncio.gather(*(self._end(kept) for kept in self.kept if kept.member.kind == kind))
+
+    async def _end(self, kept: Kept) -> None:
+        running = kept.running
+        if running is None or await running.exit_code() is not None:
+            self._enter(kept, "failed" if kept.state == "failed" else "ended")
+            return
+        self._enter(kept, "stopping")
+        await running.signal(signal.SIGTERM)
+        hurried, until = False, time.monotonic() + self._drain + KILL_SECONDS
+        while await running.exit_code() is None:
+            if self._hurried.is_set() and not hurried:
+                hurried, until = True, min(until, time.monotonic() + KILL_SECONDS)
+                await running.signal(signal.SIGTERM)
+            if time.monotonic() > until:
+                await running.signal(signal.SIGKILL)
+            await asyncio.sleep(0.05)
+        self._enter(kept, "ended")
+
+
+async def is_well(member: Member) -> bool:
+    """Whether it answers: `/health` with 200, or Redis at all."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            reader, writer = await asyncio.open_connection(member.host, member.port)
+            with contextlib.closing(writer):
+                if member.kind == "redis":
+                    writer.write(b"PING\r\n")
+                    return (await reader.read(64)).startswith((b"+PONG", b"-NOAUTH"))
+                host = f"{member.host}:{member.port}"
+                writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                return b" 200 " in await reader.readline()
+    except (OSError, TimeoutError):
+        return False

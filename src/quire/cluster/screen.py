@@ -1,0 +1,93 @@
+"""What `quire up` shows: a table of the members that lives in the terminal, a line a change elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from quire.cluster.keeper import Kept, State
+
+STYLES: dict[State, str] = {"ready": "green", "unwell": "yellow", "restarting": "yellow", "failed": "bold red"}
+
+
+class Screen(Protocol):
+    """Who is told how the members are. A context manager."""
+
+    def __enter__(self) -> Screen: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def changed(self, kept: Kept) -> None:
+        """A member's state is another one."""
+
+
+def make_screen(console: Console, title: str, kept: Callable[[], Sequence[Kept]]) -> Screen:
+    """The screen for this console; `kept` gives the members."""
+    return TableScreen(console, title, kept) if console.is_terminal else LineScreen(console)
+
+
+class LineScreen:
+    """For files and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> LineScreen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def changed(self, kept: Kept) -> None:
+        """See `Screen`."""
+        why = f" ({kept.why})" if kept.why and kept.state in ("restarting", "failed") else ""
+        self._console.print(f"{kept.member.name:12} {kept.state}{why}  {kept.member.url}", soft_wrap=True)
+
+
+class TableScreen:
+    """For people."""
+
+    def __init__(self, console: Console, title: str, kept: Callable[[], Sequence[Kept]]) -> None:
+        self._title, self._kept = title, kept
+        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=2)
+
+    def __enter__(self) -> TableScreen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def changed(self, kept: Kept) -> None:
+        """See `Screen`."""
+        self._live.refresh()
+
+    def _table(self) -> Group:
+        table = Table(title=self._title, title_justify="left", title_style="bold", border_style="dim")
+        for name in ("name", "state", "for", "where", "URL", "restarts", "ended last by"):
+            table.add_column(name, justify="right" if name in ("for", "restarts") else "left")
+        for kept in self._kept():
+            table.add_row(
+                kept.member.name,
+                Text(kept.state, STYLES.get(kept.state, "dim")),
+                duration(time.monotonic() - kept.since),
+                kept.running.describe() if kept.running else "",
+                kept.member.url,
+                str(kept.restarts),
+                kept.why,
+            )
+        return Group(table, Text("Ctrl-C ends it: running requests may end; once more: at once", "dim"))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{minutes:.0f} min" if minutes < 60 else f"{hours:.0f} h {minutes % 60:.0f} min"

@@ -1,0 +1,275 @@
+"""What a cluster file says, as a list of processes: a cluster is nothing but its members.
+
+model: demo
+options: {max_num_seqs: 16}         # of every server, by the names of `quire serve`
+redis: auto                         # start one where it is installed; off; or the URL of one that runs
+router: {port: 8000}                # and any option of `quire route`
+servers:
+  - {role: prefill, port: 8010}
+  - {role: decode, port: 8020, count: 2, options: {host_kv_memory: 256MiB}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from quire.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+"""A cluster file larger than this was named by mistake."""
+
+MAX_COUNT = 256
+"""Most servers of one entry."""
+
+KEY_FILE = "{folder}/cluster.key"
+"""Where each member finds the cluster's key."""
+
+ROLES = ("prefill", "decode", "both")
+REDIS_PORT = 6390
+"""Where a cluster's own Redis listens, unless told otherwise: not at the port of one that this machine may have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """One process of a cluster.
+
+    Attributes:
+        name: unique in the cluster: "router", "decode-1", "redis".
+        kind: "router", "server" or "redis".
+        arguments: of the command `quire`; of `redis-server` for "redis".
+        files: text by file name; they are written, for this user's eyes alone, into the cluster's folder on its
+            machine before it starts. Arguments and files name that "{folder}".
+        host, port: where it listens.
+    """
+
+    name: str
+    kind: str
+    arguments: tuple[str, ...]
+    host: str
+    port: int
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where it is reached."""
+        scheme = "redis" if self.kind == "redis" else "http"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}"
+
+
+class Servers(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Servers that are alike but for their ports: `port`, `port` + 1 and so on.
+
+    Attributes:
+        cpus, gpus: what each asks of the machine that Ray finds for it.
+    """
+
+    port: int
+    role: str | None = None
+    count: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+    options: dict[str, Any] = {}
+
+
+class ClusterFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A cluster file.
+
+    Attributes:
+        model: of every server.
+        name: of the cluster; default: the file's.
+        host: at which all listen.
+        place: "processes" of this machine, or "ray": wherever Ray finds room.
+        redis: "auto", "off", or the URL of a server; redis_port: of the one that "auto" starts.
+        cluster_key_file: with the key of all that share KV; default: one that is made in the cluster's folder.
+        options: of every server; router: of the router.
+    """
+
+    model: str
+    servers: list[Servers]
+    name: str | None = None
+    host: str = "127.0.0.1"
+    place: str = "processes"
+    redis: str | bool = "auto"
+    redis_port: int = REDIS_PORT
+    cluster_key_file: str | None = None
+    options: dict[str, Any] = {}
+    router: dict[str, Any] = {}
+
+
+def read_cluster(path: Path) -> ClusterFile:
+    """The cluster that a file describes.
+
+    Raises:
+        ConfigError: it cannot be read, or what it says is not valid.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not a text"
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; is it a cluster file?")
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold 'name: value' lines such as 'model: demo'; see examples/cluster.yaml")
+    _check_names(path, content, ClusterFile, "")
+    for index, servers in enumerate(content["servers"] if isinstance(content.get("servers"), list) else []):
+        if isinstance(servers, dict):
+            _check_names(path, servers, Servers, f"servers[{index}]: ")
+    try:
+        found = msgspec.convert(content, ClusterFile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}; see examples/cluster.yaml") from error
+    _check(path, found)
+    return found
+
+
+def _check_names(path: Path, given: Mapping[Any, Any], kind: type[msgspec.Struct], where: str) -> None:
+    for name in given:
+        if name not in kind.__struct_fields__:
+            near = difflib.get_close_matches(str(name), kind.__struct_fields__, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.__struct_fields__)}"
+            raise ConfigError(f"{path}: {where}unknown name {name!r}; {hint}")
+
+
+def _check(path: Path, cluster: ClusterFile) -> None:
+    """Refuse what no process could be started from."""
+    if cluster.place not in ("processes", "ray"):
+        raise ConfigError(f"{path}: place={cluster.place!r}; allowed: processes, ray")
+    if not cluster.servers:
+        raise ConfigError(f"{path}: servers is empty; name one, such as '- port: 8010'")
+    for index, servers in enumerate(cluster.servers):
+        where = f"{path}: servers[{index}]"
+        if servers.role is not None and servers.role not in ROLES:
+            raise ConfigError(f"{where}: role={servers.role!r}; allowed: {', '.join(ROLES)}, or none at all")
+        if not 1 <= servers.count <= MAX_COUNT:
+            raise ConfigError(f"{where}: count={servers.count}; allowed: 1 to {MAX_COUNT}")
+        for name in ("port", "host", "kv_role", "role", "model"):
+            if name in servers.options:
+                raise ConfigError(f"{where}: options must not have {name}; it stands beside options, or above servers")
+    if all(servers.role == "prefill" for servers in cluster.servers):
+        raise ConfigError(f"{path}: every server has role=prefill, and none could answer; add one with role=decode")
+    taken: dict[int, str] = {}
+    for name, port in _ports(cluster):
+        if not 1 <= port <= 65535:
+            raise ConfigError(f"{path}: {name} would listen on port {port}; allowed: 1 to 65535")
+        if port in taken:
+            raise ConfigError(
+                f"{path}: {taken[port]} and {name} would both listen on port {port}; give one another port"
+            )
+        taken[port] = name
+
+
+def _ports(cluster: ClusterFile) -> Iterator[tuple[str, int]]:
+    yield "router", _router_port(cluster)
+    if cluster.redis == "auto":
+        yield "redis", cluster.redis_port
+    for name, servers, number in _servers(cluster):
+        yield name, servers.port + number
+
+
+def _router_port(cluster: ClusterFile) -> int:
+    port = cluster.router.get("port", 8000)
+    if not isinstance(port, int):
+        raise ConfigError(f"router: port={port!r} is not a whole number")
+    return port
+
+
+def _servers(cluster: ClusterFile) -> Iterator[tuple[str, Servers, int]]:
+    """Every server: its name, its entry, and its number in that."""
+    numbers: dict[str, int] = {}
+    for servers in cluster.servers:
+        role = servers.role or "server"
+        for number in range(servers.count):
+            yield f"{role}-{numbers.setdefault(role, 0)}", servers, number
+            numbers[role] += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a server asks of the machine that it runs on."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+
+def needs(cluster: ClusterFile) -> list[Need]:
+    """Of every server."""
+    return [Need(name, servers.cpus, servers.gpus) for name, servers, _ in _servers(cluster)]
+
+
+def members(cluster: ClusterFile, *, redis: bool, key: str, hosts: Mapping[str, str]) -> list[Member]:
+    """The processes, in the order in which they start.
+
+    Args:
+        redis: whether one of its own is started, where the file says "auto".
+        key: what all that share KV have.
+        hosts: where each server listens, by name; the router and Redis listen at the cluster's own.
+    """
+    found: list[Member] = []
+    directory = cluster.redis if isinstance(cluster.redis, str) and "://" in cluster.redis else None
+    if redis and cluster.redis == "auto":
+        found.append(_redis(cluster))
+        directory = found[0].url
+    servers = [(name, entry, hosts[name], entry.port + number) for name, entry, number in _servers(cluster)]
+    urls = {name: f"http://{host}:{port}" for name, _, host, port in servers}
+    prefill = [urls[name] for name, entry, _, _ in servers if entry.role == "prefill"]
+    for name, entry, host, port in servers:
+        own: dict[str, Any] = {"model": cluster.model, "host": host, "port": port}
+        if entry.role is not None:
+            own |= {"kv_role": entry.role, "kv_host": host}
+        if entry.role in ("decode", "both") and prefill:
+            own["prefill_url"] = ",".join(prefill)
+        if directory is not None:
+            own |= {"kv_directory": directory, "kv_host": host}
+        if "kv_host" in own:
+            own["cluster_key_file"] = KEY_FILE
+        found.append(_member(name, "server", "serve", own | cluster.options | entry.options, key))
+    others = [url for url in urls.values() if url not in prefill]
+    router = {"host": cluster.host, "port": _router_port(cluster), "server": others}
+    if prefill:
+        router["prefill_server"] = prefill
+    found.append(_member("router", "router", "route", router | cluster.router, key))
+    return found
+
+
+def _redis(cluster: ClusterFile) -> Member:
+    """A Redis that keeps nothing on a disk: what is in it is published again by those who know."""
+    lines = [f"bind {cluster.host}", f"port {cluster.redis_port}", 'save ""', "appendonly no", "maxmemory 256mb"]
+    return Member(
+        name="redis",
+        kind="redis",
+        arguments=("{folder}/redis.conf",),
+        files={"redis.conf": "\n".join(lines) + "\n"},
+        host=cluster.host,
+        port=cluster.redis_port,
+    )
+
+
+def _member(name: str, kind: str, command: str, options: Mapping[str, Any], key: str) -> Member:
+    """One that is a command of Quire's with a configuration file."""
+    return Member(
+        name=name,
+        kind=kind,
+        arguments=(command, "--config", f"{{folder}}/{name}.yaml"),
+        files={f"{name}.yaml": yaml.safe_dump(dict(options), sort_keys=False)} | _key_file(options, key),
+        host=options["host"],
+        port=options["port"],
+    )
+
+
+def _key_file(options: Mapping[str, Any], key: str) -> dict[str, str]:
+    return {"cluster.key": f"{key}\n"} if options.get("cluster_key_file") == KEY_FILE else {}

@@ -1,0 +1,1 @@
+"""`quire route`: one door for several servers."""

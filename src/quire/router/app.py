@@ -1,0 +1,293 @@
+"""The app of a router: its routes, and around them what a server's are in, too (`server/app.py`, `server/auth.py`).
+
+Requests for text go through a table of paths and `Relay`, without a framework between: that is the way which has to be
+fast. Everything else is small.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire import __version__
+from quire.router.relay import Relay
+from quire.router.site import Site
+from quire.router.upstream import UpstreamError
+from quire.server import request_log
+from quire.server.app import EXPOSED_HEADERS, EdgeMiddleware
+from quire.server.auth import METRICS_PATH, AuthMiddleware, forbidden, tenant_of
+from quire.server.context import stop_error
+from quire.server.errors import ApiError, invalid
+from quire.server.hosts import HostPolicy
+from quire.server.replies import send_error, send_json
+from quire.server.transport import read_body
+
+PAGE = Path(__file__).parent / "static" / "index.html"
+TEXT_PATHS = ("/v1/completions", "/v1/chat/completions")
+PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings")
+"""Answered by any server."""
+ANSWER_SECONDS = 60.0
+DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"
+MAX_JOIN_BYTES = 4096
+
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class _Route(NamedTuple):
+    """What `EdgeMiddleware` counts a request under."""
+
+    path: str
+
+
+def create_app(site: Site) -> ASGIApp:
+    """The app, ready for a server."""
+    config = site.config
+
+    def on_refused(scope: Scope, error: ApiError) -> None:
+        site.metrics.rejected("unauthorized")
+        request_log.note_error(scope, error)
+
+    app: ASGIApp = RouterApp(site)
+    policy = HostPolicy(config.host, config.allowed_host, config.cors_origin)
+    app = AuthMiddleware(app, site.tenants, on_refused, policy)
+    if config.cors_origin:
+        app = CORSMiddleware(
+            app,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
+    return EdgeMiddleware(app, site)
+
+
+class RouterApp:
+    """Finds the route of a request, and answers errors in OpenAI's shape."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._routes: dict[tuple[str, str], Handler] = {
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/health"): self._health,
+            ("HEAD", "/health"): self._health,
+            ("GET", "/live"): self._live,
+            ("HEAD", "/live"): self._live,
+            ("GET", "/version"): self._version,
+            ("GET", METRICS_PATH): self._metrics,
+            ("GET", "/router/status"): self._status,
+            ("GET", "/"): self._page,
+            ("HEAD", "/"): self._page,
+            ("POST", JOIN): self._join,
+        }
+        self._routes |= {("POST", path): self._text for path in TEXT_PATHS}
+        self._routes |= {("POST", path): self._passed for path in PASSED_PATHS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path, method = scope["path"], scope["method"]
+        handler = self._routes.get((method, path)) or self._prefixed(method, path)
+        scope["route"] = _Route("/admin" if path.startswith("/admin/") else path if handler else "other")
+        try:
+            if handler is None:
+                raise self._unknown(method, path)
+            await handler(scope, receive, send)
+        except ApiError as error:
+            request_log.note_error(scope, error)
+            await send_error(error, send)
+
+    def _prefixed(self, method: str, path: str) -> Handler | None:
+        """Routes that end with a name."""
+        if method != "POST":
+            return None
+        for prefix, handler in ((DRAIN, self._drain), (UNDRAIN, self._undrain), (ABORT, self._abort)):
+            if path.startswith(prefix):
+                return handler
+        return None
+
+    def _unknown(self, method: str, path: str) -> ApiError:
+        allowed = sorted({verb for verb, known in self._routes if known == path})
+        if allowed:
+            headers = {"allow": ", ".join(allowed)}
+            message = f"this path does not take {method[:16]}; allowed: {headers['allow']}"
+            return ApiError(405, message, code="method_not_allowed", headers=headers)
+        paths = ", ".join(sorted({known for _, known in self._routes}))
+        return ApiError(404, f"there is nothing at this path; a router has {paths}", code="unknown_url")
+
+    # -- requests for text ---------------------------------------------------------------------------------
+
+    async def _text(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._site.draining:
+            self._site.metrics.rejected("draining")
+            raise stop_error()
+        await Relay(self._site, scope).run(receive, send)
+
+    async def _passed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Small questions that any server answers."""
+        site = self._site
+        body = await read_body(Request(scope, receive), site.config.max_body_bytes)
+        for server in sorted(site.servers.by_name.values(), key=lambda one: one.load.running):
+            if server.is_up:
+                await self._ask(server.name, scope, send, body)
+                return
+        raise ApiError(
+            503, "no server can take requests now; try again", code="no_server", headers={"retry-after": "1"}
+        )
+
+    async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = self._site.open.get(scope["path"].removeprefix(ABORT))
+        if name not in self._site.servers.by_name:
+            raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
+        await self._ask(name, scope, send, b"")
+
+    async def _ask(self, name: str, scope: Scope, send: Send, body: bytes) -> None:
+        """Pass a question on to this server, and its answer back."""
+        key = self._site.key_for(scope)
+        headers = [(b"content-type", b"application/json"), *([(b"authorization", key)] if key else [])]
+        server = self._site.servers.by_name[name]
+        try:
+            status, answer = await server.upstream.fetch(
+                "POST", request_log_path(scope), headers, body=body, seconds=ANSWER_SECONDS
+            )
+        except UpstreamError as error:
+            self._site.servers.failed(server, str(error))
+            raise ApiError(502, "the server went away; try again", code="server_lost") from None
+        reply = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+        await send({"type": "http.response.start", "status": status, "headers": reply})
+        await send({"type": "http.response.body", "body": answer})
+
+    # -- how things stand ----------------------------------------------------------------------------------
+
+    async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cards: dict[str, Any] = {}
+        for server in self._site.servers.by_name.values():
+            for name, card in server.models.items() if server.is_up else ():
+                cards.setdefault(name, {key: value for key, value in card.items() if key != "checkpoint"})
+        await send_json(send, {"object": "list", "data": list(cards.values())})
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """200 while there is a server that takes requests."""
+        site = self._site
+        if site.draining:
+            return await send_json(send, {"status": "draining"}, 503)
+        up = sum(one.is_up for one in site.servers.by_name.values())
+        found = {"status": "ok" if up else "no server", "servers_up": up, "servers": len(site.servers.by_name)}
+        await send_json(send, found, 200 if up else 503, {"cache-control": "no-store"})
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"status": "ok"})
+
+    async def _version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"version": __version__})
+
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = tenant_of(scope)
+        if not (tenant.is_operator or tenant.is_scraper):
+            raise forbidden(", or a --metrics-key")
+        body, kind = self._site.metrics.render(self._site.servers.by_name.values())
+        await _send_file(send, body, kind)
+
+    async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _send_file(send, PAGE.read_bytes(), "text/html; charset=utf-8")
+
+    async def _status(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_operator(scope)
+        site = self._site
+        servers, now = site.servers, site.servers.clock()
+        document = {
+            "version": __version__,
+            "policy": site.config.policy,
+            "draining": site.draining,
+            "bytes_per_token": round(servers.bytes_per_token, 2),
+            "servers": [one.described(now, servers.knowledge.count(one.name)) for one in servers.by_name.values()],
+            "requests": [
+                {
+                    "seconds_ago": round(time.time() - at, 1),
+                    "request": request,
+                    "server": choice.server.name,
+                    "prefill": choice.prefill.name if choice.prefill else None,
+                    "prompt_tokens": choice.tokens,
+                    "resumed": again,
+                    "costs": [
+                        {
+                            "server": cost.server,
+                            "held": cost.held,
+                            "compute_s": round(cost.compute, 5),
+                            "fetch_s": round(cost.fetch, 5),
+                            "queue_s": round(cost.queue, 5),
+                            "total_s": round(cost.total, 5),
+                        }
+                        for cost in choice.decision.costs
+                    ],
+                }
+                for at, request, choice, again in reversed(site.decisions)
+            ],
+        }
+        await send_json(send, document, headers={"cache-control": "no-store"})
+
+    # -- the operator's ------------------------------------------------------------------------------------
+
+    async def _drain(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._set_draining(scope, send, scope["path"].removeprefix(DRAIN), True)
+
+    async def _undrain(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._set_draining(scope, send, scope["path"].removeprefix(UNDRAIN), False)
+
+    async def _set_draining(self, scope: Scope, send: Send, name: str, draining: bool) -> None:
+        """A server gets no more requests, or does again; those it has go on."""
+        _check_operator(scope)
+        server = self._site.servers.by_name.get(name)
+        if server is None:
+            known = ", ".join(self._site.servers.by_name) or "none"
+            raise ApiError(404, f"there is no server of that name; there are: {known}", code="unknown_server")
+        server.draining = draining
+        load = server.load
+        await send_json(send, {"server": name, "draining": draining, "waiting": load.waiting, "running": load.running})
+
+    async def _join(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A server says that it is there, or with "leaves" that it goes."""
+        _check_operator(scope)
+        if not self._site.tenants.count:
+            message = "servers may join a router that has an --api-key; this one has none"
+            raise ApiError(403, message, code="joining_is_off")
+        body = await read_body(Request(scope, receive), MAX_JOIN_BYTES)
+        try:
+            asked = msgspec.json.decode(body, type=Joining)
+            server = self._site.servers.add(asked.url, "prefill" if asked.role == "prefill" else "serve", "joined")
+        except (msgspec.DecodeError, ValueError) as error:
+            raise invalid(f"a server joins with its url and its role: {error}") from None
+        if asked.leaves and server.origin == "joined":
+            self._site.servers.remove(server.name)
+        await send_json(send, {"server": server.name, "state": server.state, "reason": server.reason})
+
+
+class Joining(msgspec.Struct):
+    """What a server says to `/admin/join`."""
+
+    url: str
+    role: str = "serve"
+    leaves: bool = False
+
+
+def request_log_path(scope: Mapping[str, Any]) -> str:
+    """The path as it was sent."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    return bytes(raw).decode("latin-1")
+
+
+def _check_operator(scope: Scope) -> None:
+    if not tenant_of(scope).is_operator:
+        raise forbidden()
+
+
+async def _send_file(send: Send, body: bytes, kind: str) -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,93 @@
+"""RouterConfig: every option of `quire route`. What a server has too is the server's option."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from quire.config import option, unknown_option
+from quire.errors import ConfigError
+from quire.router.upstream import Address
+from quire.server.config import KEY_OPTIONS, ServerConfig, check_door, read_keys
+
+MAX_SERVERS = 1024
+
+
+def _as_served(name: str, default: Any = None) -> Any:
+    """A server's option, with its help and its bounds."""
+    field = ServerConfig.__dataclass_fields__[name]
+    return dataclasses.field(
+        default=field.default if default is None else default, repr=field.repr, metadata=field.metadata
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Options of one router.
+
+    Raises:
+        ConfigError: an option has the wrong type, is out of range, or contradicts another one.
+    """
+
+    server: tuple[str, ...] = option((), "URL of a server to send requests to, such as http://127.0.0.1:8000")
+    prefill_server: tuple[str, ...] = option((), "URL of a server that computes prompts for the others")
+    servers_file: str | None = option(None, "file with a URL a line, read again when it changes; 'prefill URL' too")
+    server_key: str | None = dataclasses.field(
+        default=None, repr=False, metadata={"help": "key for the servers; default: the key that the client sent"}
+    )
+    policy: Literal["cost", "round-robin", "least-loaded", "prefix-hash"] = option(
+        "cost", "how a server is chosen: by cost, or, to compare with, in one of the other ways"
+    )
+    host: str = _as_served("host")
+    port: int = _as_served("port", 8080)
+    api_key: tuple[str, ...] = _as_served("api_key")
+    metrics_key: tuple[str, ...] = _as_served("metrics_key")
+    allowed_host: tuple[str, ...] = _as_served("allowed_host")
+    cors_origin: tuple[str, ...] = _as_served("cors_origin")
+    max_body_bytes: int = _as_served("max_body_bytes")
+    drain_timeout: float = _as_served("drain_timeout")
+    log_format: Literal["text", "json"] = _as_served("log_format")
+    log_requests: bool = _as_served("log_requests")
+    otlp_traces_endpoint: str | None = _as_served("otlp_traces_endpoint")
+    debug: bool = _as_served("debug")
+
+    def __post_init__(self) -> None:
+        check_door(self)
+        urls = [*self.server, *self.prefill_server]
+        for url in urls:
+            try:
+                Address(url)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        names = [Address(url).name for url in urls]
+        if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
+            raise ConfigError(f"the server {twice} was given twice; remove one")
+        if len(urls) > MAX_SERVERS:
+            raise ConfigError(f"{len(urls)} servers were given; at most {MAX_SERVERS} are allowed")
+        if not urls and self.servers_file is None and not self.api_key:
+            raise ConfigError(
+                "there is no server to send requests to: give --server URL, or --servers-file FILE, or an --api-key "
+                "with which servers may join (quire serve --join)"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> RouterConfig:
+        """A configuration from named options, as flags give them; reads the files of keys.
+
+        Raises:
+            ConfigError: an option is unknown, or invalid.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        given: dict[str, Any] = dict(options)
+        for name in given:
+            if name not in names:
+                raise ConfigError(unknown_option(name, names))
+        for name in KEY_OPTIONS:
+            if name in given:
+                given[name] = read_keys(tuple(given[name]), name)
+        if isinstance(given.get("server_key"), str):
+            [given["server_key"]] = read_keys((given["server_key"],), "server_key")[:1]
+        for name, value in given.items():
+            given[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**given)

@@ -1,0 +1,130 @@
+"""What a router tells Prometheus: its own counters, and of each server how it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from quire.router.servers import Server
+from quire.server.metric_values import Family, Layout, Values, read_all
+from quire.server.metrics import CONTENT_TYPE, REJECTIONS, STATUSES, Families
+
+ROUTES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/health",
+    "/live",
+    "/metrics",
+    "/router/status",
+    "/admin",
+    "/",
+    "other",
+)
+_FIRST_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    160.0,
+)
+_LAYOUT = Layout(
+    Family(
+        "quire:http_requests",
+        "Answers.",
+        labels={"route": ROUTES, "status": (*STATUSES[:-1], "502", "other")},
+        sparse=True,
+    ),
+    Family("quire:http_requests_in_progress", "HTTP requests not answered to their end yet.", kind="gauge"),
+    Family("quire:requests_rejected", "Requests refused before they ran.", labels={"reason": REJECTIONS}),
+    Family("quire:disconnects", "Clients that went away before their answer had ended."),
+    Family(
+        "quire:router_time_to_first_token_seconds", "From a stream's arrival to its first byte.", buckets=_FIRST_TOKEN
+    ),
+    Family("quire:router_sent", "Requests that were sent to a server.", labels={"kind": ("first", "resumed")}),
+)
+
+
+class RouterMetrics:
+    """The metrics of one router. To be used from one thread."""
+
+    def __init__(self) -> None:
+        self._values = Values(_LAYOUT, None, 0)
+        self._in_progress = self._values.cell("quire:http_requests_in_progress")
+        self._first_token = self._values.histogram("quire:router_time_to_first_token_seconds")
+
+    def request_received(self) -> None:
+        """A request's head is here. Each call is followed by one of `request_done`."""
+        self._in_progress[0] += 1
+
+    def request_done(self, route: str, status: int) -> None:
+        """A request was answered to its end."""
+        self._in_progress[0] -= 1
+        self._values.count("quire:http_requests", route, str(status))
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before it was sent to a server."""
+        self._values.count("quire:requests_rejected", reason)
+
+    def disconnected(self) -> None:
+        """A client went away before its answer had ended."""
+        self._values.count("quire:disconnects")
+
+    def first_token(self, seconds: float) -> None:
+        """A stream's first bytes came so long after the request."""
+        self._first_token.observe(seconds)
+
+    def routed(self, again: bool) -> None:
+        """A request was sent to a server. `again`: in the middle of its stream."""
+        self._values.count("quire:router_sent", "resumed" if again else "first")
+
+    def render(self, servers: Iterable[Server]) -> tuple[bytes, str]:
+        """All of it in Prometheus' text format, and its content type."""
+        cells, _ = read_all(_LAYOUT, None, self._values)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Families(_LAYOUT.families_of(cells, lambda name: {})))
+        registry.register(Families(_server_families(list(servers))))
+        return generate_latest(registry), CONTENT_TYPE
+
+
+Reading = tuple[str, str, Callable[[Server], float]]
+_GAUGES: tuple[Reading, ...] = (
+    ("quire:server_up", "1 where requests may go there.", lambda one: one.is_up),
+    ("quire:server_running", "Requests there that have a first token.", lambda one: one.load.running),
+    ("quire:server_waiting", "Requests there that have none yet.", lambda one: one.load.waiting),
+    ("quire:server_queued_tokens", "Prompt tokens of those that are to be computed.", lambda one: one.load.queued),
+    ("quire:server_prefill_rate", "Prompt tokens that it computes a second.", lambda one: one.load.rate),
+)
+_COUNTERS: tuple[Reading, ...] = (
+    ("quire:server_requests", "Requests that were sent there.", lambda one: one.num_requests),
+    ("quire:server_failures", "How often it could not be reached, or broke off.", lambda one: one.num_failures),
+)
+
+
+def _server_families(servers: list[Server]) -> Iterator[Metric]:
+    """Series by server: there are as many as the operator has named."""
+    for kind, readings in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, help, value in readings:
+            family = kind(name, help, labels=["server"])
+            for one in servers:
+                family.add_metric([one.name], float(value(one)))
+            yield family
+    build = GaugeMetricFamily("quire:build_info", "Always 1; the version is a label.", labels=["version"])
+    build.add_metric([version("quire")], 1.0)
+    yield build

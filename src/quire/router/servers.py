@@ -1,0 +1,395 @@
+"""The servers behind a router: which there are, how they do, what each is given, and which one a request goes to.
+
+Each server is looked at every second, and left alone for a growing while when it fails. Before requests go to it, and
+again whenever it was away, it must show that it speaks OpenAI's interface, takes the router's key, and serves the model
+that others serve under the same name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from quire.fleet.choice import Candidate, Chooser, Decision, PolicyName
+from quire.fleet.knowledge import Knowledge
+from quire.fleet.load import Load
+from quire.log import event
+from quire.router.prompt import CHUNK_BYTES, Prompt
+from quire.router.upstream import Address, Upstream, UpstreamError
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""Between two looks at a server that is well."""
+PATIENCE_SECONDS = 5.0
+"""A server that does not answer a look within this time has failed; what is under way there goes on elsewhere."""
+FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0
+WELL_SECONDS = 60.0
+"""After so long without a failure, earlier ones are forgotten."""
+BYTES_PER_TOKEN = 4.0
+"""Until answers have told better."""
+FETCH_TOKENS_PER_SECOND = 100_000.0
+FETCH_SECONDS = 0.02
+"""What handing a prompt's blocks from a prefill server to another one takes: a rate, and a beginning. Rough, as long as
+servers do not tell: it decides between computing and fetching, which differ by far."""
+
+FORGET_SECONDS = 60.0
+"""A server that had joined, is away, and has not said for so long that it is there, has left."""
+
+State = Literal["new", "up", "down", "loading", "refused"]
+Role = Literal["serve", "prefill"]
+Origin = Literal["given", "file", "joined"]
+
+
+class Server:
+    """One server, as the router knows it.
+
+    Attributes:
+        name: host and port.
+        state: "refused": it answers, and must not be used; `reason` says why.
+        draining: it gets no new requests.
+        failures: in a row, more or less: see `WELL_SECONDS`.
+        load: what this router has sent there. others: requests there that came on other ways, as far as it tells.
+        models: by name, what tells a model from another one of the same name.
+        told: of a Quire server, its last answer to `/load`.
+        num_requests, num_failures: since the router started.
+    """
+
+    def __init__(self, url: str, role: Role, origin: Origin) -> None:
+        self.address = Address(url)
+        self.name = self.address.name
+        self.role, self.origin = role, origin
+        self.upstream = Upstream(self.address)
+        self.load = Load()
+        self.state: State = "new"
+        self.reason = "not looked at yet"
+        self.draining = False
+        self.failures = 0
+        self.failed_at = 0.0
+        self.retry_at = 0.0
+        self.models: dict[str, dict[str, Any]] = {}
+        self.is_quire = False
+        self.told: dict[str, Any] = {}
+        self.others = 0
+        self.num_requests = self.num_failures = 0
+        self.heard_at = 0.0  # when it was named, or joined, last
+        self.wake = asyncio.Event()  # look at it now
+
+    @property
+    def is_up(self) -> bool:
+        return self.state == "up" and not self.draining
+
+    def described(self, now: float, blocks: int) -> dict[str, Any]:
+        """For people."""
+        load = self.load
+        return {
+            "server": self.name,
+            "role": self.role,
+            "origin": self.origin,
+            "state": "draining" if self.draining and self.state == "up" else self.state,
+            "reason": self.reason,
+            "retry_in_s": round(max(0.0, self.retry_at - now), 1) if self.state == "down" else None,
+            "quire": self.is_quire,
+            "models": sorted(self.models),
+            "waiting": load.waiting,
+            "running": load.running,
+            "other_requests": self.others,
+            "queued_tokens": load.queued,
+            "prefill_tokens_per_second": round(load.rate, 1),
+            "requests": self.num_requests,
+            "failures": self.num_failures,
+            "known_chunks": blocks,
+        }
+
+
+class Servers:
+    """All servers. To be used from one loop.
+
+    Args:
+        key: what the router itself shows the servers; "" none.
+    """
+
+    def __init__(self, policy: PolicyName = "cost", key: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self.by_name: dict[str, Server] = {}
+        self.knowledge = Knowledge()
+        self.bytes_per_token = BYTES_PER_TOKEN
+        self.clock = clock
+        self._chooser, self._sources = Chooser(policy), Chooser()
+        self._headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    # -- who is there --------------------------------------------------------------------------------------
+
+    def add(self, url: str, role: Role = "serve", origin: Origin = "given") -> Server:
+        """A server joins; one that is there already stays as it is, unless its role has changed.
+
+        Raises:
+            ValueError: this is no URL of a server.
+        """
+        name = Address(url).name
+        found = self.by_name.get(name)
+        if found is not None and found.role == role:
+            found.heard_at = self.clock()
+            return found
+        if found is not None:
+            self.remove(name)
+        server = self.by_name[name] = Server(url, role, origin)
+        server.heard_at = self.clock()
+        self._looking[name] = asyncio.create_task(self._look_after(server))
+        event(logger, "server_added", f"server {name} ({role}) was added", server=name, role=role, origin=origin)
+        return server
+
+    def remove(self, name: str) -> None:
+        """A server leaves: nothing more goes there; what is under way there may end."""
+        server = self.by_name.pop(name)
+        self._looking.pop(name).cancel()
+        self.knowledge.forget(name)
+        server.state, server.reason = "down", "it was removed"
+        event(logger, "server_removed", f"server {name} was removed", server=name)
+
+    def set_listed(self, listed: dict[str, Role]) -> None:
+        """These, by URL, are the servers of the file: those of it that are not listed any more leave."""
+        names = {self.add(url, role, "file").name for url, role in listed.items()}
+        for name, server in list(self.by_name.items()):
+            if server.origin == "file" and name not in names:
+                self.remove(name)
+
+    async def close(self) -> None:
+        """Stop looking."""
+        for task in self._looking.values():
+            task.cancel()
+        await asyncio.gather(*self._looking.values(), return_exceptions=True)
+        for server in self.by_name.values():
+            server.upstream.break_off()
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    def choose(self, prompt: Prompt, avoid: Collection[str] = (), goes_on: bool = False) -> Choice | None:
+        """Where a request goes; None: nobody can take it now.
+
+        Args:
+            avoid: servers that have been tried.
+            goes_on: its stream has begun elsewhere, so only a Quire server can take it.
+        """
+        able = [
+            one
+            for one in self.by_name.values()
+            if one.is_up
+            and one.name not in avoid
+            and (prompt.model is None or prompt.model in one.models)
+            and (one.is_quire or not goes_on)
+        ]
+        plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve where none is left
+        prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
+        now, tokens = self.clock(), self.tokens_of(prompt.size)
+        sources = [self._candidate(one, prompt, tokens, now) for one in prefill]
+        source = self._sources.choose(tokens, b"", sources)  # who would have the prompt first
+        candidates = [self._candidate(one, prompt, tokens, now, source) for one in plain]
+        decision = self._chooser.choose(tokens, prompt.hashes[0], candidates)
+        if decision is None:
+            return None
+        source_name = source.server if source is not None and decision.chosen.fetch else None
+        return Choice(self.by_name[decision.server], decision, tokens, self.by_name.get(source_name or ""))
+
+    def _candidate(
+        self, server: Server, prompt: Prompt, tokens: int, now: float, source: Decision | None = None
+    ) -> Candidate:
+        load = server.load
+        held = self.tokens_of(self.knowledge.held(server.name, prompt.hashes) * CHUNK_BYTES)
+        fetch = 0.0
+        if source is not None:
+            fetch = source.chosen.total + FETCH_SECONDS + max(0, tokens - held) / FETCH_TOKENS_PER_SECOND
+        return Candidate(
+            name=server.name,
+            rate=load.rate,
+            is_up=server.is_up,
+            held=held,
+            queued=load.queued,
+            running=load.running + server.others,
+            recent=load.recent(now),
+            fetchable=tokens if source is not None else 0,
+            fetch_seconds=fetch,
+        )
+
+    def tokens_of(self, size: int) -> int:
+        """About how many tokens so many bytes of a prompt are."""
+        return int(size / self.bytes_per_token)
+
+    def learn_size(self, size: int, tokens: int) -> None:
+        """A prompt of so many bytes had so many tokens."""
+        if tokens >= 8:
+            self.bytes_per_token += 0.05 * (min(64.0, max(0.25, size / tokens)) - self.bytes_per_token)
+
+    def has_model(self, model: str | None) -> bool:
+        """Whether any server, also one that is away just now, serves this model, or none has told yet."""
+        known = [one for one in self.by_name.values() if one.models]
+        return model is None or not known or any(model in one.models for one in known)
+
+    async def wait_for_change(self, seconds: float) -> None:
+        """Until a server's state has changed, or so long."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    # -- how they do ---------------------------------------------------------------------------------------
+
+    def failed(self, server: Server, reason: str) -> None:
+        """It could not be reached, or broke off: it is left alone, twice as long each time."""
+        now = self.clock()
+        if now - server.failed_at > WELL_SECONDS:
+            server.failures = 0
+        if server.state != "down":
+            server.num_failures += 1
+        wait = min(MAX_BACKOFF, FIRST_BACKOFF * 2.0**server.failures)
+        server.failures, server.failed_at, server.retry_at = min(server.failures + 1, 16), now, now + wait
+        if not server.is_quire:  # it may have lost what it had; a Quire server tells
+            self.knowledge.forget(server.name)
+        self._set_state(server, "down", reason)
+        server.wake.set()
+
+    def _set_state(self, server: Server, state: State, reason: str) -> None:
+        if server.state != state or (state == "refused" and server.reason != reason):
+            level = logging.INFO if state in ("up", "loading") else logging.WARNING
+            text = f"server {server.name} is {state}" + (f": {reason}" if reason else "")
+            event(logger, "server_state", text, level=level, server=server.name, state=state, reason=reason)
+            self._changed.set()
+        server.state, server.reason = state, reason
+
+    async def _look_after(self, server: Server) -> None:
+        """Look at it again and again."""
+        while True:
+            try:
+                await self._look_at(server)
+            except UpstreamError as error:
+                self.failed(server, str(error))
+                if server.is_quire:  # what waits there goes on elsewhere
+                    server.upstream.break_off()
+            except Exception as error:  # whatever it answers, the others go on
+                event(
+                    logger,
+                    "look_failed",
+                    f"server {server.name}: {type(error).__name__}",
+                    level=logging.ERROR,
+                    exc_info=error,
+                )
+                self.failed(server, "its answer could not be read")
+            silent = self.clock() - server.heard_at > FORGET_SECONDS
+            if server.state == "down" and server.origin == "joined" and silent:
+                return self.remove(server.name)
+            await self._pause(server)
+
+    async def _pause(self, server: Server) -> None:
+        """Until the next look; one that fails meanwhile changes when that is."""
+        end = self.clock() + LOOK_SECONDS
+        while (left := (server.retry_at if server.state == "down" else end) - self.clock()) > 0:
+            server.wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.wake.wait(), left)
+
+    async def _look_at(self, server: Server) -> None:
+        fetch = server.upstream.fetch
+        status, body = await fetch("GET", "/v1/models", self._headers, seconds=PATIENCE_SECONDS)
+        if status in (401, 403):
+            self._set_state(server, "refused", _wrong_key(status, bool(self._headers)))
+            return
+        if status == 503:
+            self._set_state(server, "loading", "it takes no requests yet, or no more")
+            return
+        models = _models(body) if status == 200 else None
+        if models is None:
+            self._set_state(
+                server,
+                "refused",
+                f"it is no OpenAI server: GET /v1/models answers {status}, without a "
+                "list of models; give the URL that stands before /v1",
+            )
+            return
+        server.is_quire = any(card.get("owned_by") == "quire" for card in models.values())
+        if server.is_quire:
+            status, body = await fetch("GET", "/load", self._headers, seconds=PATIENCE_SECONDS)
+            self._take_load(server, msgspec.json.decode(body) if status == 200 else {})
+        if server.told.get("checkpoint"):
+            models = {name: card | {"checkpoint": server.told["checkpoint"]} for name, card in models.items()}
+        conflict = self._conflict(server, models)
+        if conflict is not None:
+            self._set_state(server, "refused", conflict)
+            return
+        server.models = models
+        self._set_state(server, "up", "")
+
+    def _take_load(self, server: Server, told: dict[str, Any]) -> None:
+        """What a Quire server says of itself."""
+        if told.get("engine") != server.told.get("engine"):
+            self.knowledge.forget(server.name)  # another engine: its cache is empty
+        server.told = told
+        server.load.tell(told.get("prefill_tokens_per_second"))
+        own = server.load.running + server.load.waiting
+        server.others = max(0, told.get("running", 0) + told.get("waiting", 0) - own)
+
+    def _conflict(self, server: Server, models: dict[str, dict[str, Any]]) -> str | None:
+        """Another server that serves another model under one of these names."""
+        for other in self.by_name.values():
+            if other is server or not other.models or other.state == "refused":
+                continue
+            for name in models.keys() & other.models.keys():
+                mine, theirs = _identity(models[name]), _identity(other.models[name])
+                if mine and theirs and mine != theirs:
+                    return (
+                        f"it serves another model as {name!r} than {other.name} does ({mine}, not {theirs}); give one "
+                        "of them another --served-model-name"
+                    )
+        return None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Where a request goes: a server, why, the prompt's tokens as estimated, and the server that computes it if that
+    is another one."""
+
+    server: Server
+    decision: Decision
+    tokens: int
+    prefill: Server | None = None
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are to be computed on the server."""
+        return max(1, self.tokens - self.decision.chosen.held) if self.prefill is None else 1
+
+    def described(self) -> str:
+        """For the log: the costs of each server."""
+        pair = f" with {self.prefill.name}" if self.prefill is not None else ""
+        return f"to {self.server.name}{pair}: " + "; ".join(map(str, self.decision.costs))
+
+
+def _identity(card: dict[str, Any]) -> str:
+    """What tells a model from others of its name: a Quire server's checkpoint, or the name of another one's folder."""
+    if card.get("checkpoint"):
+        return f"checkpoint {str(card['checkpoint'])[:12]}"
+    root = card.get("root")
+    named = isinstance(root, str) and card.get("owned_by") != "quire"
+    return f"from {str(root).rstrip('/').rpartition('/')[2][:80]}" if named else ""
+
+
+def _wrong_key(status: int, has_key: bool) -> str:
+    mine = "the router's key" if has_key else "requests without a key"
+    return (
+        f"it refuses {mine} ({status}): give the router and its servers the same --api-key, or name the servers' with "
+        "--server-key"
+    )
+
+
+def _models(body: bytes) -> dict[str, dict[str, Any]] | None:
+    """The models that an answer of `/v1/models` lists; None if it is none."""
+    try:
+        listed = msgspec.json.decode(body)
+        cards: Iterable[Any] = listed["data"]
+        return {str(card["id"]): card for card in cards} or None
+    except (msgspec.DecodeError, TypeError, KeyError, AttributeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,103 @@
+"""Traces of requests, for a collector of OpenTelemetry's (OTLP over HTTP): what the log says in a line, as spans.
+
+A span a request, with others in it for the time in the queue, prefill, decode, and what was fetched. One that comes
+with a `traceparent` is a part of its caller's trace (W3C Trace Context): a router's and its server's spans are one.
+Needs `quire[otel]`; without the option nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Span, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace.status import StatusCode
+
+from quire.log import RequestSummary
+
+_SPAN = "quire.span"
+_PROPAGATOR = TraceContextTextMapPropagator()
+_HEADERS = (b"traceparent", b"tracestate")
+
+
+class Traces:
+    """Makes spans of requests and sends them, in batches, from a thread of its own.
+
+    Args:
+        endpoint: of the collector, such as http://127.0.0.1:4318/v1/traces.
+        service: what this process is called in traces.
+        exporter: where spans go in place of the endpoint.
+    """
+
+    def __init__(self, endpoint: str, service: str, exporter: SpanExporter | None = None) -> None:
+        sink = exporter or OTLPSpanExporter(endpoint)
+        self._provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(sink, schedule_delay_millis=1000))
+        self._tracer = self._provider.get_tracer("quire")
+
+    def begin(self, scope: MutableMapping[str, Any]) -> None:
+        """A request of ASGI has come."""
+        carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
+        name = f"{scope['method']} {scope['path'][:256]}"
+        scope[_SPAN] = self._tracer.start_span(name, _PROPAGATOR.extract(carrier), SpanKind.SERVER)
+
+    def end(self, scope: Mapping[str, Any], summary: RequestSummary) -> None:
+        """It has ended."""
+        span: Span = scope[_SPAN]
+        end = time.time_ns()
+        span.set_attributes({name: value for name, value in _attributes(summary).items() if value not in ("", None)})
+        if summary.error is not None:
+            span.set_status(StatusCode.ERROR, summary.error)
+        arrived = end - int(summary.total_seconds * 1e9)
+        for name, begin, seconds, attributes in _parts(summary):
+            start = arrived + int(begin * 1e9)
+            part = self._tracer.start_span(name, set_span_in_context(span), start_time=start, attributes=attributes)
+            part.end(start + int(seconds * 1e9))
+        span.end(end)
+
+    def onward(self, scope: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+        """The headers that make another server's spans of this request a part of its trace."""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, set_span_in_context(scope[_SPAN]))
+        return [(name.encode(), value.encode("latin-1")) for name, value in carrier.items()]
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+
+def _attributes(summary: RequestSummary) -> dict[str, Any]:
+    """Names are those of OpenTelemetry's conventions for generative AI, as vLLM has them."""
+    return {
+        "gen_ai.request.id": summary.request_id,
+        "gen_ai.request.model": summary.model,
+        "gen_ai.usage.prompt_tokens": summary.prompt_tokens,
+        "gen_ai.usage.cached_tokens": summary.cached_tokens,
+        "gen_ai.usage.completion_tokens": summary.output_tokens,
+        "gen_ai.latency.time_to_first_token": summary.first_token_seconds,
+        "gen_ai.latency.e2e": summary.total_seconds,
+        "gen_ai.response.finish_reasons": summary.reason,
+        "quire.route": summary.route,
+    }
+
+
+def _parts(summary: RequestSummary) -> list[tuple[str, float, float, dict[str, Any]]]:
+    """(name, seconds from the arrival to its begin, seconds, attributes) of what a request consists of."""
+    first = summary.first_token_seconds
+    if first is None or not summary.prompt_tokens:
+        return []
+    queued = min(summary.queue_seconds, first)
+    parts: list[tuple[str, float, float, dict[str, Any]]] = [("queue", 0.0, queued, {})]
+    for fetch in summary.fetches:  # a request that waits for blocks is in the queue
+        if fetch["seconds"] is not None:
+            told = {"quire.source": fetch["source"], "quire.tokens": fetch["tokens"]}
+            parts.append(("fetch", max(0.0, queued - fetch["seconds"]), min(queued, fetch["seconds"]), told))
+    parts.append(("prefill", queued, first - queued, {}))
+    parts.append(("decode", first, summary.total_seconds - first, {}))
+    return parts

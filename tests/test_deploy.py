@@ -1,0 +1,65 @@
+"""What lies in deploy/ says what the commands take and the servers tell."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quire.cli.options import CommandParser
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+METRICS = ("server/metrics.py", "router/metrics.py")
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command line of Quire's in the folder."""
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        if service["image"].startswith("quire"):
+            yield f"compose {name}", service["command"]
+    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
+        for resource in yaml.safe_load_all(file.read_text()):
+            for container in containers(resource):
+                if container["image"] == "quire":
+                    yield f"kubernetes {resource['metadata']['name']}", container["args"]
+
+
+def containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    template = resource.get("spec", {}).get("template", {})
+    return list(template.get("spec", {}).get("containers", []))
+
+
+@pytest.mark.parametrize(("name", "command"), [pytest.param(*one, id=one[0]) for one in commands()])
+def test_every_command_line_has_flags_that_there_are(name: str, command: list[str]) -> None:
+    module = importlib.import_module(f"quire.cli.{command[0]}")
+    parser = CommandParser(prog=f"quire {command[0]}", description="")
+    module.add_arguments(parser)
+    given = vars(parser.parse([argument.replace("${MODEL:-demo}", "demo") for argument in command[1:]]))
+    assert given["api_key"]
+
+
+def test_the_dashboard_asks_for_metrics_that_servers_have() -> None:
+    sources = "".join((DEPLOY.parent / "src" / "quire" / name).read_text() for name in METRICS)
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "quire.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(expressions) > 12
+    for expression in expressions:
+        for name in re.findall(r"(?:vllm|quire):\w+", expression):
+            assert f'"{re.sub("_(total|bucket)$", "", name)}"' in sources, name
+
+
+def test_containers_run_without_root_and_with_probes() -> None:
+    for file in (DEPLOY / "kubernetes").glob("*.yaml"):
+        for resource in yaml.safe_load_all(file.read_text()):
+            for container in containers(resource):
+                assert resource["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
+                assert "readinessProbe" in container and container["securityContext"]["capabilities"] == {
+                    "drop": ["ALL"]
+                }

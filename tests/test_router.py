@@ -1,0 +1,576 @@
+"""`quire route` in front of stand-ins: what is passed on, what goes on elsewhere, and who is kept out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.router.config import RouterConfig
+from quire.router.prompt import CHUNK_BYTES, read_prompt
+from quire.router.resume import StreamPosition
+from quire.router.run import read_servers_file, watch_file
+from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
+from tests.server_fakes import wait_until
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    one = Loop()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def pair(loop: Loop) -> Iterator[list[FakeServer]]:
+    servers = [FakeServer(loop), FakeServer(loop, chunk=7)]
+    yield servers
+    for one in servers:
+        one.stop()
+
+
+# -- passing on ------------------------------------------------------------------------------------------------
+
+
+def test_answers_and_streams_are_those_of_a_server(pair: list[FakeServer]) -> None:
+    with RouterThread(pair) as router:
+        whole = router.complete(seed=3)
+        assert whole.json()["choices"][0]["text"] == answer_text({"prompt": "p", "seed": 3})
+        events = router.stream(seed=3)
+        assert text_of(events) == answer_text({"prompt": "p", "seed": 3})
+        assert events.count("[DONE]") == 1
+        assert router.http.get("/v1/models").json()["data"][0]["id"] == "m"
+        assert router.http.post("/tokenize", json={"prompt": "x"}).json()["path"] == "/tokenize"
+        assert router.http.get("/health").json() == {"status": "ok", "servers_up": 2, "servers": 2}
+
+
+def test_the_body_reaches_the_server_as_it_was_sent_but_for_a_seed_where_a_stream_has_none(
+    pair: list[FakeServer],
+) -> None:
+    with RouterThread(pair[:1]) as router:
+        body = b' {"prompt" : "a\\u00e4",  "strange": [1, {"x": null}]} '
+        router.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        router.stream(seed=None)
+        router.stream(seed=4)
+    first, second, third = pair[0].requests
+    assert (first["prompt"], first["strange"], "seed" in first) == ("aä", [1, {"x": None}], False)
+    assert isinstance(second["seed"], int)
+    assert third["seed"] == 4
+
+
+def test_ids_and_keys_go_with_the_request_and_the_servers_own_headers_stay_behind(pair: list[FakeServer]) -> None:
+    with RouterThread(pair, api_key=["k1", "k2"]) as router:
+        answer = router.http.post(
+            "/v1/completions",
+            json={"prompt": "p"},
+            headers={"x-request-id": "mine-1", "authorization": "Bearer k2", "x-secret": "s"},
+        )
+        assert answer.headers["x-request-id"] == "mine-1"
+        [asked] = [request for one in pair for request in one.requests]
+        assert asked["headers"]["authorization"] == "Bearer k2"
+        assert asked["headers"]["x-request-id"] == "mine-1"
+        assert "x-secret" not in asked["headers"]
+        assert router.http.get("/v1/models", headers={"authorization": ""}).status_code == 401
+        other = {"authorization": "Bearer k2"}
+        assert router.http.get("/router/status", headers=other).status_code == 403
+        assert router.http.post(f"/admin/drain/{pair[0].address}", headers=other).status_code == 403
+
+
+def test_an_error_of_the_request_is_the_servers_own(loop: Loop) -> None:
+    server = FakeServer(loop, status=400, error_code="invalid_value")
+    with RouterThread([server]) as router:
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+        missing = router.complete(model="other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert router.http.get("/nothing").status_code == 404
+        assert router.http.get("/v1/completions").status_code == 405
+        assert router.http.post("/v1/completions", content=b"x" * 100).status_code == 400
+    server.stop()
+
+
+def test_a_large_body_is_refused_and_a_large_answer_passes(loop: Loop) -> None:
+    server = FakeServer(loop)
+    with RouterThread([server], max_body_bytes=2048) as router:
+        assert router.complete(prompt="x" * 4096).status_code == 413
+    server.models_answer = None
+    server.stop()
+
+
+# -- choosing --------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_stays_at_its_server_and_new_ones_are_spread(pair: list[FakeServer]) -> None:
+    with RouterThread(pair) as router:
+        homes = {}
+        for turn in range(3):
+            for talk in range(8):
+                prompt = f"conversation {talk} " * 40 + "and on " * 40 * turn
+                router.complete(prompt=prompt)
+                [home] = [
+                    index for index, one in enumerate(pair) if one.requests and one.requests[-1]["prompt"] == prompt
+                ]
+                assert homes.setdefault(talk, home) == home
+        assert Counter(homes.values()) == {0: 4, 1: 4}
+        status = router.http.get("/router/status").json()
+        last = status["requests"][0]
+        assert {cost["server"] for cost in last["costs"]} == {one.address for one in pair}
+        assert max(cost["held"] for cost in last["costs"]) > 0
+
+
+def test_a_server_that_is_busy_gets_less(pair: list[FakeServer]) -> None:
+    pair[0].pause = 0.05  # of which each stream has twenty
+    with RouterThread(pair) as router, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: router.stream(prompt=f"{number} " * 200), range(40)))
+    assert len(pair[1].requests) > 1.5 * len(pair[0].requests)
+
+
+# -- failing ---------------------------------------------------------------------------------------------------
+
+
+FAST, SLOW = {"prefill_tokens_per_second": 1e6}, {"prefill_tokens_per_second": 1.0}
+"""Of two servers that tell this, the first is asked first."""
+
+
+@pytest.mark.parametrize("after", [1, 2, 9, 20])
+@pytest.mark.parametrize("last_words", [None, "shutting_down"])
+def test_a_stream_goes_on_at_another_server_with_the_same_text(loop: Loop, after: int, last_words: str | None) -> None:
+    first = FakeServer(loop, told=FAST, die_after=after, last_words=last_words)
+    second = FakeServer(loop, told=SLOW, chunk=7)
+    with RouterThread([first, second]) as router:
+        events = router.stream()
+        assert first.requests[0]["seed"] == second.requests[0]["seed"]
+        assert text_of(events) == answer_text(first.requests[0])
+        found = [json.loads(event) for event in events if event != "[DONE]"]
+        assert not list(errors_of(events))
+        assert len({(event["id"], event["created"]) for event in found}) == 1
+        assert sum(choice["finish_reason"] is not None for event in found for choice in event["choices"]) == 1
+        assert events[-1] == "[DONE]"
+        assert router.http.get("/router/status").json()["requests"][0]["resumed"] == (after > 1)
+    first.stop()
+    second.stop()
+
+
+def test_a_stream_does_not_go_on_where_other_kernels_compute(loop: Loop) -> None:
+    first = FakeServer(loop, told=FAST, die_after=5)
+    second = FakeServer(loop, told=SLOW, fingerprint="other")
+    with RouterThread([first, second]) as router:
+        events = router.stream()
+        assert [error["code"] for error in errors_of(events)] == ["server_lost"]
+        assert answer_text(first.requests[0]).startswith(text_of(events))
+        assert events[-1] == "[DONE]"
+    first.stop()
+    second.stop()
+
+
+def test_a_stream_of_another_server_goes_on_only_if_nothing_was_sent(loop: Loop) -> None:
+    servers = [FakeServer(loop, quire=False, die_after=5) for _ in range(2)]
+    with RouterThread(servers) as router:
+        events = router.stream(seed=1)
+        assert [error["code"] for error in errors_of(events)] == ["server_lost"]
+        assert sum(len(one.requests) for one in servers) == 1
+    for one in servers:
+        one.stop()
+
+
+def test_a_whole_answer_comes_from_another_server_when_one_dies(loop: Loop) -> None:
+    servers = [FakeServer(loop, quire=False, die_after=1), FakeServer(loop, quire=False)]
+    with RouterThread(servers) as router:
+        for number in range(4):
+            assert router.complete(prompt=f"{number}").status_code == 200
+    for one in servers:
+        one.stop()
+
+
+def test_a_request_in_whose_course_servers_die_is_not_sent_to_all_of_them(loop: Loop) -> None:
+    servers = [FakeServer(loop, die_after=1) for _ in range(5)]
+    with RouterThread(servers) as router:
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "server_lost")
+        assert sum(len(one.requests) for one in servers) == 3
+    for one in servers:
+        one.stop()
+
+
+def test_a_busy_servers_request_goes_to_another_and_if_all_are_busy_the_client_is_told(pair: list[FakeServer]) -> None:
+    with RouterThread(pair) as router:
+        pair[0].status = 429
+        assert all(router.complete(prompt=f"{number}").status_code == 200 for number in range(4))
+        pair[1].status = 503
+        assert router.complete().status_code in (429, 503)
+        pair[0].status = 200
+        assert router.complete().status_code == 200
+
+
+def test_a_server_that_fails_is_left_alone_for_a_growing_while_and_comes_back(pair: list[FakeServer]) -> None:
+    with RouterThread(pair) as router:
+        pair[0].stop()
+        assert wait_until(lambda: router.states[pair[0].address] == "down")
+        assert all(router.complete(prompt=f"{number}").status_code == 200 for number in range(6))
+        server = router.site.servers.by_name[pair[0].address]
+        assert wait_until(lambda: server.failures >= 3)
+        assert server.retry_at - server.failed_at >= 2.0
+        assert router.http.get("/router/status").json()["servers"][0]["state"] == "down"
+        pair[0].start()
+        assert wait_until(lambda: router.up == 2)
+
+
+def test_without_any_server_requests_are_refused_at_once(loop: Loop) -> None:
+    server = FakeServer(loop)
+    server.stop()
+    with RouterThread([server], wait=False) as router:
+        answer = router.complete()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert router.http.get("/health").status_code == 503
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_server(loop: Loop) -> None:
+    server = FakeServer(loop, pause=0.05)
+    with RouterThread([server]) as router:
+        with router.http.stream("POST", "/v1/completions", json={"prompt": "p", "stream": True}) as answer:
+            next(answer.iter_lines())
+        load = router.site.servers.by_name[server.address].load
+        assert wait_until(lambda: (load.running, load.waiting, load.queued) == (0, 0, 0))
+        assert wait_until(lambda: router.thread.num_tasks == 0)
+    server.stop()
+
+
+# -- who may serve ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [(404, {"error": 1}), (200, {"data": "x"}), (200, b"<html>"), (200, [])])
+def test_a_server_that_is_not_openais_is_refused_by_name(loop: Loop, answer: tuple[int, object]) -> None:
+    server = FakeServer(loop, models_answer=answer)
+    with RouterThread([server], wait=False) as router:
+        assert wait_until(lambda: router.states[server.address] == "refused")
+        assert "no OpenAI server" in router.reason(server)
+        assert router.complete().status_code == 503
+    server.stop()
+
+
+def test_a_server_with_another_key_is_refused_and_says_what_to_do(loop: Loop) -> None:
+    server = FakeServer(loop, key="theirs")
+    with RouterThread([server], wait=False, api_key=["ours"]) as router:
+        assert wait_until(lambda: router.states[server.address] == "refused")
+        assert "--server-key" in router.reason(server)
+    with RouterThread([server], api_key=["ours"], server_key="theirs") as router:
+        assert router.complete().status_code == 200
+    server.stop()
+
+
+def test_another_model_behind_the_same_name_is_refused(loop: Loop) -> None:
+    first = FakeServer(loop, told={"checkpoint": "aaa"})
+    with RouterThread([first]) as router:
+        second = FakeServer(loop, told={"checkpoint": "bbb"})
+        foreign = [FakeServer(loop, name="v", quire=False, card={"root": f"/data/{root}"}) for root in ("x", "y", "x")]
+        for one in (second, *foreign):
+            router.thread.call(_add(router, one))
+            assert wait_until(lambda: router.states[one.address] not in ("new", "loading"))  # noqa: B023
+        assert router.states[second.address] == "refused"
+        assert "another model as 'm'" in router.reason(second)
+        assert [router.states[one.address] for one in foreign] == ["up", "refused", "up"]
+        assert all(router.complete().status_code == 200 for _ in range(4))
+        assert not second.requests
+        for one in (first, second, *foreign):
+            one.stop()
+
+
+async def _add(router: RouterThread, server: FakeServer) -> None:
+    router.site.servers.add(server.url)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "no server"),
+        ({"server": ["ftp://x"]}, "http://127.0.0.1:8000"),
+        ({"server": ["http://u:p@x"]}, "--server-key"),
+        ({"server": ["http://x:1", "http://x:1/v1"]}, "twice"),
+        ({"server": ["http://x"], "policy": "best"}, "allowed"),
+        ({"server": ["http://x"], "metrics_key": ["k"]}, "api_key"),
+        ({"server": ["http://x"], "port": 70_000}, "65535"),
+        ({"servers": ["http://x"]}, "server"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_one_line(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        RouterConfig.from_options(options)
+    assert "\n" not in str(error.value)
+
+
+# -- joining and leaving ---------------------------------------------------------------------------------------
+
+
+def test_servers_of_a_file_come_and_go_with_its_lines(loop: Loop, pair: list[FakeServer], tmp_path: Path) -> None:
+    path = tmp_path / "servers"
+    path.write_text(f"# ours\n{pair[0].url}  # the first\n")
+    assert read_servers_file(path) == {pair[0].url: "serve"}
+    with RouterThread(servers_file=str(path)) as router:
+        router.thread.call(_list(router, path))
+        watching = router.thread.call(_watch(router, path))
+        assert wait_until(lambda: router.states.get(pair[0].address) == "up")
+        path.write_text(f"{pair[0].url}\nprefill {pair[1].url}\n")
+        assert wait_until(lambda: router.up == 2)
+        assert router.site.servers.by_name[pair[1].address].role == "prefill"
+        path.write_text("what is this\n")
+        time.sleep(1.2)
+        assert router.up == 2
+        path.write_text(f"{pair[1].url}\n")
+        assert wait_until(lambda: list(router.states) == [pair[1].address])
+        assert wait_until(lambda: router.up == 1)
+        assert router.complete().status_code == 200
+        router.thread.loop.call_soon_threadsafe(watching.cancel)
+
+
+async def _list(router: RouterThread, path: Path) -> None:
+    router.site.servers.set_listed(read_servers_file(path))
+
+
+async def _watch(router: RouterThread, path: Path) -> asyncio.Task[None]:
+    return asyncio.create_task(watch_file(path, router.site.servers))
+
+
+@pytest.mark.parametrize("line", ["http://", "serve http://x", "prefill http://x y", "x"])
+def test_a_line_of_the_file_that_is_no_server_is_refused_by_its_number(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "servers"
+    path.write_text(f"http://ok\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        read_servers_file(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_servers_file(tmp_path / "nothing")
+
+
+def test_servers_join_and_leave_with_the_operators_key(loop: Loop) -> None:
+    server = FakeServer(loop, key="k1")
+    with RouterThread(api_key=["k1", "k2"]) as router:
+        join = {"url": server.url}
+        assert router.http.post("/admin/join", json=join, headers={"authorization": "Bearer k2"}).status_code == 403
+        assert router.http.post("/admin/join", json={"url": "x"}).status_code == 400
+        assert router.http.post("/admin/join", json=join).status_code == 200
+        assert wait_until(lambda: router.up == 1)
+        assert router.complete().status_code == 200
+        assert router.http.post("/admin/join", json={**join, "leaves": True}).status_code == 200
+        assert not router.states
+    with RouterThread([server], wait=False) as router:
+        answer = router.http.post("/admin/join", json=join)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "joining_is_off")
+    server.stop()
+
+
+def test_a_server_that_is_drained_ends_what_it_has_and_gets_nothing_more(loop: Loop, pair: list[FakeServer]) -> None:
+    pair[0].pause = pair[1].pause = 0.02
+    with RouterThread(pair) as router:
+        streams = [threading.Thread(target=lambda: texts.append(text_of(router.stream(seed=1)))) for _ in range(4)]
+        texts: list[str] = []
+        for one in streams:
+            one.start()
+        assert wait_until(lambda: all(server.requests for server in pair))
+        before = len(pair[0].requests)
+        drained = router.http.post(f"/admin/drain/{pair[0].address}").json()
+        assert drained["draining"] is True
+        assert router.http.get("/router/status").json()["servers"][0]["state"] == "draining"
+        for number in range(6):
+            assert router.complete(prompt=f"{number}").status_code == 200
+        assert len(pair[0].requests) == before
+        for one in streams:
+            one.join()
+        assert texts == [answer_text({"prompt": "p", "seed": 1})] * 4
+        router.http.post(f"/admin/undrain/{pair[0].address}")
+        for number in range(6):
+            router.complete(prompt=f"again {number}")
+        assert len(pair[0].requests) > before
+        assert router.http.post("/admin/drain/nobody").status_code == 404
+
+
+# -- prefill and decode ----------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_gets_a_pair_and_a_short_one_the_decode_server_alone(loop: Loop) -> None:
+    prefill = FakeServer(loop, told={"prefill_tokens_per_second": 1e5, "kv_transfer": {"remote_engine_id": "e"}})
+    decode = FakeServer(loop, told={"prefill_tokens_per_second": 1e3})
+    with RouterThread([decode], prefill_server=[prefill.url]) as router:
+        assert wait_until(lambda: router.up == 2)
+        router.complete(prompt="a long prompt " * 1000)
+        router.complete(prompt="short")
+        router.complete(prompt="a long prompt " * 1000 + "once more")
+        router.complete(prompt="its own " * 1000, kv_transfer_params={"do_remote_decode": True})
+        asked = [request.get("kv_transfer_params") for request in decode.requests]
+        assert asked == [
+            {"do_remote_prefill": True, "remote_engine_id": "e"},
+            None,
+            None,  # its prefix is there
+            {"do_remote_decode": True},
+        ]
+        assert not prefill.requests
+        decode.stop()
+        assert wait_until(lambda: router.up == 1)
+        assert router.complete().status_code == 200  # a prefill server can serve, too
+    prefill.stop()
+
+
+# -- what is read of bodies, and cut from streams --------------------------------------------------------------
+
+
+def test_prompts_that_begin_alike_have_hashes_that_begin_alike() -> None:
+    turns = [{"role": "user", "content": f"{number} " + "word " * 60} for number in range(6)]
+    bodies = [json.dumps({"model": "m", "messages": turns[: count + 1]}).encode() for count in range(6)]
+    prompts = [read_prompt(body) for body in bodies]
+    for before, after in itertools.pairwise(prompts):
+        shared = len(before.hashes) - 1  # but for the list's end
+        assert before.hashes[:shared] == after.hashes[:shared]
+        assert len(after.hashes) == after.size // CHUNK_BYTES
+    assert read_prompt(bodies[5], b"key").hashes[0] != prompts[5].hashes[0]
+    assert read_prompt(bodies[5].replace(b'"m"', b'"n"')).hashes[0] != prompts[5].hashes[0]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"stream": 3}', b'{"prompt": "\xff"}', b"null"])
+def test_a_body_that_is_not_valid_is_passed_on_for_a_server_to_judge(body: bytes) -> None:
+    prompt = read_prompt(body)
+    assert (prompt.body, len(prompt.hashes)) == (body, 1)
+    assert not prompt.streams
+
+
+@pytest.mark.parametrize("body", [b"{}", b" { } ", b'{"a":1}', b'{"a":1, "seed": null}\n'])
+def test_fields_are_added_behind_those_of_the_client(body: bytes) -> None:
+    assert json.loads(read_prompt(body).with_fields({"seed": 7})) == {**json.loads(body), "seed": 7}
+
+
+def _event(chat: bool, index: int, text: str, start: int, finish: str | None, first: bool) -> bytes:
+    """A chunk as a Quire server makes it, a token a character."""
+    tokens = list(range(start, start + len(text)))
+    if chat:
+        delta = {"role": "assistant", "content": ""} if first else {"content": text} if text else {}
+        choice = {"delta": delta, "logprobs": {"content": [{"token": token} for token in tokens]}}
+    else:
+        choice = {"text": text, "logprobs": {"tokens": list(text), "token_logprobs": tokens, "top_logprobs": None}}
+    choice |= {"index": index, "finish_reason": finish, "token_ids": tokens}
+    body = json.dumps({"id": "i", "created": 1, "system_fingerprint": "f", "choices": [choice]})
+    return f"data: {body}\n\n".encode()
+
+
+def _cut(chat: bool, texts: list[str], chance: random.Random) -> list[bytes]:
+    """A stream of several choices, cut at random places, as time may have it."""
+    places, events = [0] * len(texts), []
+    if chat:
+        events = [_event(True, index, "", 0, None, True) for index in range(len(texts))]
+    while any(place < len(text) for place, text in zip(places, texts, strict=True)):
+        index = chance.randrange(len(texts))
+        if places[index] == len(texts[index]):
+            continue
+        start, end = places[index], min(len(texts[index]), places[index] + chance.randint(1, 5))
+        finish = "length" if end == len(texts[index]) else None
+        events.append(_event(chat, index, texts[index][start:end], start, finish, False))
+        places[index] = end
+    return [*events, b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("seed", range(30))
+def test_two_halves_of_a_stream_make_one_however_either_was_cut(chat: bool, seed: int) -> None:
+    chance = random.Random(seed)
+    texts = [
+        "".join(chance.choice("abcä😀") for _ in range(chance.randint(1, 40))) for _ in range(chance.randint(1, 3))
+    ]
+    sent: list[bytes] = []
+    position = StreamPosition()
+    stream = _cut(chat, texts, chance)
+    for _ in range(chance.randint(1, 3)):  # it is lost so many times
+        for event in stream[: chance.randrange(len(stream))]:
+            if position.has_finished or event == b"":
+                break
+            sent.append(event)
+            position.sent(event)
+        continued = position.follow()
+        again = _cut(chat, texts, chance)
+        stream = [new for event in again if (new := continued.events(event))]
+    sent += stream
+    found = [json.loads(event[6:]) for event in sent if event != b"data: [DONE]\n\n"]
+    for index, text in enumerate(texts):
+        choices = [choice for event in found for choice in event["choices"] if choice["index"] == index]
+        assert (
+            "".join(choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
+            == text
+        )
+        assert [token for choice in choices for token in choice["token_ids"]] == list(range(len(text)))
+        names = ("content",) if chat else ("tokens", "token_logprobs")
+        for name in names:
+            assert sum(len(choice["logprobs"][name]) for choice in choices) == len(text)
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+        assert sum("role" in choice.get("delta", {}) for choice in choices) == chat
+    assert sent.count(b"data: [DONE]\n\n") == 1
+
+
+# -- many ------------------------------------------------------------------------------------------------------
+
+
+def _storm(loop: Loop, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests while servers come and go: each has exactly one end, and streams have the right text."""
+    monkeypatch.setattr("quire.router.servers.FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr("quire.router.servers.MAX_BACKOFF", 0.02)
+    servers = [FakeServer(loop, chunk=2 + index) for index in range(4)]
+    chance = random.Random(count)
+    with RouterThread(servers, log_requests=False) as router, ThreadPoolExecutor(16) as pool:
+        over = threading.Event()
+
+        def come_and_go() -> None:
+            while not over.wait(0.1):
+                one = chance.choice(servers)
+                one.stop()
+                time.sleep(0.02)
+                one.start()
+
+        def ask(number: int) -> str:
+            if number % 3 == 0:
+                answer = router.complete(prompt=f"{number % 50}", seed=number)
+                if answer.status_code == 200:
+                    assert answer.json()["choices"][0]["text"] == answer_text(
+                        {"prompt": f"{number % 50}", "seed": number}
+                    )
+                return str(answer.status_code)
+            try:
+                events = router.stream(prompt=f"{number % 50}", seed=number)
+            except AssertionError as error:
+                assert "server_lost" in str(error) or "no_server" in str(error)
+                return "refused"
+            assert events.count("[DONE]") == 1 and events[-1] == "[DONE]"
+            if list(errors_of(events)):
+                return "error"
+            assert text_of(events) == answer_text({"prompt": f"{number % 50}", "seed": number})
+            return "stream"
+
+        going = threading.Thread(target=come_and_go)
+        going.start()
+        try:
+            ends = Counter(pool.map(ask, range(count)))
+        finally:
+            over.set()
+            going.join()
+        assert ends.total() == count
+        assert set(ends) <= {"200", "502", "503", "stream", "error", "refused"}
+        assert ends["200"] + ends["stream"] > 0.9 * count, ends
+        assert wait_until(lambda: router.thread.num_tasks == 0)
+        for one in router.site.servers.by_name.values():
+            assert (one.load.running, one.load.waiting, one.load.queued) == (0, 0, 0)
+    for one in servers:
+        one.stop()
+
+
+def test_500_requests_while_servers_come_and_go_have_one_end_each(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    _storm(loop, 500, monkeypatch)
+
+
+@pytest.mark.slow
+def test_10000_requests_while_servers_come_and_go_have_one_end_each(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _storm(loop, 10_000, monkeypatch)

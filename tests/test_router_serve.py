@@ -1,0 +1,165 @@
+"""`quire route` in front of real servers, as their users meet them: joined, killed, drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.http_tools import EventStream, ServeProcess, wait_until
+
+KEY = "sk-of-the-fleet"
+PROMPT = "class Tree:\n    def insert(self, key):\n"
+PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 5, "max_tokens": 400}
+
+
+class RouteProcess(ServeProcess):
+    """`quire route ... --port 0`."""
+
+    def __init__(self, *arguments: str, key: str = "") -> None:
+        super().__init__(wait="url", key=key)
+        self.command = [sys.executable, "-m", "quire.cli.main", "route", *arguments, "--port", "0"]
+
+    def up(self) -> set[str]:
+        """Servers that take requests."""
+        return {one["server"] for one in self.json("/router/status")["servers"] if one["state"] == "up"}
+
+
+class Fleet:
+    """A router, and two servers that have joined it; those that were killed are replaced."""
+
+    def __init__(self) -> None:
+        self.router = RouteProcess("--api-key", KEY, key=KEY)
+        self.servers: list[ServeProcess] = []
+
+    def __enter__(self) -> Fleet:
+        self.router.__enter__()
+        self.fill()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (*self.servers, self.router):
+            one.stop()
+
+    def fill(self) -> None:
+        """Two servers are up."""
+        self.servers = [one for one in self.servers if one.process.poll() is None]
+        while len(self.servers) < 2:
+            server = ServeProcess("--api-key", KEY, "--join", self.router.url, key=KEY, wait="nothing")
+            server.__enter__()
+            self.servers.append(server)
+        for one in self.servers:
+            one.wait_for_url()
+            one.wait_ready()
+        wait_until(lambda: len(self.router.up()) == 2)
+
+    def kill(self, address: str) -> None:
+        """`kill -9` of all of a server."""
+        [server] = [one for one in self.servers if address.endswith(f":{one.port}")]
+        for pid in reversed(server.pids("all")):
+            os.kill(pid, signal.SIGKILL)
+        server.process.wait()
+
+    def busy(self) -> list[str]:
+        """Servers that have a request."""
+        found = self.router.json("/router/status")["servers"]
+        return [one["server"] for one in found if one["running"] + one["waiting"]]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    with LLM("demo", threads=1) as llm:
+        return llm.generate(PROMPT, SamplingParams(**PARAMS))[0].outputs[0].text
+
+
+def test_a_stream_has_the_same_text_although_its_server_is_killed(fleet: Fleet, expected: str) -> None:
+    fleet.fill()
+    body = {"prompt": PROMPT, **PARAMS}
+    with EventStream(fleet.router.port, "/v1/completions", {"stream": True, **body}, _headers()) as stream:
+        events, text = stream.chunks(), ""
+        while len(text) < 80:
+            text += _text(next(events))
+        [server] = fleet.busy()
+        fleet.kill(server)
+        ids = set()
+        for event in events:
+            text += _text(event)
+            ids.add((event["id"], event["created"], event["system_fingerprint"]))
+    assert text == expected
+    assert len(ids) == 1
+    status = fleet.router.json("/router/status")
+    assert status["requests"][0]["resumed"] is True
+    assert "then to" in fleet.router.stderr
+
+
+def test_the_official_client_talks_to_a_fleet_of_which_one_is_killed_under_load(fleet: Fleet, expected: str) -> None:
+    fleet.fill()
+    client = openai.OpenAI(base_url=f"{fleet.router.url}/v1", api_key=KEY, max_retries=0)
+    texts: list[str] = []
+
+    def ask() -> None:
+        stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **PARAMS)
+        texts.append("".join(chunk.choices[0].text for chunk in stream))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(fleet.busy()) == 2)
+    fleet.kill(fleet.busy()[0])
+    for thread in threads:
+        thread.join()
+    client.close()
+    assert texts == [expected] * 8
+
+
+def test_a_server_that_ends_leaves_the_router_and_its_streams_go_on(fleet: Fleet, expected: str) -> None:
+    fleet.fill()
+    body = {"prompt": PROMPT, **PARAMS}
+    with EventStream(fleet.router.port, "/v1/completions", {"stream": True, **body}, _headers()) as stream:
+        events = stream.chunks()
+        text = _text(next(events))
+        [address] = fleet.busy()
+        [server] = [one for one in fleet.servers if address.endswith(f":{one.port}")]
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)  # at once
+        text += "".join(map(_text, events))
+    assert text == expected
+    server.wait()
+    wait_until(lambda: address not in {one["server"] for one in fleet.router.json("/router/status")["servers"]})
+
+
+def test_a_router_that_is_told_to_leave_lets_its_streams_end(expected: str, fleet: Fleet) -> None:
+    fleet.fill()
+    url = f"http://{next(iter(fleet.router.up()))}"
+    with RouteProcess("--server", url, "--api-key", KEY, key=KEY) as router:
+        wait_until(lambda: router.up())
+        with EventStream(
+            router.port, "/v1/completions", {"stream": True, "prompt": PROMPT, **PARAMS}, _headers()
+        ) as stream:
+            events = stream.chunks()
+            text = _text(next(events))
+            router.process.send_signal(signal.SIGTERM)
+            text += "".join(map(_text, events))
+        assert text == expected
+        assert router.wait() == 0
+
+
+def _headers() -> dict[str, str]:
+    return {"authorization": f"Bearer {KEY}"}
+
+
+def _text(event: dict[str, Any]) -> str:
+    return "".join(choice["text"] for choice in event["choices"])
