@@ -57,29 +57,34 @@ def test_the_choice_costs_nearly_the_least_and_every_cost_is_told(servers, token
     assert all(cost_of(tokens, one).total > 0 for one in servers)
 
 
-@given(st.integers(2, 8), st.integers(0, 2**32))
-def test_equal_servers_share_evenly(count, seed):
-    """Requests of random lengths, which begin and end at random times."""
-    chance = random.Random(seed)
+@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32))
+def test_equal_servers_share_evenly(count, use, seed):
+    """Requests for as much work each, at random times, at servers that have little to do, or too much."""
+    chance, rate, now = random.Random(seed), 1000.0, 0.0
     loads = {f"s{index}": Load() for index in range(count)}
-    chooser, given_to, waiting, running = Chooser(), Counter(), [], []
-    for step in range(200 * count):
-        now = step * 0.01
-        tokens = chance.randint(1, 400)
+    free_at = dict.fromkeys(loads, 0.0)  # when a server has computed what it was given
+    events: list[tuple[float, str, float, int, bool]] = []
+    chooser, given_to = Chooser(), Counter()
+    for _ in range(200 * count):
+        now += chance.expovariate(use * count * rate / 200)
+        for at, name, sent, tokens, is_end in sorted(event for event in events if event[0] <= now):
+            loads[name].ended(tokens, has_begun=True) if is_end else loads[name].begun(sent, at, tokens)
+        events = [event for event in events if event[0] > now]
         servers = [
-            Candidate(name=name, rate=1000.0, queued=load.queued, running=load.running, recent=load.recent(now))
+            Candidate(
+                name=name, rate=rate, queued=load.queued, running=load.waiting + load.running, recent=load.recent(now)
+            )
             for name, load in loads.items()
         ]
+        tokens = 200
         name = chooser.choose(tokens, b"", servers).server
         given_to[name] += 1
         loads[name].sent(now, tokens)
-        waiting.append((name, tokens, now))
-        while len(waiting) > 2 * count:
-            name, tokens, sent = waiting.pop(chance.randrange(len(waiting)))
-            loads[name].begun(sent, now, tokens)
-            running.append(name)
-        while len(running) > 4 * count:
-            loads[running.pop(chance.randrange(len(running)))].ended(0, has_begun=True)
+        free_at[name] = max(now, free_at[name]) + tokens / rate
+        events += [
+            (free_at[name], name, now, tokens, False),
+            (free_at[name] + chance.random(), name, now, tokens, True),
+        ]
     assert max(given_to.values()) <= 1.1 * 200
     assert min(given_to.values()) >= 0.9 * 200
 

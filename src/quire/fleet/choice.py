@@ -4,7 +4,7 @@ The cost is what the request waits for before its first token, as far as it depe
 
     cost = compute + fetch + queue
     compute = prompt tokens that are not cached there / rate
-    queue   = (prompt tokens that wait there + RUNNING_TOKENS x requests that run there) / rate
+    queue   = (prompt tokens that wait there + RUNNING_TOKENS x requests there) / rate
 
 So that a prompt is cached somewhere, and that somebody has little to do, are seconds of one sum. Where another place
 can give the blocks (a prefill server, a pool), fetching takes the place of computing if it is cheaper.
@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import Literal, get_args
 
 RUNNING_TOKENS = 64
-"""A request that decodes takes its share of every step: counted like so many prompt tokens that wait."""
+"""A request that decodes, or will, takes its share of every step: counted like so many prompt tokens that wait."""
 
 FETCH_BELOW = 0.8
 """A fetch is worth it where it takes less than this share of what it saves, as in `core/cost.py`."""
@@ -39,7 +39,7 @@ class Candidate:
         rate: prompt tokens that it computes a second; above 0.
         held: tokens of the prompt, from its beginning, that are cached there.
         queued: prompt tokens of requests that were sent there and have no first token yet.
-        running: requests there that have one.
+        running: requests there that have not ended, with or without one: all of them decode sooner or later.
         recent: requests that it got lately; of servers that are as good, the one with the fewest is taken.
         fetchable: tokens of the prompt, from its beginning, that it could have from elsewhere, in `fetch_seconds`.
     """
@@ -134,7 +134,7 @@ class Chooser:
         if self.policy == "round-robin":
             return self._turn % len(able)
         if self.policy == "least-loaded":
-            return min(indices, key=lambda i: (able[i].queued > 0, able[i].running, able[i].queued, able[i].recent))
+            return min(indices, key=lambda i: (able[i].running, able[i].queued, able[i].recent))
         return max(indices, key=lambda i: blake2b(able[i].name.encode(), key=prefix[:64], digest_size=8).digest())
 
 

@@ -212,7 +212,7 @@ class Servers:
             is_up=server.is_up,
             held=held,
             queued=load.queued,
-            running=load.running + server.others,
+            running=load.waiting + load.running + server.others,
             recent=load.recent(now),
             fetchable=tokens if source is not None else 0,
             fetch_seconds=fetch,

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 STATS_SECONDS = 5.0
 """`/metrics` waits so long for the engine's part, which is less than Prometheus waits for an answer."""
+MEASURED_TOKENS = 4096
+"""So many prompt tokens must have been computed for `/load` to say how fast that goes."""
 Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
 
 
@@ -164,7 +166,7 @@ async def _stats(context: AppContext) -> dict[str, Any] | None:
 async def _load(context: AppContext) -> dict[str, Any]:
     """What a router must know of this server, beside its models."""
     info, stats = context.client.info, await _stats(context) or {}
-    seconds = stats.get("prefill_seconds", 0.0)
+    computed, seconds = stats.get("prefill_tokens", 0), stats.get("prefill_seconds", 0.0)
     return {
         "engine": f"{info.boot}-{stats.get('pid')}" if info is not None else None,
         "checkpoint": info.checkpoint if info is not None else None,
@@ -174,7 +176,7 @@ async def _load(context: AppContext) -> dict[str, Any]:
         "num_blocks": stats.get("num_blocks"),
         "running": stats.get("running", 0),
         "waiting": stats.get("waiting", 0),
-        "prefill_tokens_per_second": stats["prefill_tokens"] / seconds if seconds else None,
+        "prefill_tokens_per_second": computed / seconds if computed >= MEASURED_TOKENS and seconds else None,
     }
 
 
