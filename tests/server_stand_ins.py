@@ -67,8 +67,8 @@ def engine() -> int:
     to an end of it, "again:TEXT" cannot start a second time, "still" shows no pulse once it is ready, "deaf" does not
     hear Stop."""
     start = child.begin(EngineStart)
-    board = Board(wire.board_path(Path(start.directory), start.boot))
-    control = control_socket(start.directory, f"engine-{start.boot}")
+    board = Board(wire.board_path(Path(start.directory), start.replica, start.boot))
+    control = control_socket(start.directory, start.name)
     manner, _, text = (start.fault or "").partition(":")
     control.send(wire.encode(wire.Located("/models/stand-in")))
     board.set_phase("reading weights", 0.4)
