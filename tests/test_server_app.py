@@ -581,7 +581,7 @@ def test_metrics_have_what_the_engine_tells_and_which_routes_were_asked(site: Si
     assert re.search(r"^vllm:num_requests_running\{.*\} 3\.0$", text, re.MULTILINE)
     assert re.search(r'^quire:http_requests_total\{route="/v1/models/\{id\}",status="404"\} \d', text, re.MULTILINE)
     assert re.search(r'^quire:http_requests_total\{route="other",status="404"\} \d', text, re.MULTILINE)
-    assert re.search(r'^quire:engine_state\{state="ready"\} 1', text, re.MULTILINE)
+    assert re.search(r'^quire:engine_state\{engine="0",state="ready"\} 1', text, re.MULTILINE)
     assert "what/is" not in text
 
 

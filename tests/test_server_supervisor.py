@@ -23,11 +23,13 @@ import pytest
 
 from quire.errors import ServerError
 from quire.ipc.board import PATIENCE, PULSE, Board
+from quire.server import replica as replica_module
 from quire.server import supervisor as supervisor_module
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import (
     LOCK_NAME,
     MAX_SOCKET_PATH,
+    Child,
     RestartBudget,
     RuntimeFolder,
     is_loopback,
@@ -71,7 +73,10 @@ class Running:
         return [what["seconds"] for what in self.heard() if what.get("type") == "drain"]
 
     def pids(self) -> list[int]:
-        return [child.pid for child in [*self.supervisor._workers.values(), self.supervisor._engine] if child]
+        return [child.pid for child in [*self.supervisor._workers.values(), *self.engines()]]
+
+    def engines(self) -> list[Child]:
+        return [replica.child for replica in self.supervisor.replicas if replica.child]
 
     async def until(self, condition: Callable[[], Any], what: str) -> Any:
         """The first true value of `condition`; an early end of the server is an error."""
@@ -180,7 +185,7 @@ async def test_loading_is_shown_with_phase_and_percentage(folder: Path) -> None:
 async def test_an_engine_that_cannot_start_ends_the_server_with_its_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "LAST_WORDS_SECONDS", DEADLINE)
+    monkeypatch.setattr(replica_module, "LAST_WORDS_SECONDS", DEADLINE)
     async with running(folder, fault="fail:the pool is too small; raise kv_cache_memory") as server:
         with pytest.raises(ServerError, match=r"^the pool is too small; raise kv_cache_memory$"):
             await server.code()
@@ -218,7 +223,7 @@ async def test_a_killed_engine_is_started_again_and_its_suspects_are_named_once(
 ) -> None:
     async with running(folder) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
         restarting = [state for state in server.states() if state["state"] == "restarting"]
         assert restarting[0]["boot"] == 2
@@ -233,9 +238,9 @@ async def test_a_killed_engine_is_started_again_and_its_suspects_are_named_once(
 async def test_the_request_on_probation_in_the_fatal_step_is_named_as_the_culprit(folder: Path) -> None:
     async with running(folder) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=3)
         assert [s["culprit"] for s in server.states() if s["state"] == "restarting" and s["suspects"]] == [None, 8]
 
@@ -243,9 +248,9 @@ async def test_the_request_on_probation_in_the_fatal_step_is_named_as_the_culpri
 async def test_beyond_the_restart_limit_clients_are_told_and_the_server_ends_with_an_error(folder: Path) -> None:
     async with running(folder, restart_limit=1) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         with pytest.raises(ServerError, match=r"the engine died \(killed by SIGKILL\).*restart_limit=1"):
             await server.code()
         assert server.states()[-1]["state"] == "failed"
@@ -256,10 +261,10 @@ async def test_beyond_the_restart_limit_clients_are_told_and_the_server_ends_wit
 async def test_an_engine_that_cannot_start_again_is_tried_until_the_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "LAST_WORDS_SECONDS", DEADLINE)
+    monkeypatch.setattr(replica_module, "LAST_WORDS_SECONDS", DEADLINE)
     async with running(folder, fault="again:/private/path is gone", restart_limit=2) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         with pytest.raises(ServerError, match="/private/path is gone"):  # the operator is told
             await server.code()
         causes = [state["cause"] for state in server.states() if state["cause"]]
@@ -280,7 +285,7 @@ async def test_a_disk_that_is_full_by_now_stops_no_restart(folder: Path, monkeyp
     async with running(folder) as server:
         await server.until_ready(worker=0)
         monkeypatch.setattr(Board, "create", full)
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
         os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2, worker=1)
@@ -291,7 +296,7 @@ async def test_a_disk_that_is_full_at_the_start_is_an_error_that_says_so(
 ) -> None:
     monkeypatch.setattr(Board, "create", full)
     async with running(folder) as server:
-        with pytest.raises(ServerError, match=r"cannot make .*engine-1\.board: No space left on device; .*TMPDIR"):
+        with pytest.raises(ServerError, match=r"cannot make .*engine-0-1\.board: No space left on device; .*TMPDIR"):
             await server.code()
     assert not private_folders(folder)
 
@@ -334,7 +339,7 @@ async def test_only_a_pulse_that_stands_still_for_longer_than_it_may_is_the_end_
     monkeypatch.setattr(supervisor_module, "asyncio", Looks(look))
     options = stand_in_options(folder / "log", stall_restart_s=10.0)
     with listen("127.0.0.1", 0) as listener:
-        await Supervisor(options, listener, QuietScreen(), 0.0)._watch(cast(Any, process), board)
+        await Supervisor(options, listener, QuietScreen(), 0.0).watch(cast(Any, process), board)
     assert process.blame == "it showed no sign of life for 10 s and was killed"
     assert killed_at == 13 + 10 + 11  # looks with each pulse
 
@@ -355,7 +360,7 @@ async def test_nobody_is_watched_where_that_was_asked_for(folder: Path) -> None:
     options = stand_in_options(folder / "log", stall_restart_s=0.0)
     with listen("127.0.0.1", 0) as listener:
         supervisor = Supervisor(options, listener, QuietScreen(), 0.0)
-        await supervisor._watch(cast(Any, Victim()), Board.create(folder / "board"))  # returns at once
+        await supervisor.watch(cast(Any, Victim()), Board.create(folder / "board"))  # returns at once
 
 
 async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> None:
@@ -427,7 +432,7 @@ async def test_an_http_process_that_does_not_leave_in_time_is_killed(
 
 
 async def test_an_engine_that_does_not_leave_in_time_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(replica_module, "STOP_SECONDS", 0.2)
     async with running(folder, fault="deaf") as server:
         await server.until_ready()
         pids = server.pids()
@@ -502,7 +507,7 @@ async def test_an_engine_that_dies_during_a_drain_is_started_again_for_those_who
         await server.until_ready()
         os.kill(os.getpid(), signal.SIGTERM)
         await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
 
 
@@ -682,13 +687,7 @@ def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:
 def test_restarts_come_later_and_later_and_are_forgiven_after_an_hour() -> None:
     now = 0.0
     budget = RestartBudget(6, clock=lambda: now)
-    assert [budget.spend("engine") for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
+    assert [budget.spend() for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
     now = 3600.0
-    assert budget.spend("engine") == 0.0
-    assert RestartBudget(0).spend("engine") is None
-
-
-def test_one_kind_of_process_does_not_wait_for_the_deaths_of_another() -> None:
-    budget = RestartBudget(5)
-    assert [budget.spend("http") for _ in range(3)] == [0.0, 1.0, 2.0]
-    assert [budget.spend("engine") for _ in range(3)] == [0.0, 1.0, None]  # but they share the limit
+    assert budget.spend() == 0.0
+    assert RestartBudget(0).spend() is None

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +28,14 @@ from quire.errors import EngineClosedError
 from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.channel import Channel
-from quire.ipc.link import EngineLink, State
+from quire.ipc.link import ANSWER_SECONDS, EngineLink, State
 from quire.ipc.placement import Placement
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 PULSE_INTERVAL = 1.0
+Document = Literal["live", "requests", "steps", "stats"]
 
 
 @dataclass(slots=True)
@@ -246,46 +247,53 @@ class EngineClient:
 
     async def abort_named(self, name: str, owner: str) -> bool:
         """End the response with this name, wherever in the server it is served; False if there is none."""
-        answers = await self.ask_all(lambda ticket: wire.AbortNamed(ticket, name, owner))
+        answers = await self._ask_all(lambda ticket: wire.AbortNamed(ticket, name, owner))
         return any(msgspec.json.decode(answer) for answer in answers.values())
 
-    async def inspect(
-        self, what: Literal["live", "requests", "steps", "stats"], since: int = 0, replica: int | None = None
-    ) -> bytes:
-        """One of the recorder's documents, as JSON; `replica`: whose, by default one's that is ready.
+    async def inspect(self, what: Document, since: int = 0, replica: int | None = None) -> bytes:
+        """One of the recorder's documents, as JSON; `replica`: whose, by default of one that is ready.
 
         Raises:
             EngineClosedError: it does not answer, or there is none.
         """
         link = self._best_first()[0] if replica is None else self.links[replica]
-        self._check_asked([link])
-        return await link.ask(lambda ticket: wire.Inspect(ticket, what, since))
+        return (await self._ask_all(lambda ticket: wire.Inspect(ticket, what, since), [link]))[link.replica]
 
-    async def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that no request uses; how many they were."""
-        self._placement.forget()
-        answers = await self.ask_all(wire.ResetPrefixCache)
-        return sum(int(msgspec.json.decode(answer)) for answer in answers.values())
-
-    async def ask_all(self, question: Callable[[int], wire.ToEngine]) -> dict[int, bytes]:
-        """What those engines answer that are ready and well, by replica.
+    async def inspect_all(self, what: Document, seconds: float = ANSWER_SECONDS) -> dict[int, bytes]:
+        """The same of each replica that answers within so many seconds.
 
         Raises:
             EngineClosedError: none does.
         """
-        asked = [link for link in self.links if link.healthy] or self._best_first()[:1]
-        self._check_asked(asked)
-        answers = await asyncio.gather(*(link.ask(question) for link in asked), return_exceptions=True)
-        found = {link.replica: each for link, each in zip(asked, answers, strict=True) if isinstance(each, bytes)}
-        errors = [each for each in answers if isinstance(each, BaseException)]
-        if errors and not found:
-            raise errors[0]
-        return found
+        return await self._ask_all(lambda ticket: wire.Inspect(ticket, what), seconds=seconds)
 
-    def _check_asked(self, links: list[EngineLink]) -> None:
-        """Raises EngineClosedError where none of them is ready, with the reason that users are told."""
-        if all(link.state != "ready" for link in links):
+    async def reset_prefix_cache(self) -> int:
+        """Forget cached blocks that no request uses; how many they were."""
+        for link in self.links:
+            self._placement.lost_cache(link)
+        answers = await self._ask_all(wire.ResetPrefixCache)
+        return sum(int(msgspec.json.decode(answer)) for answer in answers.values())
+
+    async def _ask_all(
+        self,
+        question: Callable[[int], wire.ToEngine],
+        links: Sequence[EngineLink] = (),
+        seconds: float = ANSWER_SECONDS,
+    ) -> dict[int, bytes]:
+        """What engines answer, by replica: those that are asked, by default all that are well.
+
+        Raises:
+            EngineClosedError: none answers.
+        """
+        asked = links or [link for link in self.links if link.healthy] or self._best_first()[:1]
+        if all(link.state != "ready" for link in asked):
             raise EngineClosedError(self.cause or "the model is still loading")
+        answers = await asyncio.gather(*(link.ask(question, seconds) for link in asked), return_exceptions=True)
+        found = {link.replica: each for link, each in zip(asked, answers, strict=True) if isinstance(each, bytes)}
+        for error in answers if not found else ():
+            if isinstance(error, BaseException):
+                raise error
+        return found
 
     # -- listening -----------------------------------------------------------------------------------------
 

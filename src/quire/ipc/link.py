@@ -115,8 +115,8 @@ class EngineLink:
         if self._channel is not None:
             self._channel.send(wire.encode(message))
 
-    async def ask(self, question: Callable[[int], wire.ToEngine]) -> bytes:
-        """The engine's answer.
+    async def ask(self, question: Callable[[int], wire.ToEngine], seconds: float = ANSWER_SECONDS) -> bytes:
+        """The engine's answer, within so many seconds.
 
         Raises:
             EngineClosedError: there is no engine, or it did not answer, or it is stuck: then nothing is asked, or
@@ -130,9 +130,9 @@ class EngineLink:
         answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
         self.send(question(ticket))
         try:
-            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+            return await asyncio.wait_for(answer, seconds)
         except TimeoutError:
-            raise EngineClosedError(f"the engine did not answer within {ANSWER_SECONDS:g} s") from None
+            raise EngineClosedError(f"the engine did not answer within {seconds:g} s") from None
         finally:
             del self._answers[ticket]
 

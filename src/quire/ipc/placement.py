@@ -27,5 +27,5 @@ class Placement:
     def lost(self, link: EngineLink) -> None:
         """The engine died, with all that it had cached."""
 
-    def forget(self) -> None:
-        """All caches are empty."""
+    def lost_cache(self, link: EngineLink) -> None:
+        """What nobody uses there was dropped."""

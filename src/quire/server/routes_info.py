@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request
@@ -21,7 +21,11 @@ from quire.server.auth import METRICS_PATH, forbidden, tenant_of
 from quire.server.config import KEY_OPTIONS
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
+from quire.server.metrics import EngineReading
 from quire.server.replies import json_reply
+
+if TYPE_CHECKING:
+    from quire.ipc.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,7 @@ STATIC = Path(__file__).parent / "static"
 STATS_SECONDS = 5.0
 """`/metrics` waits so long for the engine's part, which is less than Prometheus waits for an answer."""
 Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
+Engine = Annotated[int | None, Query(ge=0, le=2**31, description="Which replica's; default: one that is ready.")]
 
 
 def static_files() -> StaticFiles:
@@ -101,7 +106,13 @@ def _health(context: AppContext) -> dict[str, Any]:
     if not context.is_ready:
         return {"status": "loading"} | _phase(context)
     kv = {"kv_port": client.info.kv_transfer["remote_port"]} if client.info and client.info.kv_transfer else {}
-    return {"status": "ok" if client.healthy else "stalled"} | kv
+    return {"status": "ok" if client.healthy else "stalled"} | kv | _replicas(client)
+
+
+def _replicas(client: EngineClient) -> dict[str, Any]:
+    """Each replica's state, where there are several."""
+    states = [link.state if link.healthy or link.state != "ready" else "stalled" for link in client.links]
+    return {"replicas": states} if len(states) > 1 else {}
 
 
 def _phase(context: AppContext) -> dict[str, Any]:
@@ -117,13 +128,16 @@ def _server_info(context: AppContext) -> dict[str, Any]:
     server = {field.name: getattr(context.server, field.name) for field in dataclasses.fields(context.server)}
     for name in KEY_OPTIONS:
         server[name] = f"{len(server[name])} set"
-    engine = dict(context.engine_options) if info is None else info.config
+    engine = dict(context.engine_options) if info is None else dict(info.config)
+    if len(context.client.links) > 1:  # each of them is told that it is one
+        engine["data_parallel_size"] = len(context.client.links)
     described = {} if info is None else msgspec.to_builtins(info)
     described.pop("config", None)
     return {
         "version": __version__,
         "models": list(context.model_names),
         "state": context.client.state,
+        **_replicas(context.client),
         "server_options": {name: _option(context, name, value) for name, value in server.items()},
         "engine_options": {name: _option(context, name, value) for name, value in engine.items()},
         "engine": described,
@@ -141,15 +155,21 @@ def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
 
 async def _metrics(context: AppContext) -> Response:
     client = context.client
-    stats: dict[str, Any] | None = None
+    stats: dict[int, bytes] = {}
     if client.healthy:
         try:
-            async with asyncio.timeout(STATS_SECONDS):
-                stats = msgspec.json.decode(await client.inspect("stats"))
-        except (EngineClosedError, TimeoutError):  # it just died, or is stuck: what is known here is told all the same
+            stats = await client.inspect_all("stats", STATS_SECONDS)
+        except EngineClosedError:  # all just died, or are stuck: what is known here is told all the same
             logger.debug("no statistics from the engine", exc_info=True)
-    restarts = client.info.boot - 1 if client.info is not None else 0
-    body, media_type = context.metrics.render(stats, state=client.state, restarts=restarts)
+    engines = [
+        EngineReading(
+            msgspec.json.decode(stats[link.replica]) if link.replica in stats else None,
+            link.state,
+            max(0, link.info.boot - 1) if link.info is not None else 0,
+        )
+        for link in client.links
+    ]
+    body, media_type = context.metrics.render(engines)
     return Response(body, media_type=media_type)
 
 
@@ -216,15 +236,16 @@ def operator_router(context: AppContext) -> APIRouter:
     router = APIRouter(tags=["operator"])
     operators = [Depends(_check_operator)]
 
-    async def document(what: Any, since: int = 0) -> Response:
-        return json_reply(await context.client.inspect(what, since), headers=_NOT_CACHED)
+    async def document(what: Any, since: int = 0, engine: int | None = None) -> Response:
+        _check_engine(context, engine)
+        return json_reply(await context.client.inspect(what, since, engine), headers=_NOT_CACHED)
 
     # Where there are several tenants the view shows one the others' requests, so it is the operator's, if at all.
     if context.server.admin or context.tenants.count <= 1:
 
         @router.get("/view", summary="The live view's data", dependencies=operators)
-        async def view(since: Since = 0) -> Response:
-            return await document("live", since)
+        async def view(since: Since = 0, engine: Engine = None) -> Response:
+            return await document("live", since, engine)
 
     else:
 
@@ -241,13 +262,29 @@ def operator_router(context: AppContext) -> APIRouter:
 
         @router.get("/debug/requests", summary="Requests in the engine", dependencies=operators)
         async def debug_requests() -> Response:
-            return await document("requests")
+            return json_reply(_joined(await context.client.inspect_all("requests")), headers=_NOT_CACHED)
 
         @router.get("/debug/steps", summary="The engine's last steps", dependencies=operators)
-        async def debug_steps(since: Since = 0) -> Response:
-            return await document("steps", since)
+        async def debug_steps(since: Since = 0, engine: Engine = None) -> Response:
+            return await document("steps", since, engine)
 
     return router
+
+
+def _check_engine(context: AppContext, engine: int | None) -> None:
+    """Raises `ApiError` (400) for an engine that there is not."""
+    most = len(context.client.links) - 1
+    if engine is not None and engine > most:
+        raise ApiError(400, f"engine={engine} is none of this server's; they are 0 to {most}", param="engine")
+
+
+def _joined(documents: Mapping[int, bytes]) -> bytes | dict[str, Any]:
+    """The requests of all engines: of several, each says which one has it."""
+    if len(documents) == 1:
+        return next(iter(documents.values()))
+    decoded = {replica: msgspec.json.decode(document) for replica, document in documents.items()}
+    requests = [{"engine": replica, **each} for replica, found in decoded.items() for each in found["requests"]]
+    return {"now": max(found["now"] for found in decoded.values()), "requests": requests}
 
 
 def _check_scraper(request: Request) -> None:

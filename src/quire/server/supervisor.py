@@ -17,7 +17,6 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
