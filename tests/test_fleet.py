@@ -1,0 +1,234 @@
+"""Where requests go: costs, policies, what is known of caches and of loads."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.cache_events import CacheEvent
+from quire.fleet.choice import NEAR, POLICIES, RUNNING_TOKENS, Candidate, Chooser, cost_of
+from quire.fleet.knowledge import Knowledge
+from quire.fleet.load import Load
+
+candidates = st.lists(
+    st.builds(
+        Candidate,
+        name=st.uuids().map(str),
+        is_up=st.booleans(),
+        rate=st.floats(1.0, 1e6),
+        held=st.integers(0, 10_000),
+        queued=st.integers(0, 100_000),
+        running=st.integers(0, 500),
+        recent=st.floats(0, 100),
+        fetchable=st.integers(0, 10_000),
+        fetch_seconds=st.floats(0, 10),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def chain(*words: object) -> list[bytes]:
+    return [f"{words[: index + 1]}".encode() for index in range(len(words))]
+
+
+# -- choosing --------------------------------------------------------------------------------------------------
+
+
+@given(candidates, st.integers(1, 10_000), st.binary(max_size=64), st.sampled_from(POLICIES))
+def test_a_server_that_is_down_is_never_chosen_while_another_is_up(servers, tokens, prefix, policy):
+    decision = Chooser(policy).choose(tokens, prefix, servers)
+    chosen = next(one for one in servers if one.name == decision.server)
+    assert chosen.is_up or not any(one.is_up for one in servers)
+
+
+@given(candidates, st.integers(1, 10_000))
+def test_the_choice_costs_nearly_the_least_and_every_cost_is_told(servers, tokens):
+    decision = Chooser().choose(tokens, b"", servers)
+    able = [one for one in servers if one.is_up] or servers
+    assert [cost.server for cost in decision.costs] == [one.name for one in able]
+    least = min(cost.total for cost in decision.costs)
+    assert decision.chosen.total <= NEAR * least
+    assert all(cost_of(tokens, one).total > 0 for one in servers)
+
+
+@given(st.integers(2, 8), st.integers(0, 2**32))
+def test_equal_servers_share_evenly(count, seed):
+    """Requests of random lengths, which begin and end at random times."""
+    chance = random.Random(seed)
+    loads = {f"s{index}": Load() for index in range(count)}
+    chooser, given_to, waiting, running = Chooser(), Counter(), [], []
+    for step in range(200 * count):
+        now = step * 0.01
+        tokens = chance.randint(1, 400)
+        servers = [
+            Candidate(name=name, rate=1000.0, queued=load.queued, running=load.running, recent=load.recent(now))
+            for name, load in loads.items()
+        ]
+        name = chooser.choose(tokens, b"", servers).server
+        given_to[name] += 1
+        loads[name].sent(now, tokens)
+        waiting.append((name, tokens, now))
+        while len(waiting) > 2 * count:
+            name, tokens, sent = waiting.pop(chance.randrange(len(waiting)))
+            loads[name].begun(sent, now, tokens)
+            running.append(name)
+        while len(running) > 4 * count:
+            loads[running.pop(chance.randrange(len(running)))].ended(0, has_begun=True)
+    assert max(given_to.values()) <= 1.1 * 200
+    assert min(given_to.values()) >= 0.9 * 200
+
+
+@given(
+    tokens=st.integers(64, 8192),
+    share=st.floats(0.1, 1.0),
+    rate=st.floats(10, 1e5),
+    queued=st.integers(0, 10_000),
+    running=st.integers(0, 64),
+)
+def test_a_conversation_stays_where_its_cache_is_unless_that_costs_more_than_it_saves(
+    tokens, share, rate, queued, running
+):
+    held = int(tokens * share)
+    home = Candidate(name="home", rate=rate, held=held, queued=queued, running=running, recent=50)
+    away = Candidate(name="away", rate=rate)
+    saved = (min(held, tokens - 1)) / rate
+    waits = (queued + RUNNING_TOKENS * running) / rate
+    decision = Chooser().choose(tokens, b"", [home, away])
+    if saved > waits:
+        assert decision.server == "home"
+    elif waits > saved * NEAR + (NEAR - 1) * tokens / rate:
+        assert decision.server == "away"
+
+
+def test_blocks_are_fetched_where_that_is_cheaper_than_computing_them():
+    server = Candidate(name="d", rate=1000.0, held=100, fetchable=1000, fetch_seconds=0.1)
+    cost = cost_of(1010, server)
+    assert (cost.compute, cost.fetch) == (pytest.approx(0.01), 0.1)
+    slow = cost_of(1010, replace(server, fetch_seconds=0.8))
+    assert (slow.compute, slow.fetch) == (pytest.approx(0.91), 0.0)
+    assert str(cost) == "d 110.0 ms (compute 10.0 ms + fetch 100.0 ms + queue 0.0 ms, 100 held)"
+
+
+def test_the_policies_to_compare_with_do_what_they_are_called():
+    servers = [Candidate(name=f"s{index}", rate=1.0, running=3 - index) for index in range(4)]
+    robin = Chooser("round-robin")
+    assert len({robin.choose(9, b"", servers).server for _ in servers}) == 4
+    assert Chooser("least-loaded").choose(9, b"", servers).server == "s3"
+    hashed = {
+        bytes([prompt]): Chooser("prefix-hash").choose(9, bytes([prompt]), servers).server for prompt in range(99)
+    }
+    assert set(hashed.values()) == {"s0", "s1", "s2", "s3"}
+    for prompt, before in hashed.items():  # when a server goes, only its prompts move
+        after = Chooser("prefix-hash").choose(9, prompt, servers[1:]).server
+        assert after == before or before == "s0"
+
+
+def test_without_servers_there_is_no_choice():
+    assert Chooser().choose(1, b"", []) is None
+
+
+# -- knowledge -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_sent_is_held_up_to_where_prompts_part():
+    known = Knowledge()
+    known.sent("a", chain(1, 2, 3, 4))
+    assert known.held("a", chain(1, 2, 3, 4)) == 4
+    assert known.held("a", chain(1, 2, 9, 4)) == 2
+    assert known.held("a", chain(9, 2)) == known.held("b", chain(1)) == 0
+    known.forget("a")
+    assert known.held("a", chain(1, 2)) == 0
+
+
+def test_what_is_known_of_a_server_is_bounded_and_tails_go_first():
+    known = Knowledge(max_blocks=6)
+    known.sent("a", chain("x", 1, 2, 3))
+    known.sent("a", chain("y", 1, 2, 3))
+    assert known.count("a") == 6
+    assert known.held("a", chain("y", 1, 2, 3)) == 4
+    assert known.held("a", chain("x", 1, 2, 3)) == 2
+    known.resize("a", 3)
+    assert (known.held("a", chain("y", 1, 2, 3)), known.held("a", chain("x"))) == (3, 0)
+
+
+def test_events_say_what_is_stored_and_removed_and_a_gap_asks_for_a_snapshot():
+    known, [one, two, three] = Knowledge(), chain(1, 2, 3)
+    stored = [CacheEvent(0, "stored", one), CacheEvent(1, "stored", two, one), CacheEvent(2, "stored", b"?", group=1)]
+    assert known.hear("a", "boot", stored)
+    assert known.held("a", [one, two, three]) == 2
+    assert known.hear("a", "boot", [CacheEvent(3, "removed", two)])
+    assert known.held("a", [one, two, three]) == 1
+    assert not known.hear("a", "boot", [CacheEvent(5, "stored", three)])
+    assert known.count("a") == 0
+    assert not known.hear("a", "boot", [CacheEvent(6, "stored", three)])
+    known.snapshot("a", "boot", 6, [one, two, three])
+    assert known.hear("a", "boot", [CacheEvent(5, "removed", one), CacheEvent(6, "removed", three)])
+    assert known.held("a", [one, two, three]) == 2
+    assert known.hear("a", "boot", [CacheEvent(7, "cleared")])
+    assert known.count("a") == 0
+
+
+def test_a_new_boot_holds_nothing_of_the_last_one():
+    known = Knowledge()
+    assert known.hear("a", "1", [CacheEvent(0, "stored", b"x")])
+    assert known.hear("a", "2", [])
+    assert known.count("a") == 0
+    assert not known.hear("a", "3", [CacheEvent(7, "stored", b"x")])
+
+
+@given(st.data())
+def test_knowledge_is_that_of_a_cache_whose_every_event_was_heard_or_missed(data):
+    """A cache of chains, with events of which some are lost: what is known is what it holds, once a snapshot came."""
+    cache: OrderedDict[bytes, None] = OrderedDict()
+    known = Knowledge()
+    for number in range(data.draw(st.integers(1, 30))):
+        kind = data.draw(st.sampled_from(["stored", "removed", "cleared", "lost"]))
+        hash = bytes([data.draw(st.integers(0, 20))])
+        if kind == "cleared":
+            cache.clear()
+        elif kind == "removed":
+            cache.pop(hash, None)
+        else:
+            cache[hash] = None
+        event = CacheEvent(number, "stored" if kind == "lost" else kind, hash)
+        if kind != "lost" and not known.hear("a", "boot", [event]):
+            known.snapshot("a", "boot", number + 1, list(cache))
+        if kind != "lost":
+            assert known.count("a") == len(cache)
+            assert all(known.held("a", [hash]) for hash in cache)
+
+
+# -- loads -----------------------------------------------------------------------------------------------------
+
+
+def test_a_load_knows_what_waits_what_runs_and_how_fast_it_goes():
+    load = Load(rate=1000.0)
+    load.sent(0.0, 500)
+    load.sent(0.0, 500)
+    assert (load.queued, load.waiting, load.running, load.recent(0.0)) == (1000, 2, 0, 2.0)
+    for index in range(60):
+        load.begun(index * 1.0, index + 1.0, 500)
+        load.ended(0, has_begun=True)
+        load.sent(index + 1.0, 500)
+    assert load.rate == pytest.approx(500, rel=0.05)
+    load.ended(500, has_begun=False)
+    load.ended(500, has_begun=False)
+    assert (load.queued, load.waiting, load.running) == (0, 0, 0)
+    assert load.recent(1e9) == pytest.approx(0, abs=1e-6)
+    load.tell(9.0)
+    assert load.rate == 9.0
+
+
+def test_what_waited_behind_others_is_not_slow():
+    load = Load(rate=100.0)
+    for _ in range(40):
+        load.sent(0.0, 100)
+    for index in range(40):
+        load.begun(0.0, index + 1.0, 100)
+    assert load.rate == pytest.approx(100, rel=0.01)
