@@ -499,7 +499,7 @@ def test_health_tells_what_is_wrong(changes: dict[str, Any], status: str, code: 
 def test_an_engine_that_dies_under_a_question_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
 
-    async def inspect(what: str, since: int = 0) -> bytes:
+    async def inspect(what: str, since: int = 0, replica: int | None = None) -> bytes:
         raise EngineClosedError("the engine died: secret cause")
 
     monkeypatch.setattr(client, "inspect", inspect)
@@ -513,7 +513,7 @@ def test_an_engine_that_dies_under_a_question_is_a_503(monkeypatch: pytest.Monke
 def test_metrics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
 
-    async def inspect(what: str, since: int = 0) -> bytes:
+    async def inspect(what: str, since: int = 0, replica: int | None = None) -> bytes:
         await asyncio.sleep(60)
         return b"{}"
 

@@ -29,7 +29,7 @@ from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.channel import Channel
 from quire.ipc.link import ANSWER_SECONDS, EngineLink, State
-from quire.ipc.placement import Placement
+from quire.ipc.placement import Place, Placement
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._name = f"http-{worker}"
         self.links = [EngineLink(self._context, directory, self._name, each, self._hear) for each in range(replicas)]
-        self._placement = Placement(self.links, worker)
+        self._placement = Placement(self.links)
         self._control: Channel | None = None
         self._frontend: Frontend | None = None
         self._streams = Streams()
@@ -219,22 +219,23 @@ class EngineClient:
             origin.link.send(wire.Abort(number, reason))
         return []
 
-    def _chosen(self, request: Request, among: EngineLink | None = None) -> EngineLink | None:
+    def _chosen(self, request: Request, among: EngineLink | None = None) -> Place | None:
         """Where a request goes now; None: no engine can take it. `among`: the only one that may."""
         able = [link for link in ([among] if among else self.links) if link.state == "ready"]
         return self._placement.choose(request, able) if able else None
 
-    def _place(self, requests: Iterable[Request], link: EngineLink | None) -> None:
+    def _place(self, requests: Iterable[Request], place: Place | None) -> None:
         """Send them there; where that is nowhere, they wait for the next engine."""
         for request in requests:
-            if link is None:
+            if place is None:
                 self._waiting[request.id] = None
                 continue
-            origin = self._origins[request.id]
+            link, origin = place.link, self._origins[request.id]
             origin.link = link
             link.requests.add(request.id)
-            self._placement.sent(link, request)
+            self._placement.sent(request.id, place)
             link.send(_message(request, origin))
+            place = Place(link, 1)  # what follows shares the prompt
 
     def _ready(self) -> Frontend:
         if self._ended:
@@ -306,7 +307,7 @@ class EngineClient:
                 origin.suspect = False
             if update.finish_reason is not None:
                 link.requests.discard(update.request)
-            self._placement.heard(link, update)
+            self._placement.heard(update)
         self._streams.wake(self._frontend.absorb(message.updates))
 
     async def _follow_supervisor(self, orders: asyncio.Queue[bytes], on_drain: Callable[[float], None]) -> None:
@@ -335,6 +336,7 @@ class EngineClient:
         if message.state == "ready" and message.info is not None and not link.is_open:
             await self._make_frontend(message.info)
             link.open(message.info)
+            self._placement.opened(link)
             self._resume()
         link.state = message.state
 

@@ -29,7 +29,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RankLostError, RequestError
 from quire.ipc import wire
-from quire.ipc.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
+from quire.ipc.board import NUM_IN_STEP, NUM_OPEN, PATIENCE, PULSE, START_SECONDS, Board
 from quire.models.hub import resolve
 from quire.text.tokenizer_trial import TokenizerTrial
 
@@ -205,6 +205,7 @@ class EngineProcess:
                 self._receive()
                 self._exchange()
                 self._let_in()
+                self._board.fields[NUM_OPEN] = len(self._adds) + len(self._outside)
                 self.engine.check_ranks()
                 if not self.engine.idle:
                     self._send(self.engine.step())

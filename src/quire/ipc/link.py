@@ -13,7 +13,7 @@ import zmq
 
 from quire.errors import EngineClosedError
 from quire.ipc import wire
-from quire.ipc.board import Board
+from quire.ipc.board import NUM_OPEN, Board
 from quire.ipc.channel import Channel
 
 STALL_SECONDS = 8.0
@@ -75,6 +75,11 @@ class EngineLink:
     def healthy(self) -> bool:
         """The engine is ready and shows signs of life."""
         return self.state == "ready" and time.monotonic() - self._pulse[1] < STALL_SECONDS
+
+    @property
+    def num_open(self) -> int:
+        """Requests that the engine has, of all HTTP processes, as it counted last."""
+        return 0 if self.board is None else self.board.fields[NUM_OPEN]
 
     def look(self) -> None:
         """Look at the pulse; to be called every second or so."""
