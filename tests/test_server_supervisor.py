@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from quire.config import EngineConfig
 from quire.errors import ServerError
 from quire.ipc.board import PATIENCE, PULSE, Board
 from quire.server import replica as replica_module
@@ -89,9 +91,11 @@ class Running:
             await asyncio.sleep(0.01)
         return found
 
-    async def until_ready(self, boot: int = 1, worker: int | None = None) -> None:
+    async def until_ready(self, boot: int = 1, worker: int | None = None, replica: int = 0) -> None:
+        wanted = ("ready", boot, replica)
+
         def ready() -> bool:
-            return any(state["state"] == "ready" and state["boot"] == boot for state in self.states(worker))
+            return any((state["state"], state["boot"], state["replica"]) == wanted for state in self.states(worker))
 
         await self.until(ready, f"engine {boot} is ready")
 
@@ -100,8 +104,10 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, fault: str | None = None, manners: str = "", **server: Any) -> AsyncIterator[Running]:
-    options, screen = stand_in_options(folder / "log", manners, fault, **server), QuietScreen()
+async def running(
+    folder: Path, fault: str | None = None, manners: str = "", replicas: int = 1, **server: Any
+) -> AsyncIterator[Running]:
+    options, screen = stand_in_options(folder / "log", manners, fault, replicas, **server), QuietScreen()
     with listen("127.0.0.1", 0) as listener:
         supervisor = Supervisor(options, listener, screen, time.monotonic())
         task = asyncio.create_task(supervisor.run())
@@ -381,6 +387,93 @@ async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> No
         os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
         await server.until_ready(worker=1)  # it still listens
         stranger.close(linger=0)
+
+
+# -- replicas -------------------------------------------------------------------------------------------------
+
+
+def start_of(server: Running, name: str) -> dict[str, Any]:
+    [private] = private_folders(server.folder)
+    found: dict[str, Any] = json.loads((private / f"{name}.start").read_text())
+    return found
+
+
+async def test_the_first_replica_says_what_the_others_are_to_be_like(folder: Path) -> None:
+    async with running(folder, replicas=3) as server:
+        for replica in range(3):
+            await server.until_ready(replica=replica)
+        first, second, third = (start_of(server, f"engine-{replica}-1") for replica in range(3))
+        assert (first["neighbours"], second["neighbours"], third["neighbours"]) == (2, 0, 0)
+        assert first["sharers"] == 3 and first["config"]["data_parallel_size"] == 1
+        assert first["config"]["max_model_len"] is None and first["config"]["model"] == "demo"
+        assert second["config"]["max_model_len"] == 256 and second["config"]["num_kv_blocks"] == 64
+        assert second["config"]["model"] == "/models/stand-in"
+        assert [start["config"]["disk_kv_path"] for start in (first, second)] == ["kv/replica-0", "kv/replica-1"]
+        states = server.states()
+        ready = next(index for index, state in enumerate(states) if state["state"] == "ready")
+        assert all(state["boot"] == 0 for state in states[:ready] if state["replica"])  # the others had not begun
+
+
+async def test_a_replica_that_dies_is_started_again_and_the_others_are_left_alone(folder: Path) -> None:
+    async with running(folder, replicas=2) as server:
+        await server.until_ready(replica=1)
+        first, second = server.engines()
+        os.kill(second.pid, signal.SIGKILL)
+        await server.until_ready(boot=2, replica=1)
+        [died] = [state for state in server.states() if state["suspects"]]
+        assert (died["replica"], died["state"], died["killed"]) == (1, "restarting", True)
+        assert server.engines()[0] is first and first.exit_code is None
+        assert {state["boot"] for state in server.states() if not state["replica"]} == {1}
+
+
+@pytest.mark.parametrize("number, killed", [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
+async def test_who_ended_an_engine_is_told(folder: Path, number: signal.Signals, killed: bool) -> None:
+    async with running(folder) as server:
+        await server.until_ready()
+        os.kill(server.engines()[0].pid, number)
+        await server.until_ready(boot=2)
+        assert [state["killed"] for state in server.states() if state["suspects"]] == [killed]
+
+
+async def test_the_server_goes_on_without_a_replica_that_died_too_often_and_ends_without_any(folder: Path) -> None:
+    async with running(folder, replicas=2, restart_limit=0) as server:
+        await server.until_ready(replica=1)
+        first, second = server.engines()
+        os.kill(second.pid, signal.SIGKILL)
+        await server.until(lambda: [s for s in server.states() if s["state"] == "failed"], "the replica is given up")
+        assert not server.task.done() and first.exit_code is None and not server.drains()
+        os.kill(first.pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match=r"the engine died .* is not started again: restart_limit=0"):
+            await server.code()
+    assert not private_folders(folder)
+
+
+async def test_a_replica_that_cannot_start_ends_the_server_with_its_message(folder: Path) -> None:
+    async with running(folder, fault="second:fail:there is no room", replicas=2) as server:
+        with pytest.raises(ServerError, match=r"^there is no room$"):
+            await server.code()
+    assert not private_folders(folder)
+
+
+async def test_all_replicas_leave_at_a_signal(folder: Path) -> None:
+    async with running(folder, replicas=3) as server:
+        for replica in range(3):
+            await server.until_ready(replica=replica)
+        pids = server.pids()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.code() == 0
+        assert [engine.exit_code for engine in server.engines()] == [0, 0, 0]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_replica_sees_its_own_gpu_of_those_that_the_server_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    several, one = EngineConfig(model="demo", data_parallel_size=2), EngineConfig(model="demo")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert replica_module.device_of(1, several) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert replica_module.device_of(0, one) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    assert replica_module.device_of(1, several) == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
+    assert replica_module.device_of(1, dataclasses.replace(several, device="cpu")) == {}
 
 
 # -- leaving --------------------------------------------------------------------------------------------------

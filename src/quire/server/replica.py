@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from quire import log
+from quire.config import EngineConfig
 from quire.errors import ServerError
 from quire.ipc import wire
 from quire.ipc.board import Board
@@ -35,9 +36,6 @@ LAST_WORDS_SECONDS = 0.5
 
 STOP_SECONDS = 5.0
 """How long an engine may take to leave: a step may be in the way."""
-
-KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which a process is ended from outside."""
 
 
 class Server(Protocol):
@@ -226,19 +224,17 @@ class Replica:
 
 
 def _was_killed(engine: Child) -> bool:
-    """Whether it was ended from outside, as far as its exit tells, and not for being stuck."""
-    return engine.blame is None and -(engine.exit_code or 0) in KILLS
+    """Whether it was ended from outside, as far as its exit tells: it heeds no other signal (`quire.child`)."""
+    return engine.blame is None and engine.exit_code == -signal.SIGKILL
 
 
 def _described(engine: Child) -> str:
     """An engine's fate, for the log and the operator."""
-    fate = engine.fate()
-    if engine.exit_code == -signal.SIGKILL and engine.blame is None:
-        fate += ": by a user, or by the kernel because memory ran out; dmesg tells"
-    return fate
+    by = ": by a user, or by the kernel because memory ran out; dmesg tells" if _was_killed(engine) else ""
+    return engine.fate() + by
 
 
-def device_of(index: int, engine: Any) -> dict[str, str]:
+def device_of(index: int, engine: EngineConfig) -> dict[str, str]:
     """The environment that shows a replica its own GPU of those that the server sees; of one engine it stays as it is.
 
     See the CUDA C++ programming guide, CUDA_VISIBLE_DEVICES.

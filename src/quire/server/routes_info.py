@@ -111,8 +111,11 @@ def _health(context: AppContext) -> dict[str, Any]:
 
 def _replicas(client: EngineClient) -> dict[str, Any]:
     """Each replica's state, where there are several."""
-    states = [link.state if link.healthy or link.state != "ready" else "stalled" for link in client.links]
-    return {"replicas": states} if len(states) > 1 else {}
+    return {"replicas": _states(client)} if len(client.links) > 1 else {}
+
+
+def _states(client: EngineClient) -> list[str]:
+    return [link.state if link.healthy or link.state != "ready" else "stalled" for link in client.links]
 
 
 def _phase(context: AppContext) -> dict[str, Any]:
@@ -165,7 +168,7 @@ async def _metrics(context: AppContext) -> Response:
         EngineReading(
             msgspec.json.decode(stats[link.replica]) if link.replica in stats else None,
             link.state,
-            max(0, link.info.boot - 1) if link.info is not None else 0,
+            max(0, link.boot - 1),
         )
         for link in client.links
     ]
@@ -237,8 +240,7 @@ def operator_router(context: AppContext) -> APIRouter:
     operators = [Depends(_check_operator)]
 
     async def document(what: Any, since: int = 0, engine: int | None = None) -> Response:
-        _check_engine(context, engine)
-        return json_reply(await context.client.inspect(what, since, engine), headers=_NOT_CACHED)
+        return json_reply(await _document(context, what, since, engine), headers=_NOT_CACHED)
 
     # Where there are several tenants the view shows one the others' requests, so it is the operator's, if at all.
     if context.server.admin or context.tenants.count <= 1:
@@ -271,11 +273,21 @@ def operator_router(context: AppContext) -> APIRouter:
     return router
 
 
-def _check_engine(context: AppContext, engine: int | None) -> None:
-    """Raises `ApiError` (400) for an engine that there is not."""
-    most = len(context.client.links) - 1
-    if engine is not None and engine > most:
-        raise ApiError(400, f"engine={engine} is none of this server's; they are 0 to {most}", param="engine")
+async def _document(context: AppContext, what: Any, since: int, engine: int | None) -> bytes:
+    """One engine's document; of several, it also says whose it is, and how all of them do.
+
+    Raises:
+        ApiError: 400, there is no such engine.
+    """
+    links = context.client.links
+    if engine is not None and engine >= len(links):
+        raise ApiError(400, f"engine={engine} is none of this server's: 0 to {len(links) - 1}", param="engine")
+    if len(links) == 1:
+        return await context.client.inspect(what, since, engine)
+    if engine is None:
+        engine = next((link.replica for link in links if link.healthy), 0)
+    document = await context.client.inspect(what, since, engine)
+    return msgspec.json.encode({"engine": engine, "engines": _states(context.client)})[:-1] + b"," + document[1:]
 
 
 def _joined(documents: Mapping[int, bytes]) -> bytes | dict[str, Any]:
