@@ -64,7 +64,7 @@ class EngineServer:
     def boot_engine(self) -> None:
         """Start the next engine, without waiting for it."""
         self.boot += 1
-        self.board = Board.create(wire.board_path(self.directory, self.boot))
+        self.board = Board.create(wire.board_path(self.directory, 0, self.boot))
         start = EngineStart(directory=str(self.directory), boot=self.boot, config=self.config, fault=self.fault)
         self.process = FORKS.Process(target=run_engine, args=(msgspec.json.encode(start),))
         self.process.start()
@@ -104,7 +104,7 @@ class EngineServer:
         await self._tell(wire.EngineState(boot=self.boot, state="failed", cause="it died too often"))
 
     async def tell_engine(self, message: Any) -> None:
-        await self._control.send_multipart((f"engine-{self.boot}".encode(), wire.encode(message)))
+        await self._control.send_multipart((wire.engine_name(0, self.boot).encode(), wire.encode(message)))
 
     async def tell_ready(self) -> None:
         """Tell the clients once more that the engine is ready."""

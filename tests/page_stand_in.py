@@ -40,6 +40,7 @@ class Script:
         hung_up: an answer's client went away before its end.
         num_blocks, boot, first_step: of the engine that /view shows; its steps are numbered from `first_step` on.
         speculates: it drafts tokens: each decoding step of a request verifies four.
+        engines: states of the replicas, where there are several.
         imbalance: its ranks have experts of their own, and the busiest has so many times the mean to do; 0: none.
     """
 
@@ -61,6 +62,7 @@ class Script:
     first_step: int = 0
     speculates: bool = False
     imbalance: float = 0.0
+    engines: list[str] = field(default_factory=list)
 
 
 class _Server(ThreadingHTTPServer):
@@ -110,8 +112,11 @@ class _Handler(BaseHTTPRequestHandler):
             model = {"id": self.script.model, "max_model_len": 4096, "description": self.script.description}
             self._send_json(200, {"data": [model]})
         elif path == "/view" and self.script.view_status == 200:
-            since = int(parse_qs(urlsplit(self.path).query).get("since", ["0"])[0])
-            self._send_json(200, view_document(time.monotonic(), since, self.script))
+            asked = parse_qs(urlsplit(self.path).query)
+            document = view_document(time.monotonic(), int(asked.get("since", ["0"])[0]), self.script)
+            if self.script.engines:
+                document |= {"engine": int(asked.get("engine", ["0"])[0]), "engines": self.script.engines}
+            self._send_json(200, document)
         else:
             status = self.script.view_status if path == "/view" else 404
             self._send_json(status, {"error": {"message": "not for you", "code": None}})

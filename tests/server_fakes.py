@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import uvicorn.server
@@ -173,6 +174,11 @@ class FakeEngineClient:
             raise EngineClosedError(self.cause or "the model is still loading")
 
     @property
+    def links(self) -> list[Any]:
+        boot = self.info.boot if self.info else 1
+        return [SimpleNamespace(replica=0, state=self.state, boot=boot, info=self.info, healthy=self.healthy)]
+
+    @property
     def open_calls(self) -> list[Call]:
         return [call for call in self.calls if not call.ended and not call.aborted]
 
@@ -299,10 +305,16 @@ class FakeEngineClient:
             call.aborted = True
         self.cause, self.state = "the server is leaving", "failed"
 
-    async def inspect(self, what: str, since: int = 0) -> bytes:
+    async def inspect(self, what: str, since: int = 0, replica: int | None = None) -> bytes:
         self._check_ready()
         self.inspected.append((what, since))
         return json.dumps(self.documents.get(what, {"what": what, "since": since})).encode()
+
+    async def inspect_all(self, what: str, seconds: float = 1.0) -> dict[int, bytes]:
+        try:
+            return {0: await asyncio.wait_for(self.inspect(what), seconds)}
+        except TimeoutError:
+            raise EngineClosedError("the engine did not answer") from None
 
     async def reset_prefix_cache(self) -> int:
         self.resets += 1

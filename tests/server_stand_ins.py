@@ -50,7 +50,7 @@ def engine_info(boot: int) -> wire.EngineInfo:
         weight_bytes=2000,
         notes=["a note about the checkpoint"],
         memory_plan=[("weights", "2 kB"), ("longest context", "256 tokens")],
-        config={"model": "demo"},
+        config={"model": "demo", "max_model_len": 256, "num_kv_blocks": 64},
         startup_seconds=0.1,
     )
 
@@ -67,9 +67,12 @@ def engine() -> int:
     to an end of it, "again:TEXT" cannot start a second time, "still" shows no pulse once it is ready, "deaf" does not
     hear Stop."""
     start = child.begin(EngineStart)
-    board = Board(wire.board_path(Path(start.directory), start.boot))
-    control = control_socket(start.directory, f"engine-{start.boot}")
+    board = Board(wire.board_path(Path(start.directory), start.replica, start.boot))
+    control = control_socket(start.directory, start.name)
     manner, _, text = (start.fault or "").partition(":")
+    Path(start.directory, f"{start.name}.start").write_bytes(msgspec.json.encode(start))
+    if manner == "second":  # only the second replica has the manners that follow
+        manner, _, text = text.partition(":") if start.replica == 1 else ("", "", "")
     control.send(wire.encode(wire.Located("/models/stand-in")))
     board.set_phase("reading weights", 0.4)
     if manner == "fail" or (manner == "again" and start.boot > 1):
@@ -153,12 +156,16 @@ class QuietScreen:
         self.is_closed = True
 
 
-def stand_in_options(log: Path, manners: str = "", fault: str | None = None, **server: Any) -> ServeOptions:
+def stand_in_options(
+    log: Path, manners: str = "", fault: str | None = None, replicas: int = 1, **server: Any
+) -> ServeOptions:
     """A server of stand-ins."""
     command = [sys.executable, __file__]
     return ServeOptions(
         server=ServerConfig(**{"port": 0, **server}),
-        engine=EngineConfig(model="demo"),
+        engine=EngineConfig(model="demo", data_parallel_size=replicas, disk_kv_path="kv", host_kv_memory="1MiB")
+        if replicas > 1
+        else EngineConfig(model="demo"),
         origins={"port": "flag"},
         fault=fault,
         engine_command=[*command, "engine"],

@@ -117,6 +117,27 @@ def test_what_vllms_names_ask_for_in_vain_is_said(options, message):
         configured(**options)
 
 
+def test_replicas_are_engines_of_their_own_unless_they_share_experts():
+    plain, experts = configured(data_parallel_size=3), configured(data_parallel_size=3, enable_expert_parallel=True)
+    assert (plain.replicas, plain.num_ranks) == (3, 1)
+    assert (experts.replicas, experts.num_ranks) == (1, 3)
+    assert configured(data_parallel_size=3, tensor_parallel_size=2).num_ranks == 2
+    assert configured(data_parallel_size=2, host_kv_memory="1GiB", kv_role="decode").replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tensor_parallel_size": 2, "nnodes": 2, "token_file": "x"}, "nnodes=2"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend=ray"),
+        ({"kv_role": "prefill"}, "kv_role=prefill"),
+    ],
+)
+def test_what_replicas_cannot_have_is_refused_by_name(more, message):
+    with pytest.raises(ConfigError, match=f"^data_parallel_size=2 with {message}: not yet; .* so many servers"):
+        configured(data_parallel_size=2, **more)
+
+
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_a_preset_gives_valid_options_and_those_given_by_hand_win(preset):
     config = EngineConfig.from_options({"model": "m"}, preset)

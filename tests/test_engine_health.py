@@ -10,20 +10,20 @@ import time
 import pytest
 
 from quire.errors import EngineClosedError
-from quire.ipc import client as client_module
+from quire.ipc import link as link_module
 from quire.ipc.board import START_SECONDS
 from tests.engine_server import until
 from tests.test_engine_process import LONG, PROMPTS, WALL, amid, server  # noqa: F401  # a fixture
 
 
 async def test_an_engine_that_hangs_in_a_step_is_not_healthy_within_ten_seconds(server, monkeypatch):  # noqa: F811
-    assert client_module.STALL_SECONDS < 10
+    assert link_module.STALL_SECONDS < 10
     server.fault = f"block:{WALL}"
     client = await server.ready_client()
     assert client.healthy
     stream = client.generate(client.prepare(None, [WALL], LONG), name="a", arrived=time.monotonic())
     task = asyncio.create_task(anext(stream))
-    monkeypatch.setattr(client_module, "STALL_SECONDS", 2.0)
+    monkeypatch.setattr(link_module, "STALL_SECONDS", 2.0)
     await until(lambda: not client.healthy)
     with pytest.raises(EngineClosedError, match="no sign of life"):
         await client.inspect("live")

@@ -328,7 +328,7 @@ async def test_messages_that_make_no_sense_harm_nobody(server, llm):
     client = await server.ready_client()
     task = asyncio.create_task(run(client, PROMPTS[0], LONG))
     await until(lambda: any(tokens_so_far(client)) or task.done())
-    stranger = server.dealer(wire.engine_address(server.directory, server.boot), "http-9")
+    stranger = server.dealer(wire.engine_address(server.directory, 0, server.boot), "http-9")
     add = wire.Add(number=9 << wire.WORKER_SHIFT, name="x", prompt_token_ids=[2**63], params=LONG, max_tokens=3)
     for frames in ([b""], [b"\xc1"], [b"a", b"b"], [wire.encode(add)], [wire.encode(wire.Stop())]):
         await stranger.send_multipart(frames)

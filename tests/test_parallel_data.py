@@ -209,7 +209,9 @@ def test_results_of_other_replicas_are_waited_for_and_old_ones_dropped(two: LLM)
 
 
 def test_what_cannot_be_is_refused_by_name(folder: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data_parallel_size=2 without enable_expert_parallel .* start so many"):
+    with pytest.raises(
+        ConfigError, match=r"^data_parallel_size=2: .* --data-parallel-size 2' .* start so many programs"
+    ):
         LLM(folder, data_parallel_size=2)
     with pytest.raises(ConfigError, match=r"^enable_expert_parallel=True, but the model has no experts"):
         LLM("demo", data_parallel_size=2, enable_expert_parallel=True)

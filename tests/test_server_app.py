@@ -499,7 +499,7 @@ def test_health_tells_what_is_wrong(changes: dict[str, Any], status: str, code: 
 def test_an_engine_that_dies_under_a_question_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
 
-    async def inspect(what: str, since: int = 0) -> bytes:
+    async def inspect(what: str, since: int = 0, replica: int | None = None) -> bytes:
         raise EngineClosedError("the engine died: secret cause")
 
     monkeypatch.setattr(client, "inspect", inspect)
@@ -513,7 +513,7 @@ def test_an_engine_that_dies_under_a_question_is_a_503(monkeypatch: pytest.Monke
 def test_metrics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
 
-    async def inspect(what: str, since: int = 0) -> bytes:
+    async def inspect(what: str, since: int = 0, replica: int | None = None) -> bytes:
         await asyncio.sleep(60)
         return b"{}"
 
@@ -581,7 +581,7 @@ def test_metrics_have_what_the_engine_tells_and_which_routes_were_asked(site: Si
     assert re.search(r"^vllm:num_requests_running\{.*\} 3\.0$", text, re.MULTILINE)
     assert re.search(r'^quire:http_requests_total\{route="/v1/models/\{id\}",status="404"\} \d', text, re.MULTILINE)
     assert re.search(r'^quire:http_requests_total\{route="other",status="404"\} \d', text, re.MULTILINE)
-    assert re.search(r'^quire:engine_state\{state="ready"\} 1', text, re.MULTILINE)
+    assert re.search(r'^quire:engine_state\{engine="0",state="ready"\} 1', text, re.MULTILINE)
     assert "what/is" not in text
 
 

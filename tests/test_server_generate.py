@@ -72,7 +72,7 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels; 0 where there are none."""
-        families = text_string_to_metric_families(self.context.metrics.render()[0].decode())
+        families = text_string_to_metric_families(self.context.metrics.render([])[0].decode())
         samples = [sample for family in families for sample in family.samples if sample.name == name]
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 

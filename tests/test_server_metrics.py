@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.server.metrics import FINISH_REASONS, REJECTIONS, ROUTES, STATES, Metrics
+from quire.server.metrics import FINISH_REASONS, REJECTIONS, ROUTES, STATES, EngineReading, Metrics
 
 DASHBOARD = Path(__file__).parent.parent / "dashboards" / "grafana.json"
 ENGINE = {
@@ -70,8 +70,8 @@ VLLM_HTTP = {
 }
 
 
-def text_of(metrics: Metrics, **kwargs: Any) -> str:
-    return metrics.render(**kwargs)[0].decode()
+def text_of(metrics: Metrics, engine: Any = None, **more: Any) -> str:
+    return metrics.render([EngineReading(engine, **more)])[0].decode()
 
 
 def types_in(text: str) -> dict[str, str]:
@@ -271,7 +271,7 @@ def test_where_there_is_no_room_for_the_file_a_process_counts_for_itself(
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: len(data) // 2)  # the disk is full then
     metrics = Metrics(tmp_path, worker=1, model_name="demo")
     metrics.request_received()
-    assert b"vllm" in metrics.render()[0] and b"vllm" in other.render()[0]
+    assert b"vllm" in metrics.render([])[0] and b"vllm" in other.render([])[0]
     assert "are not added to the others': No space left" in caplog.text
 
 
@@ -370,7 +370,7 @@ def test_a_model_name_with_quotes_and_line_ends_stays_one_label() -> None:
 
 
 def test_content_type_is_prometheus_text_format() -> None:
-    assert Metrics().render()[1] == "text/plain; version=0.0.4; charset=utf-8"
+    assert Metrics().render([])[1] == "text/plain; version=0.0.4; charset=utf-8"
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")

@@ -510,6 +510,21 @@ def test_another_engine_begins_a_new_picture(browser: Chromium, server: StandIn)
     settle(server, page)
 
 
+def test_one_of_several_engines_can_be_looked_at(browser: Chromium, server: StandIn) -> None:
+    page = live(browser, server)
+    assert page.evaluate("document.querySelector('#engines').hidden")
+    server.script.engines = ["ready", "restarting"]
+    page.wait("document.querySelectorAll('#engines option').length === 2")
+    assert page.evaluate("document.querySelector('#engines').innerText.includes('1: restarting')")
+    page.evaluate("document.querySelector('#engines').value = 1")
+    page.evaluate("document.querySelector('#engines').dispatchEvent(new Event('change'))")
+    page.wait("performance.getEntriesByType('resource').some((one) => one.name.endsWith('engine=1'))")
+    server.script.engines = ["ready", "ready"]
+    page.wait("document.querySelector('#engines').innerText.includes('1: ready')")
+    assert page.evaluate("document.querySelector('#engines').value") == "1"
+    settle(server, page)
+
+
 @pytest.mark.parametrize(("status", "title"), [(403, "Only for the operator"), (404, "No live view here")])
 def test_a_live_view_that_is_refused_says_why(browser: Chromium, server: StandIn, status: int, title: str) -> None:
     server.script.view_status = status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -21,13 +22,16 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from quire.config import EngineConfig
 from quire.errors import ServerError
 from quire.ipc.board import PATIENCE, PULSE, Board
+from quire.server import replica as replica_module
 from quire.server import supervisor as supervisor_module
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import (
     LOCK_NAME,
     MAX_SOCKET_PATH,
+    Child,
     RestartBudget,
     RuntimeFolder,
     is_loopback,
@@ -71,7 +75,10 @@ class Running:
         return [what["seconds"] for what in self.heard() if what.get("type") == "drain"]
 
     def pids(self) -> list[int]:
-        return [child.pid for child in [*self.supervisor._workers.values(), self.supervisor._engine] if child]
+        return [child.pid for child in [*self.supervisor._workers.values(), *self.engines()]]
+
+    def engines(self) -> list[Child]:
+        return [replica.child for replica in self.supervisor.replicas if replica.child]
 
     async def until(self, condition: Callable[[], Any], what: str) -> Any:
         """The first true value of `condition`; an early end of the server is an error."""
@@ -84,9 +91,11 @@ class Running:
             await asyncio.sleep(0.01)
         return found
 
-    async def until_ready(self, boot: int = 1, worker: int | None = None) -> None:
+    async def until_ready(self, boot: int = 1, worker: int | None = None, replica: int = 0) -> None:
+        wanted = ("ready", boot, replica)
+
         def ready() -> bool:
-            return any(state["state"] == "ready" and state["boot"] == boot for state in self.states(worker))
+            return any((state["state"], state["boot"], state["replica"]) == wanted for state in self.states(worker))
 
         await self.until(ready, f"engine {boot} is ready")
 
@@ -95,8 +104,10 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, fault: str | None = None, manners: str = "", **server: Any) -> AsyncIterator[Running]:
-    options, screen = stand_in_options(folder / "log", manners, fault, **server), QuietScreen()
+async def running(
+    folder: Path, fault: str | None = None, manners: str = "", replicas: int = 1, **server: Any
+) -> AsyncIterator[Running]:
+    options, screen = stand_in_options(folder / "log", manners, fault, replicas, **server), QuietScreen()
     with listen("127.0.0.1", 0) as listener:
         supervisor = Supervisor(options, listener, screen, time.monotonic())
         task = asyncio.create_task(supervisor.run())
@@ -180,7 +191,7 @@ async def test_loading_is_shown_with_phase_and_percentage(folder: Path) -> None:
 async def test_an_engine_that_cannot_start_ends_the_server_with_its_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "LAST_WORDS_SECONDS", DEADLINE)
+    monkeypatch.setattr(replica_module, "LAST_WORDS_SECONDS", DEADLINE)
     async with running(folder, fault="fail:the pool is too small; raise kv_cache_memory") as server:
         with pytest.raises(ServerError, match=r"^the pool is too small; raise kv_cache_memory$"):
             await server.code()
@@ -218,7 +229,7 @@ async def test_a_killed_engine_is_started_again_and_its_suspects_are_named_once(
 ) -> None:
     async with running(folder) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
         restarting = [state for state in server.states() if state["state"] == "restarting"]
         assert restarting[0]["boot"] == 2
@@ -233,9 +244,9 @@ async def test_a_killed_engine_is_started_again_and_its_suspects_are_named_once(
 async def test_the_request_on_probation_in_the_fatal_step_is_named_as_the_culprit(folder: Path) -> None:
     async with running(folder) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=3)
         assert [s["culprit"] for s in server.states() if s["state"] == "restarting" and s["suspects"]] == [None, 8]
 
@@ -243,9 +254,9 @@ async def test_the_request_on_probation_in_the_fatal_step_is_named_as_the_culpri
 async def test_beyond_the_restart_limit_clients_are_told_and_the_server_ends_with_an_error(folder: Path) -> None:
     async with running(folder, restart_limit=1) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         with pytest.raises(ServerError, match=r"the engine died \(killed by SIGKILL\).*restart_limit=1"):
             await server.code()
         assert server.states()[-1]["state"] == "failed"
@@ -256,10 +267,10 @@ async def test_beyond_the_restart_limit_clients_are_told_and_the_server_ends_wit
 async def test_an_engine_that_cannot_start_again_is_tried_until_the_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "LAST_WORDS_SECONDS", DEADLINE)
+    monkeypatch.setattr(replica_module, "LAST_WORDS_SECONDS", DEADLINE)
     async with running(folder, fault="again:/private/path is gone", restart_limit=2) as server:
         await server.until_ready()
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         with pytest.raises(ServerError, match="/private/path is gone"):  # the operator is told
             await server.code()
         causes = [state["cause"] for state in server.states() if state["cause"]]
@@ -280,7 +291,7 @@ async def test_a_disk_that_is_full_by_now_stops_no_restart(folder: Path, monkeyp
     async with running(folder) as server:
         await server.until_ready(worker=0)
         monkeypatch.setattr(Board, "create", full)
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
         os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2, worker=1)
@@ -291,7 +302,7 @@ async def test_a_disk_that_is_full_at_the_start_is_an_error_that_says_so(
 ) -> None:
     monkeypatch.setattr(Board, "create", full)
     async with running(folder) as server:
-        with pytest.raises(ServerError, match=r"cannot make .*engine-1\.board: No space left on device; .*TMPDIR"):
+        with pytest.raises(ServerError, match=r"cannot make .*engine-0-1\.board: No space left on device; .*TMPDIR"):
             await server.code()
     assert not private_folders(folder)
 
@@ -334,7 +345,7 @@ async def test_only_a_pulse_that_stands_still_for_longer_than_it_may_is_the_end_
     monkeypatch.setattr(supervisor_module, "asyncio", Looks(look))
     options = stand_in_options(folder / "log", stall_restart_s=10.0)
     with listen("127.0.0.1", 0) as listener:
-        await Supervisor(options, listener, QuietScreen(), 0.0)._watch(cast(Any, process), board)
+        await Supervisor(options, listener, QuietScreen(), 0.0).watch(cast(Any, process), board)
     assert process.blame == "it showed no sign of life for 10 s and was killed"
     assert killed_at == 13 + 10 + 11  # looks with each pulse
 
@@ -355,7 +366,7 @@ async def test_nobody_is_watched_where_that_was_asked_for(folder: Path) -> None:
     options = stand_in_options(folder / "log", stall_restart_s=0.0)
     with listen("127.0.0.1", 0) as listener:
         supervisor = Supervisor(options, listener, QuietScreen(), 0.0)
-        await supervisor._watch(cast(Any, Victim()), Board.create(folder / "board"))  # returns at once
+        await supervisor.watch(cast(Any, Victim()), Board.create(folder / "board"))  # returns at once
 
 
 async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> None:
@@ -376,6 +387,93 @@ async def test_what_no_process_of_ours_would_send_is_ignored(folder: Path) -> No
         os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
         await server.until_ready(worker=1)  # it still listens
         stranger.close(linger=0)
+
+
+# -- replicas -------------------------------------------------------------------------------------------------
+
+
+def start_of(server: Running, name: str) -> dict[str, Any]:
+    [private] = private_folders(server.folder)
+    found: dict[str, Any] = json.loads((private / f"{name}.start").read_text())
+    return found
+
+
+async def test_the_first_replica_says_what_the_others_are_to_be_like(folder: Path) -> None:
+    async with running(folder, replicas=3) as server:
+        for replica in range(3):
+            await server.until_ready(replica=replica)
+        first, second, third = (start_of(server, f"engine-{replica}-1") for replica in range(3))
+        assert (first["neighbours"], second["neighbours"], third["neighbours"]) == (2, 0, 0)
+        assert first["sharers"] == 3 and first["config"]["data_parallel_size"] == 1
+        assert first["config"]["max_model_len"] is None and first["config"]["model"] == "demo"
+        assert second["config"]["max_model_len"] == 256 and second["config"]["num_kv_blocks"] == 64
+        assert second["config"]["model"] == "/models/stand-in"
+        assert [start["config"]["disk_kv_path"] for start in (first, second)] == ["kv/replica-0", "kv/replica-1"]
+        states = server.states()
+        ready = next(index for index, state in enumerate(states) if state["state"] == "ready")
+        assert all(state["boot"] == 0 for state in states[:ready] if state["replica"])  # the others had not begun
+
+
+async def test_a_replica_that_dies_is_started_again_and_the_others_are_left_alone(folder: Path) -> None:
+    async with running(folder, replicas=2) as server:
+        await server.until_ready(replica=1)
+        first, second = server.engines()
+        os.kill(second.pid, signal.SIGKILL)
+        await server.until_ready(boot=2, replica=1)
+        [died] = [state for state in server.states() if state["suspects"]]
+        assert (died["replica"], died["state"], died["killed"]) == (1, "restarting", True)
+        assert server.engines()[0] is first and first.exit_code is None
+        assert {state["boot"] for state in server.states() if not state["replica"]} == {1}
+
+
+@pytest.mark.parametrize("number, killed", [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
+async def test_who_ended_an_engine_is_told(folder: Path, number: signal.Signals, killed: bool) -> None:
+    async with running(folder) as server:
+        await server.until_ready()
+        os.kill(server.engines()[0].pid, number)
+        await server.until_ready(boot=2)
+        assert [state["killed"] for state in server.states() if state["suspects"]] == [killed]
+
+
+async def test_the_server_goes_on_without_a_replica_that_died_too_often_and_ends_without_any(folder: Path) -> None:
+    async with running(folder, replicas=2, restart_limit=0) as server:
+        await server.until_ready(replica=1)
+        first, second = server.engines()
+        os.kill(second.pid, signal.SIGKILL)
+        await server.until(lambda: [s for s in server.states() if s["state"] == "failed"], "the replica is given up")
+        assert not server.task.done() and first.exit_code is None and not server.drains()
+        os.kill(first.pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match=r"the engine died .* is not started again: restart_limit=0"):
+            await server.code()
+    assert not private_folders(folder)
+
+
+async def test_a_replica_that_cannot_start_ends_the_server_with_its_message(folder: Path) -> None:
+    async with running(folder, fault="second:fail:there is no room", replicas=2) as server:
+        with pytest.raises(ServerError, match=r"^there is no room$"):
+            await server.code()
+    assert not private_folders(folder)
+
+
+async def test_all_replicas_leave_at_a_signal(folder: Path) -> None:
+    async with running(folder, replicas=3) as server:
+        for replica in range(3):
+            await server.until_ready(replica=replica)
+        pids = server.pids()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.code() == 0
+        assert [engine.exit_code for engine in server.engines()] == [0, 0, 0]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_replica_sees_its_own_gpu_of_those_that_the_server_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    several, one = EngineConfig(model="demo", data_parallel_size=2), EngineConfig(model="demo")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert replica_module.device_of(1, several) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert replica_module.device_of(0, one) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    assert replica_module.device_of(1, several) == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
+    assert replica_module.device_of(1, dataclasses.replace(several, device="cpu")) == {}
 
 
 # -- leaving --------------------------------------------------------------------------------------------------
@@ -427,7 +525,7 @@ async def test_an_http_process_that_does_not_leave_in_time_is_killed(
 
 
 async def test_an_engine_that_does_not_leave_in_time_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(replica_module, "STOP_SECONDS", 0.2)
     async with running(folder, fault="deaf") as server:
         await server.until_ready()
         pids = server.pids()
@@ -502,7 +600,7 @@ async def test_an_engine_that_dies_during_a_drain_is_started_again_for_those_who
         await server.until_ready()
         os.kill(os.getpid(), signal.SIGTERM)
         await server.until(lambda: server.heard()[-1].get("type") == "drain", "the drain")
-        os.kill(server.supervisor._engine.pid, signal.SIGKILL)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2)
 
 
@@ -624,7 +722,7 @@ def test_the_url_is_one_that_works_on_this_machine(host: str, shown: str, loopba
 def test_a_folder_is_gone_after_use_and_its_sockets_names_fit(folder: Path) -> None:
     with RuntimeFolder() as path:
         assert path.parent == folder
-        assert len(str(path / "engine-1000000.sock")) <= MAX_SOCKET_PATH
+        assert len(str(path / "engine-255-1000000.sock")) <= MAX_SOCKET_PATH
         assert (path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
     assert not path.exists()
 
@@ -682,13 +780,7 @@ def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:
 def test_restarts_come_later_and_later_and_are_forgiven_after_an_hour() -> None:
     now = 0.0
     budget = RestartBudget(6, clock=lambda: now)
-    assert [budget.spend("engine") for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
+    assert [budget.spend() for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 15.0, None]
     now = 3600.0
-    assert budget.spend("engine") == 0.0
-    assert RestartBudget(0).spend("engine") is None
-
-
-def test_one_kind_of_process_does_not_wait_for_the_deaths_of_another() -> None:
-    budget = RestartBudget(5)
-    assert [budget.spend("http") for _ in range(3)] == [0.0, 1.0, 2.0]
-    assert [budget.spend("engine") for _ in range(3)] == [0.0, 1.0, None]  # but they share the limit
+    assert budget.spend() == 0.0
+    assert RestartBudget(0).spend() is None

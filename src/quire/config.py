@@ -110,7 +110,8 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         1,
-        "with expert parallelism: replicas of attention, each with requests and KV of its own; all share the experts",
+        "engines of a server, each with the whole model; with expert parallelism: replicas of attention in one engine, "
+        "each with requests and KV of its own, that share the experts",
         low=1,
         high=256,
         short="-dp",
@@ -254,16 +255,25 @@ class EngineConfig:
                 f"num_redundant_experts={self.num_redundant_experts} is for expert parallelism; set "
                 "enable_expert_parallel, or leave it out"
             )
-        if self.data_parallel_size > 1 and not self.enable_expert_parallel:
-            raise ConfigError(
-                f"data_parallel_size={self.data_parallel_size} without enable_expert_parallel would be replicas that "
-                "share nothing: start so many servers, or set enable_expert_parallel for a model with experts"
-            )
+        self._check_replicas()
         self._check_machines()
         self._check_pipeline()
         self._check_tiers()
         self._check_speculation()
         self._check_budgets()
+
+    def _check_replicas(self) -> None:
+        beside = {
+            f"nnodes={self.nnodes}": self.nnodes > 1,
+            f"distributed_executor_backend={self.distributed_executor_backend}": self.distributed_executor_backend
+            != "mp",
+            f"kv_role={self.kv_role}": self.prefills,  # others ask a server for one port
+        }
+        if self.replicas > 1 and (found := [name for name, there in beside.items() if there]):
+            raise ConfigError(
+                f"data_parallel_size={self.replicas} with {found[0]}: not yet; leave one of them out, or start so many "
+                "servers in place of the replicas"
+            )
 
     def _check_machines(self) -> None:
         if self.nnodes > self.num_ranks:
@@ -310,7 +320,7 @@ class EngineConfig:
                 )
             return
         beside = {
-            f"data_parallel_size={self.data_parallel_size}": self.data_parallel_size > 1,
+            f"data_parallel_size={self.data_parallel_size}": self.data_parallel_size > self.replicas,
             f"nnodes={self.nnodes}": self.nnodes > 1,
             "distributed_executor_backend=external_launcher": self.distributed_executor_backend == "external_launcher",
         }
@@ -383,9 +393,14 @@ class EngineConfig:
         return None if given is None else SpeculativeConfig.read(given, self.model)
 
     @property
+    def replicas(self) -> int:
+        """Engines that a server has of this; an engine itself is one."""
+        return 1 if self.enable_expert_parallel else self.data_parallel_size
+
+    @property
     def num_ranks(self) -> int:
-        """Processes that share the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        """Processes that share the model, in one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size // self.replicas
 
     @property
     def redundant_experts(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli.options import Given, add_engine_options, add_server_options, given_options
 from quire.config import EngineConfig
+from quire.devices import count_gpus, find_device
 from quire.errors import ConfigError, QuireError
 from quire.models.hub import HUB_NAME, resolve
 from quire.server.config import ServerConfig
@@ -74,9 +75,26 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
             "distributed_executor_backend=external_launcher is for programs that torchrun starts several times, and a "
             "server is one: start it with --nnodes, and 'quire rank --join' on the other machines"
         )
+    check_devices(engine)
     if not HUB_NAME.fullmatch(engine.model):  # that may be a download: when the model is loaded
         resolve(engine.model, engine.revision)
 
     from quire.server.supervisor import ServeOptions
 
     return given, ServeOptions(server=server, engine=engine, origins=given.origins, fault=args.inject_fault)
+
+
+def check_devices(engine: EngineConfig) -> None:
+    """Whether each replica can have a GPU of its own, where they are to run on GPUs.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if engine.replicas == 1:
+        return
+    device = find_device()[0] if engine.device == "auto" else engine.device
+    if device == "cuda" and (found := count_gpus()) < engine.replicas:
+        raise ConfigError(
+            f"data_parallel_size={engine.replicas} needs a GPU for each replica, and there are {found}; lower it, or "
+            "set device=cpu"
+        )

@@ -139,6 +139,11 @@ def start_rows(
         ("threads", str(info.threads)),
         *info.memory_plan,
         ("prefix cache", options.engine.prefix_cache),
+        *(
+            [("replicas", f"{replicas}; sizes are those of each, and the others load now")]
+            if (replicas := options.engine.replicas) > 1
+            else []
+        ),
         ("HTTP processes", f"{server.api_workers}, tokenizers of each: {server.tokenizer_workers}"),
         ("model's name", ", ".join(options.model_names)),
         ("API keys", str(len(server.api_key)) if server.api_key else "none: requests need no key"),

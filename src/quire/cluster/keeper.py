@@ -116,7 +116,7 @@ class Keeper:
         budget = RestartBudget(self._limit)
         while True:
             code = await self._live(kept)
-            delay = budget.spend(kept.member.name) if code != USAGE else None
+            delay = budget.spend() if code != USAGE else None
             if delay is None:
                 self._enter(kept, "failed")
                 return

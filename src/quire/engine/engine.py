@@ -102,6 +102,7 @@ class Engine:
         open_checkpoint: opens the folder that `config.model` names; another one may make its tensors up.
         proposer: drafts in place of what `config.speculative_config` names.
         hash_key: 32 secret bytes: engines that have the same give equal blocks equal hashes; None: a random one.
+        neighbours: other engines of the same options that share this machine's memory.
 
     Attributes:
         blocked: the last step found nothing that can run before others bring what requests wait for; the next one
@@ -130,8 +131,15 @@ class Engine:
         open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
         proposer: Proposer | None = None,
         hash_key: bytes | None = None,
+        neighbours: int = 0,
     ) -> None:
         report = on_load or (lambda phase, share: None)
+        if config.replicas > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.replicas}: replicas are engines of a server, and this program has one: "
+                f"'quire serve {config.model} --data-parallel-size {config.replicas}' has them behind one URL; here, "
+                "start so many programs, each with a part of the prompts"
+            )
         if config.distributed_executor_backend != "mp":
             from quire.engine.placement import placed
 
@@ -147,7 +155,7 @@ class Engine:
         self.threads = self._ranks.threads if self._ranks else config.threads or usable_threads()
         self.tiers = KVTiers(config, hash_key)
         try:
-            started = self._start(report, open_checkpoint, proposer, self.tiers.key)
+            started = self._start(report, open_checkpoint, proposer, self.tiers.key, neighbours)
         except BaseException:
             self.tiers.close()
             if self._ranks:
@@ -183,6 +191,7 @@ class Engine:
         open_checkpoint: Callable[[Path], Checkpoint],
         proposer: Proposer | None,
         hash_key: bytes,
+        neighbours: int,
     ) -> Started:
         """Load the model, plan the memory, and make what schedules and what computes."""
         config = self.config
@@ -194,7 +203,9 @@ class Engine:
         if self._ranks:
             report("waiting for the other ranks", 0.0)
             free = self._ranks.wait_loaded(self.model.kernels.describe(self.model.dtype))
-            free = min(free, free_for_each(config, self.model, self._ranks.num_here))  # now that all have loaded
+            free = min(free, free_for_each(config, self.model, self._ranks.num_here, neighbours))  # all have loaded
+        elif neighbours and config.device == "cpu":
+            free = free_for_each(config, self.model, 1, neighbours)
         starting = config, self.model, self.device, self.threads, report, self.speculation
         host_fd = self._ranks.host_memory if self._ranks else -1
         started = start_runner(*starting, free=free, kv_key=hash_key, host_fd=host_fd)

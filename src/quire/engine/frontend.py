@@ -12,7 +12,7 @@ import logging
 import operator
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeVar
@@ -286,12 +286,17 @@ class Frontend:
         else:
             self.abort(output.request_id)
 
-    def resume(self) -> tuple[list[Request], list[RequestOutput]]:
+    def resume(self, numbers: Container[int] | None = None) -> tuple[list[Request], list[RequestOutput]]:
         """After the engine's death: what a new one must go on with, and outputs that changed because they were
         being ended: a choice after a stop string, or one that was aborted, has all it needs.
+
+        Args:
+            numbers: the requests that it had; None: all.
         """
         requests, ended = [], []
-        for live, choice in self._by_request.values():
+        for number, (live, choice) in self._by_request.items():
+            if numbers is not None and number not in numbers:
+                continue
             if choice.stopped_by is not None:
                 ended.append(RequestUpdate(choice.request, finish_reason="stop"))
             elif choice.aborted:

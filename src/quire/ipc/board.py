@@ -17,8 +17,8 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-PULSE, NUM_IN_STEP, ON_PROBATION, PERCENT, PHASE_LENGTH, PATIENCE = range(6)
-FIELD_BYTES = 8 * 6
+PULSE, NUM_IN_STEP, ON_PROBATION, PERCENT, PHASE_LENGTH, PATIENCE, NUM_OPEN = range(7)
+FIELD_BYTES = 8 * 7
 PHASE_BYTES = 120
 HEADER_BYTES = FIELD_BYTES + PHASE_BYTES
 MAX_IN_STEP = 65536
@@ -34,6 +34,7 @@ class Board:
     Attributes:
         fields: the header's integers, by the names above. `fields[PULSE] += 1` is a sign of life; `fields[PATIENCE]`
             are the seconds that may pass before the next one, beside those that every process is given.
+            `fields[NUM_OPEN]` are the requests that an engine has.
     """
 
     def __init__(self, path: Path) -> None:

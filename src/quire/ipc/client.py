@@ -1,18 +1,17 @@
-"""One HTTP process's end of the wire: requests to the engine, growing outputs back, across the engine's restarts.
+"""One HTTP process's end of the wire: requests to the server's engines, growing outputs back, across engines' deaths.
 
-Everything runs on one event loop. The supervisor says which engine is up; its requests go there. When it dies, the
-open ones wait and are sent to the next one with the tokens that they have, so their streams go on where they were.
+Everything runs on one event loop. The supervisor says how each replica does. When an engine dies, its open requests go
+on at another one at once, or at the next one of this replica, with the tokens that they have: so their streams go on
+where they were. One engine is a list of replicas with one member.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,69 +28,65 @@ from quire.errors import EngineClosedError
 from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.channel import Channel
+from quire.ipc.link import ANSWER_SECONDS, EngineLink, State
+from quire.ipc.placement import Place, Placement
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 8.0
-"""An engine whose pulse stands still for so long is not healthy."""
-
 PULSE_INTERVAL = 1.0
-ANSWER_SECONDS = 30.0
-"""A question to the engine waits at most so long: a step may be in the way."""
-
-State = Literal["loading", "ready", "restarting", "failed"]
+Document = Literal["live", "requests", "steps", "stats"]
 
 
 @dataclass(slots=True)
 class _Origin:
-    """Where a request came from, for the engine's books."""
+    """Where a request came from, for the engine's books, and where it is.
+
+    Attributes:
+        link: the replica that has it, or had it last.
+    """
 
     name: str
     owner: str
     arrived: float
     tokenize_seconds: float
     suspect: bool = False
+    link: EngineLink | None = None
 
 
 class EngineClient:
-    """Talks to a server's engine, whichever one is up.
+    """Talks to a server's engines, whichever are up.
 
     Args:
         directory: the server's private folder.
         worker: this process's index, unique in the life of the server.
+        replicas: how many engines the server has.
 
     Attributes:
-        state: of the engine. cause: why the last one died.
-        info: of the engine that is ready, or was last.
-        board: the present engine's, once it has one.
+        links: to each replica.
+        cause: why the last engine that died did.
         draining: no new requests are taken.
         located: set as soon as `folder`, the checkpoint's, is known.
     """
 
-    def __init__(self, directory: Path, worker: int) -> None:
-        self.state: State = "loading"
+    def __init__(self, directory: Path, worker: int, replicas: int = 1) -> None:
         self.cause: str | None = None
-        self.info: wire.EngineInfo | None = None
-        self.board: Board | None = None
         self.draining = False
         self.located = asyncio.Event()
         self.folder: Path | None = None
         self._directory, self._worker = directory, worker
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._name = f"http-{worker}"
+        self.links = [EngineLink(self._context, directory, self._name, each, self._hear) for each in range(replicas)]
+        self._placement = Placement(self.links)
         self._control: Channel | None = None
-        self._engine: Channel | None = None
         self._frontend: Frontend | None = None
         self._streams = Streams()
         self._outbox: list[Request] = []
         self._origins: dict[int, _Origin] = {}
+        self._waiting: dict[int, EngineLink | None] = {}  # requests that no engine has: which one they wait for, or any
         self._numbers: dict[str, list[int]] = {}  # by the output's id
-        self._tickets = itertools.count()
-        self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pulse = (-1, time.monotonic())
-        self._boot = 0
         self._ended = False
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -102,22 +97,40 @@ class EngineClient:
         self._control = Channel(self._context, wire.control_address(self._directory), self._name, orders.put_nowait)
         self._control.send(wire.encode(wire.Hello(self._worker, os.getpid())))
         self._run(self._follow_supervisor(orders, on_drain))
-        self._run(self._watch_pulse())
+        self._run(self._watch_pulses())
 
     async def close(self) -> None:
         """Leave. Open requests are left as they are."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel in (self._control, self._engine):
-            if channel is not None:
-                channel.close()
+        if self._control is not None:
+            self._control.close()
+        for link in self.links:
+            link.close()
         self._context.destroy(linger=0)
 
     @property
+    def state(self) -> State:
+        """That of the replica that does best."""
+        states = {link.state for link in self.links}
+        best: tuple[State, ...] = ("ready", "restarting", "loading", "failed")
+        return next(state for state in best if state in states)
+
+    @property
+    def info(self) -> wire.EngineInfo | None:
+        """Of an engine that is ready, or was last. What requests depend on is the same in all."""
+        return next((link.info for link in self._best_first() if link.info is not None), None)
+
+    @property
+    def board(self) -> Board | None:
+        """Of an engine that is ready, or that will be the next one."""
+        return self._best_first()[0].board
+
+    @property
     def healthy(self) -> bool:
-        """The engine is ready and shows signs of life."""
-        return self.state == "ready" and time.monotonic() - self._pulse[1] < STALL_SECONDS
+        """An engine is ready and shows signs of life."""
+        return any(link.healthy for link in self.links)
 
     @property
     def num_open(self) -> int:
@@ -126,8 +139,12 @@ class EngineClient:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's, if it has one; once the engine is ready."""
+        """The checkpoint's, if it has one; once an engine is ready."""
         return self._ready().tokenizer
+
+    def _best_first(self) -> list[EngineLink]:
+        order = ("ready", "loading", "restarting", "failed")
+        return sorted(self.links, key=lambda link: (not link.healthy, order.index(link.state)))
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -172,20 +189,21 @@ class EngineClient:
         for request in requests:
             self._origins[request.id] = _Origin(name, owner, arrived, tokenize_seconds)
         self._numbers[output.request_id] = [request.id for request in requests]
-        self._send_all(requests)
+        self._place(requests, self._chosen(requests[0]))  # choices of one prompt share its blocks
         try:
             async with contextlib.aclosing(self._streams.follow(output, frontend, lambda: None)) as stream:
                 async for grown in stream:
                     yield grown
         finally:
             for number in self._numbers.pop(output.request_id):
-                del self._origins[number]
-                self._post(wire.Told(number, output.metrics.detokenize_seconds))
+                link = self._origins.pop(number).link
+                if link is not None:
+                    link.send(wire.Told(number, output.metrics.detokenize_seconds))
 
     def end_all(self) -> None:
         """The server leaves: open requests end with what they have (finish reason "abort"), and none begins any more.
 
-        The engine is not asked, since it may be wedged or on its way up; it leaves too.
+        The engines are not asked, since they may be wedged or on their way up; they leave too.
         """
         self._ended = True
         if self._frontend is not None:
@@ -196,14 +214,28 @@ class EngineClient:
         self._outbox.append(request)
 
     def _abort(self, number: int, reason: str) -> list[RequestUpdate]:
-        self._post(wire.Abort(number, reason))
+        origin = self._origins.get(number)
+        if origin is not None and origin.link is not None:
+            origin.link.send(wire.Abort(number, reason))
         return []
 
-    def _send_all(self, requests: list[Request]) -> None:
-        """To the engine that is up; where none is, they go to the next one."""
-        if self.state == "ready":
-            for request in requests:
-                self._post(_message(request, self._origins[request.id]))
+    def _chosen(self, request: Request, among: EngineLink | None = None) -> Place | None:
+        """Where a request goes now; None: no engine can take it. `among`: the only one that may."""
+        able = [link for link in ([among] if among else self.links) if link.state == "ready"]
+        return self._placement.choose(request, able) if able else None
+
+    def _place(self, requests: Iterable[Request], place: Place | None) -> None:
+        """Send them there; where that is nowhere, they wait for the next engine."""
+        for request in requests:
+            if place is None:
+                self._waiting[request.id] = None
+                continue
+            link, origin = place.link, self._origins[request.id]
+            origin.link = link
+            link.requests.add(request.id)
+            self._placement.sent(request.id, place)
+            link.send(_message(request, origin))
+            place = Place(link, 1)  # what follows shares the prompt
 
     def _ready(self) -> Frontend:
         if self._ended:
@@ -212,60 +244,71 @@ class EngineClient:
             raise EngineClosedError(self.cause or "the model is still loading")
         return self._frontend
 
-    def _post(self, message: wire.ToEngine) -> None:
-        """Tell the engine; a message to one that is gone is void."""
-        if self._engine is not None:
-            self._engine.send(wire.encode(message))
-
     # -- questions -----------------------------------------------------------------------------------------
 
     async def abort_named(self, name: str, owner: str) -> bool:
         """End the response with this name, wherever in the server it is served; False if there is none."""
-        return bool(msgspec.json.decode(await self._ask(lambda ticket: wire.AbortNamed(ticket, name, owner))))
+        answers = await self._ask_all(lambda ticket: wire.AbortNamed(ticket, name, owner))
+        return any(msgspec.json.decode(answer) for answer in answers.values())
 
-    async def inspect(self, what: Literal["live", "requests", "steps", "stats"], since: int = 0) -> bytes:
-        """One of the recorder's documents, as JSON."""
-        return await self._ask(lambda ticket: wire.Inspect(ticket, what, since))
+    async def inspect(self, what: Document, since: int = 0, replica: int | None = None) -> bytes:
+        """One of the recorder's documents, as JSON; `replica`: whose, by default of one that is ready.
+
+        Raises:
+            EngineClosedError: it does not answer, or there is none.
+        """
+        link = self._best_first()[0] if replica is None else self.links[replica]
+        return (await self._ask_all(lambda ticket: wire.Inspect(ticket, what, since), [link]))[link.replica]
+
+    async def inspect_all(self, what: Document, seconds: float = ANSWER_SECONDS) -> dict[int, bytes]:
+        """The same of each replica that answers within so many seconds.
+
+        Raises:
+            EngineClosedError: none does.
+        """
+        return await self._ask_all(lambda ticket: wire.Inspect(ticket, what), seconds=seconds)
 
     async def reset_prefix_cache(self) -> int:
         """Forget cached blocks that no request uses; how many they were."""
-        return int(msgspec.json.decode(await self._ask(wire.ResetPrefixCache)))
+        for link in self.links:
+            self._placement.lost_cache(link)
+        answers = await self._ask_all(wire.ResetPrefixCache)
+        return sum(int(msgspec.json.decode(answer)) for answer in answers.values())
 
-    async def _ask(self, question: Callable[[int], wire.ToEngine]) -> bytes:
-        """The engine's answer.
+    async def _ask_all(
+        self,
+        question: Callable[[int], wire.ToEngine],
+        links: Sequence[EngineLink] = (),
+        seconds: float = ANSWER_SECONDS,
+    ) -> dict[int, bytes]:
+        """What engines answer, by replica: those that are asked, by default all that are well.
 
         Raises:
-            EngineClosedError: there is no engine, or it did not answer, or it is stuck: then nothing is asked, or
-                questions would pile up.
+            EngineClosedError: none answers.
         """
-        if self.state != "ready":
+        asked = links or [link for link in self.links if link.healthy] or self._best_first()[:1]
+        if all(link.state != "ready" for link in asked):
             raise EngineClosedError(self.cause or "the model is still loading")
-        if not self.healthy:
-            raise EngineClosedError(f"the engine has shown no sign of life for {STALL_SECONDS:g} s")
-        ticket = next(self._tickets)
-        answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
-        self._post(question(ticket))
-        try:
-            return await asyncio.wait_for(answer, ANSWER_SECONDS)
-        except TimeoutError:
-            raise EngineClosedError(f"the engine did not answer within {ANSWER_SECONDS:g} s") from None
-        finally:
-            del self._answers[ticket]
+        answers = await asyncio.gather(*(link.ask(question, seconds) for link in asked), return_exceptions=True)
+        found = {link.replica: each for link, each in zip(asked, answers, strict=True) if isinstance(each, bytes)}
+        for error in answers if not found else ():
+            if isinstance(error, BaseException):
+                raise error
+        return found
 
     # -- listening -----------------------------------------------------------------------------------------
 
-    def _hear_engine(self, payload: bytes) -> None:
-        message = wire.decode_from_engine(payload)
-        if isinstance(message, wire.Reply):
-            answer = self._answers.get(message.ticket)
-            if answer is not None and not answer.done():
-                answer.set_result(message.value)
-        elif self._frontend is not None:
-            for update in message.updates:
-                origin = self._origins.get(update.request)
-                if origin is not None and update.tokens:
-                    origin.suspect = False
-            self._streams.wake(self._frontend.absorb(message.updates))
+    def _hear(self, link: EngineLink, message: wire.Updates) -> None:
+        if self._frontend is None:
+            return
+        for update in message.updates:
+            origin = self._origins.get(update.request)
+            if origin is not None and update.tokens:
+                origin.suspect = False
+            if update.finish_reason is not None:
+                link.requests.discard(update.request)
+            self._placement.heard(update)
+        self._streams.wake(self._frontend.absorb(message.updates))
 
     async def _follow_supervisor(self, orders: asyncio.Queue[bytes], on_drain: Callable[[float], None]) -> None:
         while True:
@@ -276,30 +319,29 @@ class EngineClient:
                     self.draining = True
                     on_drain(message.seconds)
                 elif isinstance(message, wire.EngineState):
-                    await self._take_state(message)
+                    await self._take_state(self.links[message.replica], message)
             except Exception:
                 logger.exception("a message of the supervisor cannot be handled")
 
-    async def _take_state(self, message: wire.EngineState) -> None:
+    async def _take_state(self, link: EngineLink, message: wire.EngineState) -> None:
         if message.path is not None and not self.located.is_set():
             self.folder = Path(message.path)
             self._tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load_if_present, self.folder))
             self.located.set()
-        if message.boot != self._boot:
-            self._boot = message.boot
-            self.board = Board(wire.board_path(self._directory, message.boot))
-            self._pulse = (-1, time.monotonic())
+        link.begin(message.boot)
         self.cause = message.cause or self.cause
         if message.state in ("restarting", "failed"):
-            self._lose_engine(message)
-        if message.state == "ready" and message.info is not None and self._engine is None:
-            await self._take_engine(message.info)
-            self.state = "ready"
+            link.state = message.state
+            self._lose(link, message)
+        if message.state == "ready" and message.info is not None and not link.is_open:
+            await self._make_frontend(message.info)
+            link.open(message.info)
+            self._placement.opened(link)
             self._resume()
-        self.state = message.state
+        link.state = message.state
 
-    async def _take_engine(self, info: wire.EngineInfo) -> None:
-        self.info = info
+    async def _make_frontend(self, info: wire.EngineInfo) -> None:
+        """The first engine says what requests are checked against."""
         if self._frontend is None:
             self._frontend = Frontend(
                 tokenizer=await self._tokenizer,
@@ -311,29 +353,30 @@ class EngineClient:
                 abort=self._abort,
                 first_number=self._worker << wire.WORKER_SHIFT,
             )
-        address = wire.engine_address(self._directory, info.boot)
-        self._engine = Channel(self._context, address, self._name, self._hear_engine)
 
-    def _lose_engine(self, message: wire.EngineState) -> None:
-        """The engine died. What it was asked is void; its requests wait for the next one."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EngineClosedError("the engine died before it answered"))
+    def _lose(self, link: EngineLink, message: wire.EngineState) -> None:
+        """An engine died. Its requests go on elsewhere.
+
+        Not those of the step that it failed in by itself, for which the next engine may be lost too: they wait for the
+        next one of the same replica, unless there will be none.
+        """
+        self._placement.lost(link)
+        lost = link.lose()
         if self._frontend is None:
             return
-        if message.state == "failed":
+        if self.state == "failed":
             self._streams.wake(self._frontend.end_all("error", f"the engine is gone: {self.cause}"))
             return
+        suspects = set(message.suspects) if message.culprit is None else set()
+        for number in suspects & self._origins.keys():
+            self._origins[number].suspect = True
+        stays = suspects if message.state == "restarting" and not message.killed else set()
+        self._waiting |= {number: link if number in stays else None for number in lost}
+        if message.state == "failed":
+            self._waiting = {number: None if at is link else at for number, at in self._waiting.items()}
         if message.culprit in self._origins:
-            text = f"this request brought the engine down twice ({message.cause}); it is ended"
-            self._end(message.culprit, text)
-        elif message.culprit is None:
-            for number in message.suspects:
-                if number in self._origins:
-                    self._origins[number].suspect = True
+            self._end(message.culprit, f"this request brought the engine down twice ({message.cause}); it is ended")
+        self._resume()
 
     def _end(self, number: int, error: str) -> None:
         if self._frontend is not None:
@@ -341,21 +384,25 @@ class EngineClient:
             self._streams.wake(self._frontend.absorb([update]))
 
     def _resume(self) -> None:
-        """Give the new engine what the old one left."""
-        if self._frontend is None:
+        """What waits for an engine that is ready by now goes there, with what it has."""
+        ready = [link for link in self.links if link.state == "ready"]
+        able = {number for number, at in self._waiting.items() if (at in ready if at else ready)}
+        if self._frontend is None or not able:
             return
-        requests, ended = self._frontend.resume()
+        requests, ended = self._frontend.resume(able)
         self._streams.wake(ended)
         requests = [request for request in requests if request.id in self._origins]
         if requests:
             logger.info("%d open requests go on", len(requests))
-        self._send_all(requests)
+        for request in requests:
+            self._place([request], self._chosen(request, self._waiting[request.id]))
+        for number in able:
+            del self._waiting[number]
 
-    async def _watch_pulse(self) -> None:
+    async def _watch_pulses(self) -> None:
         while True:
-            pulse = -1 if self.board is None else self.board.pulse
-            if pulse != self._pulse[0]:
-                self._pulse = (pulse, time.monotonic())
+            for link in self.links:
+                link.look()
             await asyncio.sleep(PULSE_INTERVAL)
 
 

@@ -29,7 +29,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RankLostError, RequestError
 from quire.ipc import wire
-from quire.ipc.board import NUM_IN_STEP, PATIENCE, PULSE, START_SECONDS, Board
+from quire.ipc.board import NUM_IN_STEP, NUM_OPEN, PATIENCE, PULSE, START_SECONDS, Board
 from quire.models.hub import resolve
 from quire.text.tokenizer_trial import TokenizerTrial
 
@@ -59,17 +59,26 @@ class EngineStart(msgspec.Struct, kw_only=True):
 
     Attributes:
         directory: the server's private folder.
-        boot: which engine of this server it is.
+        replica: of which replica of the server it is, and boot: which engine of that.
         config: fields of `EngineConfig`.
+        sharers: engines that share the machine's cores. neighbours: see `Engine`.
         fault: see `faults.py`; for drills.
     """
 
     directory: str
+    replica: int = 0
     boot: int
     config: dict[str, Any]
+    sharers: int = 1
+    neighbours: int = 0
     log_format: Literal["text", "json"] = "text"
     debug: bool = False
     fault: str | None = None
+
+    @property
+    def name(self) -> str:
+        """See `wire.engine_name`."""
+        return wire.engine_name(self.replica, self.boot)
 
 
 class EngineProcess:
@@ -105,7 +114,7 @@ class EngineProcess:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: what is queued is bounded by the requests' own outputs
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(wire.engine_address(Path(start.directory), start.boot))
+        self._socket.bind(wire.engine_address(Path(start.directory), start.replica, start.boot))
         gc.collect()
         gc.freeze()  # what is there now stays: looking through it would stop the engine for 80 ms now and then
         self._poller = zmq.Poller()
@@ -126,8 +135,12 @@ class EngineProcess:
             trial.check()  # others will load it as soon as they know where it is
         self._control.send(wire.encode(wire.Located(str(path))))
         from quire.engine.engine import Engine
+        from quire.ops.threads import usable_threads
 
-        engine = Engine(replace(config, model=str(path), revision=None), self._board.set_phase, self)
+        if config.threads is None and self._start.sharers > 1:
+            config = replace(config, threads=max(1, usable_threads() // (self._start.sharers * config.num_ranks)))
+        config = replace(config, model=str(path), revision=None)
+        engine = Engine(config, self._board.set_phase, self, neighbours=self._start.neighbours)
         for cache in (*engine.kv_cache, engine.kv_cache[0].draft_kv):
             if cache is not None:
                 cache.pulse = self._board.fields  # PULSE is field 0
@@ -168,7 +181,7 @@ class EngineProcess:
             | {
                 "threads": engine.threads,
                 "max_model_len": engine.max_model_len,
-                "num_kv_blocks": plan.num_blocks,
+                "num_kv_blocks": plan.num_blocks - 1,  # as the option counts: without the null block
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "quantization": how.scheme if how else None,
                 "quantization_group_size": how.group if how else None,
@@ -194,6 +207,7 @@ class EngineProcess:
                 self._receive()
                 self._exchange()
                 self._let_in()
+                self._board.fields[NUM_OPEN] = len(self._adds) + len(self._outside)
                 self.engine.check_ranks()
                 if not self.engine.idle:
                     self._send(self.engine.step())
@@ -466,10 +480,10 @@ def main() -> int:
     logging.getLogger("quire.engine.engine").setLevel(logging.WARNING)  # its notes are in the start screen
     directory = Path(start.directory)
     control: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    control.setsockopt(zmq.IDENTITY, f"engine-{start.boot}".encode())
+    control.setsockopt(zmq.IDENTITY, start.name.encode())
     control.connect(wire.control_address(directory))
     try:
-        process = EngineProcess(start, Board(wire.board_path(directory, start.boot)), control)
+        process = EngineProcess(start, Board(wire.board_path(directory, start.replica, start.boot)), control)
     except Exception as error:
         if start.debug or not isinstance(error, QuireError):
             logger.exception("the engine cannot start")

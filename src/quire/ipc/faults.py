@@ -19,7 +19,8 @@ KINDS = ("crash", "block", "spin", "raise")
 class FaultyExecutor:
     """Runs steps elsewhere, but fails where a span holds the token.
 
-    "crash" kills this process, "block" waits for ever, "spin" computes for ever, and "raise" is a bug in the engine.
+    "crash" ends this process as a bug in a kernel would, "block" waits for ever, "spin" computes for ever, and "raise"
+    is a bug in the engine.
     """
 
     def __init__(self, inner: Executor, fault: str) -> None:
@@ -32,7 +33,7 @@ class FaultyExecutor:
     def submit(self, plan: StepPlan) -> PendingResult:
         if any(self._token in span.tokens for span in plan.spans):
             if self._kind == "crash":
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGSEGV)
             if self._kind == "raise":
                 raise RuntimeError("an injected fault")
             while self._kind == "spin":

@@ -3,13 +3,13 @@
 Everything lies in one private folder, made anew for each server:
 
 - `control.sock`: the supervisor's ROUTER. HTTP processes and engines connect a DEALER whose identity is their
-  name ("http-0", "engine-1"). Lifecycle only: who is up, who died, who must go.
-- `engine-{boot}.sock`: an engine's ROUTER. HTTP processes connect a DEALER. Requests in, tokens out.
-- `engine-{boot}.board`: the engine's status board (see `board.py`), for whoever wants to know how it does even when
-  it cannot answer. `http-{worker}.board`: an HTTP process's, of which the pulse alone is used.
+  name ("http-0", "engine-0-1"). Lifecycle only: who is up, who died, who must go.
+- `engine-{replica}-{boot}.sock`: an engine's ROUTER. HTTP processes connect a DEALER. Requests in, tokens out.
+- `engine-{replica}-{boot}.board`: the engine's status board (see `board.py`), for whoever wants to know how it does
+  even when it cannot answer. `http-{worker}.board`: an HTTP process's, of which the pulse alone is used.
 
 A request is known by a number that its HTTP process made (worker index in the high bits), unique in the life of the
-server, so that it survives a restart of the engine. Names that clients see are labels, never keys.
+server, so that it survives the death of an engine. Names that clients see are labels, never keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """What others must know of an engine that is ready.
 
     Attributes:
-        boot: which engine of this server it is, from 1 on.
+        boot: which engine of its replica it is, from 1 on.
         path: folder of the checkpoint.
         fingerprint: names what tokens depend on: checkpoint, data type, kernels.
         checkpoint: a hash of its content.
@@ -172,9 +172,10 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class EngineState(msgspec.Struct, tag="state", kw_only=True):
-    """To every HTTP process, whenever it changes.
+    """How a replica does: to every HTTP process, whenever it changes.
 
     Attributes:
+        replica: which one, from 0 on; a server of one engine has the first alone.
         boot: the engine that this is about.
         state: "loading", "ready", "restarting" (one died, `boot` is the next one) or "failed" (no more restarts).
         path: folder of the checkpoint, as soon as it is known, so that tokenizers can load.
@@ -182,8 +183,10 @@ class EngineState(msgspec.Struct, tag="state", kw_only=True):
         cause: why the last engine died, for people.
         suspects: numbers of the requests in the step that it died in.
         culprit: number of the request on probation in that step, which is ended for it; else None.
+        killed: it was ended from outside, as far as anybody can tell, so that its suspects may go elsewhere.
     """
 
+    replica: int = 0
     boot: int
     state: Literal["loading", "ready", "restarting", "failed"]
     path: str | None = None
@@ -191,6 +194,7 @@ class EngineState(msgspec.Struct, tag="state", kw_only=True):
     cause: str | None = None
     suspects: list[int] = []
     culprit: int | None = None
+    killed: bool = False
 
 
 class Drain(msgspec.Struct, tag="drain"):
@@ -243,14 +247,19 @@ def control_address(directory: Path) -> str:
     return f"ipc://{directory}/control.sock"
 
 
-def engine_address(directory: Path, boot: int) -> str:
+def engine_name(replica: int, boot: int) -> str:
+    """What an engine is called on the wire."""
+    return f"engine-{replica}-{boot}"
+
+
+def engine_address(directory: Path, replica: int, boot: int) -> str:
     """Where an engine listens."""
-    return f"ipc://{directory}/engine-{boot}.sock"
+    return f"ipc://{directory}/{engine_name(replica, boot)}.sock"
 
 
-def board_path(directory: Path, boot: int) -> Path:
+def board_path(directory: Path, replica: int, boot: int) -> Path:
     """An engine's status board."""
-    return directory / f"engine-{boot}.board"
+    return directory / f"{engine_name(replica, boot)}.board"
 
 
 def http_board_path(directory: Path, worker: int) -> Path:

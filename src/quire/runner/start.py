@@ -95,9 +95,15 @@ def start_runner(
     return Started(runner, kv, plan, tuple(notes))
 
 
-def free_for_each(config: EngineConfig, model: Model, ranks: int) -> int:
-    """Bytes that each of so many ranks of this machine may take now, beside what they have in common."""
-    return max(0, free_memory() - model.shared_bytes - config.host_kv_bytes) // ranks
+def free_for_each(config: EngineConfig, model: Model, ranks: int, neighbours: int = 0) -> int:
+    """Bytes that each of so many ranks of this machine may take now, beside what they have in common.
+
+    Args:
+        neighbours: engines like this one that are still to come: they load as much, and then take as much.
+    """
+    of_each = model.shared_bytes + config.host_kv_bytes
+    to_load = neighbours * ranks * model.weight_bytes
+    return max(0, free_memory() - (neighbours + 1) * of_each - to_load) // (ranks * (neighbours + 1))
 
 
 def _host_tier(

@@ -76,7 +76,9 @@ class ServerConfig:
     drain_timeout: float = option(
         30.0, "seconds that running requests may go on after SIGTERM or Ctrl-C", low=0.0, high=10**6
     )
-    restart_limit: int = option(5, "how often processes that died are started again, within an hour", low=0, high=10**6)
+    restart_limit: int = option(
+        5, "how often each engine that died is started again, and HTTP processes, within an hour", low=0, high=10**6
+    )
     stall_restart_s: float = option(
         60.0,
         "end and start again a process that shows no sign of life for so many seconds, an engine in a large step so "
@@ -276,6 +278,7 @@ class HttpStart(msgspec.Struct, kw_only=True):
         server: the server's options.
         model_names: what the model may be called in requests; answers carry the first.
         engine_options: every field of `EngineConfig`, before the memory plan.
+        replicas: engines of the server.
         origins: where each option of both kinds came from: "flag", "file" or "preset"; absent: "default".
     """
 
@@ -285,4 +288,5 @@ class HttpStart(msgspec.Struct, kw_only=True):
     server: ServerConfig
     model_names: tuple[str, ...]
     engine_options: dict[str, Any] = {}
+    replicas: int = 1
     origins: dict[str, str] = {}

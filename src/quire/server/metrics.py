@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -221,26 +223,35 @@ class Metrics:
 
     # -- out -------------------------------------------------------------------------------------------------
 
-    def render(
-        self, engine: Mapping[str, Any] | None = None, *, state: str = "unknown", restarts: int = 0
-    ) -> tuple[bytes, str]:
-        """The metrics of all HTTP processes and of the engine, in Prometheus' text format, and its content type.
+    def render(self, engines: Sequence[EngineReading]) -> tuple[bytes, str]:
+        """The metrics of all HTTP processes and of each engine, in Prometheus' text format, and its content type.
 
-        Args:
-            engine: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, of a model with
-                experts their load and its balance, where tokens are drafted `draft_depth`, and what moved between
-                the pool and its tiers; None while there is no engine to ask. What is missing is left out.
-            state: the engine's, one of `STATES`. restarts: how often it was started again.
+        What an engine tells has its number as the label `engine`. What HTTP processes count is of all engines, so there
+        vLLM's label of that name is "all" where there are several.
         """
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
-        labels = {"model_name": self._model_name, "engine": "0"}
+        labels = {"model_name": self._model_name, "engine": "0" if len(engines) == 1 else "all"}
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Families(_LAYOUT.families_of(cells, lambda name: labels if name[:5] == "vllm:" else {})))
-        registry.register(Families(_server_families(state, restarts)))
-        registry.register(Families(_memory_families(pids, engine)))
-        if engine is not None:
-            registry.register(Families(_engine_families(engine, labels)))
+        registry.register(Families(_memory_families(pids, [engine.stats or {} for engine in engines])))
+        registry.register(Families(_of_each(engines, self._model_name)))
         return generate_latest(registry), CONTENT_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """How one engine does.
+
+    Attributes:
+        stats: fields of `EngineStats`, `held_blocks` (by requests), `free_blocks` and `pid`, of a model with
+            experts their load and its balance, where tokens are drafted `draft_depth`, and what moved between
+            the pool and its tiers; None while there is no engine to ask. What is missing is left out.
+        state: one of `STATES`. restarts: how often it was started again.
+    """
+
+    stats: Mapping[str, Any] | None = None
+    state: str = "unknown"
+    restarts: int = 0
 
 
 class Families(Collector):
@@ -251,6 +262,21 @@ class Families(Collector):
 
     def collect(self) -> list[Metric]:
         return self._families
+
+
+def _of_each(engines: Sequence[EngineReading], model_name: str) -> Iterator[Metric]:
+    """What the engines told, each sample with its engine's number."""
+    families: dict[str, Metric] = {}
+    for number, engine in enumerate(engines):
+        labels = {"model_name": model_name, "engine": str(number)}
+        told = _engine_families(engine.stats, labels) if engine.stats is not None else iter(())
+        for family in chain(_state_families(engine.state, engine.restarts), told):
+            whole = families.setdefault(family.name, family)
+            own = [sample._replace(labels={**sample.labels, "engine": str(number)}) for sample in family.samples]
+            whole.samples = own if whole is family else [*whole.samples, *own]
+    yield from families.values()
+    build = GaugeMetricFamily("quire:build_info", "Always 1; the version is a label.", labels=["version"])
+    yield _single(build, [version("quire")], 1.0)
 
 
 _ENGINE_GAUGES = {
@@ -399,22 +425,19 @@ def _single(family: Metric, labels: Sequence[str], value: float) -> Metric:
     return family
 
 
-def _server_families(state: str, restarts: int) -> Iterator[Metric]:
+def _state_families(state: str, restarts: int) -> Iterator[Metric]:
     state = state if state in STATES else STATES[-1]
     family = GaugeMetricFamily("quire:engine_state", "1 for the state that the engine is in.", labels=["state"])
     for one in STATES:
         family.add_metric([one], float(one == state))
     yield family
     yield CounterMetricFamily("quire:engine_restarts", "How often the engine was started again.", value=restarts)
-    build = GaugeMetricFamily("quire:build_info", "Always 1; the version is a label.", labels=["version"])
-    yield _single(build, [version("quire")], 1.0)
 
 
-def _memory_families(pids: Sequence[int], engine: Mapping[str, Any] | None) -> Iterator[Metric]:
+def _memory_families(pids: Sequence[int], engines: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     """Resident memory by kind of process, where the system tells (Linux)."""
     found: dict[str, list[int]] = {"http": list(pids), "tokenizer": [child for pid in pids for child in _children(pid)]}
-    if engine and isinstance(engine.get("pid"), int):
-        found["engine"] = [engine["pid"]]
+    found["engine"] = [engine["pid"] for engine in engines if isinstance(engine.get("pid"), int)]
     family = GaugeMetricFamily(
         "quire:memory_resident_bytes", "Resident memory, by kind of process.", labels=["process"]
     )

@@ -16,7 +16,7 @@ import tempfile
 import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ BACKLOG = 2048
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path that the kernel takes."""
 
-LONGEST_NAME = "/engine-1000000.sock"
+LONGEST_NAME = "/engine-255-1000000.sock"
 LOCK_NAME = "lock"
 FOLDER_PREFIX = "quire-"
 
@@ -204,14 +204,21 @@ class Child:
         self._task = asyncio.create_task(self._wait())
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str], message: msgspec.Struct, fds: Sequence[int] = ()) -> Child:
-        """Start it and give it its message.
+    async def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        message: msgspec.Struct,
+        fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start it and give it its message; the rest: see `quire.child.spawn`.
 
         Raises:
             ServerError: the system does not start it.
         """
         try:
-            return cls(name, await child.spawn(command, message, fds=fds))
+            return cls(name, await child.spawn(command, message, fds=fds, environment=environment))
         except OSError as error:
             raise ServerError(f"cannot start the {name}: {error.strerror or error}") from error
 
@@ -257,7 +264,7 @@ class Child:
 
 
 class RestartBudget:
-    """How often, and how soon, what died may be started again.
+    """How often, and how soon, what died may be started again: each replica of the engine, and HTTP processes.
 
     Args:
         limit: restarts within `RESTART_WINDOW`.
@@ -266,18 +273,15 @@ class RestartBudget:
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._clock = clock
-        self._spent: deque[tuple[float, str]] = deque()  # when, and on what
+        self._spent: deque[float] = deque()  # when
 
-    def spend(self, what: str) -> float | None:
-        """Seconds to wait before the next restart of this kind: 0, then 1, 2, 4, ...; None if all were too many.
-
-        Each kind waits for itself: that HTTP processes keep dying is no reason to do without an engine.
-        """
+    def spend(self) -> float | None:
+        """Seconds to wait before the next restart: 0, then 1, 2, 4, ...; None if all were too many."""
         now = self._clock()
-        while self._spent and now - self._spent[0][0] >= RESTART_WINDOW:
+        while self._spent and now - self._spent[0] >= RESTART_WINDOW:
             self._spent.popleft()
-        if len(self._spent) >= self.limit:
+        count = len(self._spent)
+        if count >= self.limit:
             return None
-        self._spent.append((now, what))
-        count = sum(kind == what for _, kind in self._spent)
-        return 0.0 if count == 1 else min(MAX_BACKOFF, 2.0 ** (count - 2))
+        self._spent.append(now)
+        return 0.0 if not count else min(MAX_BACKOFF, 2.0 ** (count - 1))

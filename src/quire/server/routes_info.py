@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request
@@ -21,7 +21,11 @@ from quire.server.auth import METRICS_PATH, forbidden, tenant_of
 from quire.server.config import KEY_OPTIONS
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
+from quire.server.metrics import EngineReading
 from quire.server.replies import json_reply
+
+if TYPE_CHECKING:
+    from quire.ipc.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ STATS_SECONDS = 5.0
 MEASURED_TOKENS = 4096
 """So many prompt tokens must have been computed for `/load` to say how fast that goes."""
 Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
+Engine = Annotated[int | None, Query(ge=0, le=2**31, description="Which replica's; default: one that is ready.")]
 
 
 def static_files() -> StaticFiles:
@@ -112,7 +117,16 @@ def _health(context: AppContext) -> dict[str, Any]:
     if not context.is_ready:
         return {"status": "loading"} | _phase(context)
     kv = {"kv_port": client.info.kv_transfer["remote_port"]} if client.info and client.info.kv_transfer else {}
-    return {"status": "ok" if client.healthy else "stalled"} | kv
+    return {"status": "ok" if client.healthy else "stalled"} | kv | _replicas(client)
+
+
+def _replicas(client: EngineClient) -> dict[str, Any]:
+    """Each replica's state, where there are several."""
+    return {"replicas": _states(client)} if len(client.links) > 1 else {}
+
+
+def _states(client: EngineClient) -> list[str]:
+    return [link.state if link.healthy or link.state != "ready" else "stalled" for link in client.links]
 
 
 def _phase(context: AppContext) -> dict[str, Any]:
@@ -128,13 +142,16 @@ def _server_info(context: AppContext) -> dict[str, Any]:
     server = {field.name: getattr(context.server, field.name) for field in dataclasses.fields(context.server)}
     for name in KEY_OPTIONS:
         server[name] = f"{len(server[name])} set"
-    engine = dict(context.engine_options) if info is None else info.config
+    engine = dict(context.engine_options) if info is None else dict(info.config)
+    if len(context.client.links) > 1:  # each of them is told that it is one
+        engine["data_parallel_size"] = len(context.client.links)
     described = {} if info is None else msgspec.to_builtins(info)
     described.pop("config", None)
     return {
         "version": __version__,
         "models": list(context.model_names),
         "state": context.client.state,
+        **_replicas(context.client),
         "server_options": {name: _option(context, name, value) for name, value in server.items()},
         "engine_options": {name: _option(context, name, value) for name, value in engine.items()},
         "engine": described,
@@ -150,41 +167,48 @@ def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
     return {"value": value, "origin": origin}
 
 
-async def _stats(context: AppContext) -> dict[str, Any] | None:
-    """What the engine counts; None where it does not tell."""
+async def _stats(context: AppContext) -> dict[int, dict[str, Any]]:
+    """What each engine counts, by its number, without those that do not tell."""
     client = context.client
-    if client.healthy:
-        try:
-            async with asyncio.timeout(STATS_SECONDS):
-                found: dict[str, Any] = msgspec.json.decode(await client.inspect("stats"))
-                return found
-        except (EngineClosedError, TimeoutError):  # it just died, or is stuck: what is known here is told all the same
-            logger.debug("no statistics from the engine", exc_info=True)
-    return None
+    if not client.healthy:
+        return {}
+    try:
+        told = await client.inspect_all("stats", STATS_SECONDS)
+    except EngineClosedError:  # all just died, or are stuck: what is known here is told all the same
+        logger.debug("no statistics from the engines", exc_info=True)
+        return {}
+    return {replica: msgspec.json.decode(stats) for replica, stats in told.items()}
 
 
 async def _load(context: AppContext) -> dict[str, Any]:
-    """What a router must know of this server, beside its models."""
-    info, stats = context.client.info, await _stats(context) or {}
-    computed, seconds = stats.get("prefill_tokens", 0), stats.get("prefill_seconds", 0.0)
+    """What a router must know of this server, beside its models. Of several engines it is the sum."""
+    info, stats = context.client.info, await _stats(context)
+
+    def total(name: str) -> Any:
+        return sum(each.get(name, 0) for each in stats.values())
+
+    boots = "-".join(f"{link.boot}.{stats.get(link.replica, {}).get('pid')}" for link in context.client.links)
+    computed, seconds = total("prefill_tokens"), total("prefill_seconds")
+    rate = len(stats) * computed / seconds if computed >= MEASURED_TOKENS and seconds else None
     return {
-        "engine": f"{info.boot}-{stats.get('pid')}" if info is not None else None,
+        "engine": boots if info is not None else None,
         "checkpoint": info.checkpoint if info is not None else None,
         "fingerprint": info.fingerprint if info is not None else None,
         "kv_transfer": info.kv_transfer if info is not None else {},
         "block_size": info.block_size if info is not None else None,
-        "num_blocks": stats.get("num_blocks"),
-        "running": stats.get("running", 0),
-        "waiting": stats.get("waiting", 0),
-        "prefill_tokens_per_second": computed / seconds if computed >= MEASURED_TOKENS and seconds else None,
+        "num_blocks": total("num_blocks") or None,
+        "running": total("running"),
+        "waiting": total("waiting"),
+        "prefill_tokens_per_second": rate,
     }
 
 
 async def _metrics(context: AppContext) -> Response:
-    client = context.client
     stats = await _stats(context)
-    restarts = client.info.boot - 1 if client.info is not None else 0
-    body, media_type = context.metrics.render(stats, state=client.state, restarts=restarts)
+    engines = [
+        EngineReading(stats.get(link.replica), link.state, max(0, link.boot - 1)) for link in context.client.links
+    ]
+    body, media_type = context.metrics.render(engines)
     return Response(body, media_type=media_type)
 
 
@@ -251,15 +275,15 @@ def operator_router(context: AppContext) -> APIRouter:
     router = APIRouter(tags=["operator"])
     operators = [Depends(_check_operator)]
 
-    async def document(what: Any, since: int = 0) -> Response:
-        return json_reply(await context.client.inspect(what, since), headers=_NOT_CACHED)
+    async def document(what: Any, since: int = 0, engine: int | None = None) -> Response:
+        return json_reply(await _document(context, what, since, engine), headers=_NOT_CACHED)
 
     # Where there are several tenants the view shows one the others' requests, so it is the operator's, if at all.
     if context.server.admin or context.tenants.count <= 1:
 
         @router.get("/view", summary="The live view's data", dependencies=operators)
-        async def view(since: Since = 0) -> Response:
-            return await document("live", since)
+        async def view(since: Since = 0, engine: Engine = None) -> Response:
+            return await document("live", since, engine)
 
     else:
 
@@ -276,13 +300,39 @@ def operator_router(context: AppContext) -> APIRouter:
 
         @router.get("/debug/requests", summary="Requests in the engine", dependencies=operators)
         async def debug_requests() -> Response:
-            return await document("requests")
+            return json_reply(_joined(await context.client.inspect_all("requests")), headers=_NOT_CACHED)
 
         @router.get("/debug/steps", summary="The engine's last steps", dependencies=operators)
-        async def debug_steps(since: Since = 0) -> Response:
-            return await document("steps", since)
+        async def debug_steps(since: Since = 0, engine: Engine = None) -> Response:
+            return await document("steps", since, engine)
 
     return router
+
+
+async def _document(context: AppContext, what: Any, since: int, engine: int | None) -> bytes:
+    """One engine's document; of several, it also says whose it is, and how all of them do.
+
+    Raises:
+        ApiError: 400, there is no such engine.
+    """
+    links = context.client.links
+    if engine is not None and engine >= len(links):
+        raise ApiError(400, f"engine={engine} is none of this server's: 0 to {len(links) - 1}", param="engine")
+    if len(links) == 1:
+        return await context.client.inspect(what, since, engine)
+    if engine is None:
+        engine = next((link.replica for link in links if link.healthy), 0)
+    document = await context.client.inspect(what, since, engine)
+    return msgspec.json.encode({"engine": engine, "engines": _states(context.client)})[:-1] + b"," + document[1:]
+
+
+def _joined(documents: Mapping[int, bytes]) -> bytes | dict[str, Any]:
+    """The requests of all engines: of several, each says which one has it."""
+    if len(documents) == 1:
+        return next(iter(documents.values()))
+    decoded = {replica: msgspec.json.decode(document) for replica, document in documents.items()}
+    requests = [{"engine": replica, **each} for replica, found in decoded.items() for each in found["requests"]]
+    return {"now": max(found["now"] for found in decoded.values()), "requests": requests}
 
 
 def _check_scraper(request: Request) -> None:

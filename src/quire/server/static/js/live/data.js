@@ -35,7 +35,8 @@ export class LiveData {
   /** Take in a document. */
   add(document) {
     const before = this.last;
-    if (before && (document.boot !== before.boot || document.uptime < before.uptime)) this.forget(); // another engine
+    const another = before && (document.engine !== before.engine || document.boot !== before.boot);
+    if (another || document.uptime < before?.uptime) this.forget();
     const same = before && this.next > 0 ? before : null;
     this.last = document;
     for (const request of document.requests) this.prompts.set(keyOf(request), request.prompt);

@@ -34,6 +34,7 @@ export class LiveView {
     this.root = root;
     this.server = server;
     this.data = new LiveData();
+    this.engine = null; // the replica that was chosen, where there are several; else one that is ready
     this.visible = false;
     this.paused = false;
     this.timer = null;
@@ -81,10 +82,11 @@ export class LiveView {
       "Pause",
     );
     this.uptime = h("span", { class: "card-note" });
+    this.engines = h("select", { id: "engines", hidden: true, "aria-label": "Engine", onchange: () => this.choose() });
     this.content = h(
       "div",
       { class: "live-content" },
-      h("div", { class: "live-head" }, h("h1", {}, "The engine, live"), this.uptime, this.pauseButton),
+      h("div", { class: "live-head" }, h("h1", {}, "The engine, live"), this.engines, this.uptime, this.pauseButton),
       h("div", { class: "tiles" }, ...tiles),
       this.timeline.root,
       h(
@@ -125,7 +127,8 @@ export class LiveView {
     const request = (this.request = new AbortController());
     let pace = RETRY;
     try {
-      const response = await send(`/view?since=${this.data.next}`, { signal: request.signal });
+      const which = this.engine === null ? "" : `&engine=${this.engine}`;
+      const response = await send(`/view?since=${this.data.next}${which}`, { signal: request.signal });
       this.take(await response.json());
       pace = this.data.received > KEPT_BY_ENGINE / 2 ? FAST : PACE;
     } catch (error) {
@@ -143,12 +146,30 @@ export class LiveView {
     }
   }
 
+  /** Another replica was chosen. */
+  choose() {
+    this.engine = Number(this.engines.value);
+    this.stop();
+    this.data.forget();
+    this.resume();
+  }
+
   take(document) {
     this.notice.hidden = true;
     this.content.hidden = false;
     this.data.add(document);
+    this.showEngines(document.engine, document.engines || []);
     this.showTiles();
     for (const panel of this.panels) panel.update(this.data);
+  }
+
+  /** What replicas there are, how they do, and which one is shown. */
+  showEngines(shown, states) {
+    this.engines.hidden = states.length < 2;
+    if (states.join() === this.states) return;
+    this.states = states.join();
+    fill(this.engines, ...states.map((state, index) => h("option", { value: index }, `${index}: ${state}`)));
+    this.engines.value = shown;
   }
 
   /** Why there is no picture. Returns milliseconds after which to ask again; 0: not by itself. */
