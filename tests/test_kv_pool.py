@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 import quire.kv.directory
 from quire.config import EngineConfig
 from quire.core import holders
-from quire.core.fetches import PATIENCE, REMOTE
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.kv.directory import agent
-from quire.kv.directory.base import Directory, DirectoryError, Node
+from quire.kv.directory.base import DirectoryError, Holders, Node
 from quire.kv.directory.local import LocalDirectory, LocalStore
 from tests.http_tools import wait_until
-from tests.redis_server import RedisServer, free_port, needs_redis
+from tests.redis_server import RedisServer, needs_redis
 from tests.test_kv_host import Outcome, params
 from tests.test_kv_prefill import alone, prompt
 
@@ -159,11 +157,66 @@ def options(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+class FaultyDirectory(LocalDirectory):
+    """One that is lost, or slow, while its store says so."""
+
+    def __init__(self, store: FaultyStore, cluster: str) -> None:
+        super().__init__(store, cluster)
+        self._faults = store
+
+    def join(self, node: Node, lease: float) -> bool:
+        self._faults.meet()
+        return super().join(node, lease)
+
+    def publish(self, node: Node, blocks: Sequence[bytes]) -> bool:
+        self._faults.meet()
+        return super().publish(node, blocks)
+
+    def withdraw(self, node: Node, blocks: Sequence[bytes]) -> None:
+        self._faults.meet()
+        super().withdraw(node, blocks)
+
+    def query(self, blocks: Sequence[bytes]) -> Holders:
+        self._faults.meet()
+        self._faults.queries += 1
+        return super().query(blocks)
+
+    def nodes(self) -> list[Node]:
+        self._faults.meet()
+        return super().nodes()
+
+
+class FaultyStore(LocalStore):
+    """What those share.
+
+    Attributes:
+        lost: nothing is answered, but an error. slow: nothing is answered while it is set.
+        queries: that were answered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost, self.slow, self.queries = threading.Event(), threading.Event(), 0
+
+    def meet(self) -> None:
+        while self.slow.is_set():
+            time.sleep(0.005)
+        if self.lost.is_set():
+            raise DirectoryError("the directory is lost")
+
+    def holders(self) -> list[set[str]]:
+        """Of each block that somebody holds."""
+        with self.lock:
+            there = {node.name: node.epoch for node, _ in self.leases.values()}
+            rows = [{name for name, epoch in row.items() if there.get(name) == epoch} for row in self.blocks.values()]
+            return [row for row in rows if row]
+
+
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     """A directory within this process, in place of Redis."""
-    made = LocalStore()
-    monkeypatch.setattr(quire.kv.directory, "open_directory", lambda url, cluster: LocalDirectory(made, cluster))
+    made = FaultyStore()
+    monkeypatch.setattr(quire.kv.directory, "open_directory", lambda url, cluster: FaultyDirectory(made, cluster))
     return made
 
 
@@ -183,7 +236,7 @@ class Pool:
 
 
 @pytest.fixture
-def pool(options: dict[str, Any], store: LocalStore) -> Iterator[Pool]:
+def pool(options: dict[str, Any], store: FaultyStore) -> Iterator[Pool]:
     made = Pool(options)
     yield made
     for node in made.nodes:
@@ -209,3 +262,238 @@ def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(transport: st
         assert not any(node.engine.stats.kv_tiers["host"]["bad"] for node in nodes)
         for node in nodes:
             node.close()
+
+
+def own(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of an engine that is in no pool."""
+    return {name: value for name, value in options.items() if name != "kv_directory"}
+
+
+TEXT = prompt(100)
+BLOCKS = len(TEXT) // BLOCK
+
+
+def computed_by(node: PoolNode, text: list[int] = TEXT) -> None:
+    """Have a node hold a prompt's blocks, and the directory know it."""
+    before = len(node.agent._held)
+    node.ask(text, most=1)
+    node.published(before + len(text) // BLOCK)
+
+
+def test_a_part_that_is_computed_is_what_nobody_has(pool: Pool) -> None:
+    first, second, third = (pool.node() for _ in range(3))
+    computed_by(first)
+    longer = [*TEXT, *prompt(60, 5)]
+    assert [second.ask(longer)] == alone(own(pool.options), [longer]) and second.loaded == BLOCKS
+    second.published(len(longer) // BLOCK)
+    pool.close(second)
+    assert [third.ask(longer)] == alone(own(pool.options), [longer])
+    assert third.loaded == BLOCKS, "what the node that left had is not asked for"
+
+
+def test_runs_of_blocks_come_from_whoever_holds_them(pool: Pool) -> None:
+    first, second, third = (pool.node() for _ in range(3))
+    longer = [*TEXT, *prompt(60, 5)]
+    computed_by(first)
+    computed_by(second, longer)
+    tier = second.engine.scheduler.kv
+    names = [node.hash for node in list(tier.cache._by_hash.values())[: BLOCKS - 1]]  # it gives only what follows
+    second.agent.changed([], names)
+    wait_until(lambda: not second.agent._changed and len(second.agent._held) == len(longer) // BLOCK - len(names))
+    assert [third.ask(longer)] == alone(own(pool.options), [longer])
+    assert third.loaded == (len(longer) - 1) // BLOCK and len(third.engine.tiers.nodes.readers) == 2  # type: ignore[union-attr]
+
+
+def test_a_node_that_lies_is_found_out_banned_and_told_of(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    liar, other = pool.node(), pool.node()
+    host = liar.engine.tiers.host
+    assert host is not None
+    save = host.save
+
+    def lie(memory: Any, moves: Sequence[Any]) -> None:
+        save(memory, moves)
+        for move in moves:
+            host.memory[move.slot, 5] ^= 1
+
+    monkeypatch.setattr(host, "save", lie)
+    computed_by(liar)
+    assert [other.ask(TEXT)] == alone(own(pool.options), [TEXT])
+    assert other.counts["bad"] == BLOCKS and caplog.text.count("gave a block with other bytes") == 1
+    more = prompt(100, 9)
+    computed_by(liar, more)
+    before = other.loaded
+    assert [other.ask(more)] == alone(own(pool.options), [more]) and other.loaded == before, (
+        "nothing more is read there"
+    )
+
+
+def test_what_a_node_does_not_have_is_counted_withdrawn_and_computed(pool: Pool, store: FaultyStore) -> None:
+    first, second = pool.node(), pool.node()
+    computed_by(first)
+    names = first.do(lambda: [*first.agent._held])
+    first.do(first.engine.scheduler.kv.cache.clear)
+    first.published(0)
+    wait_until(lambda: not store.holders())
+    with store.lock:
+        for name in names:  # as if it had not been told
+            store.blocks[name] = {first.agent._node.name: first.agent._node.epoch}
+    assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT])
+    assert second.counts["stale"] == BLOCKS and not second.loaded
+    wait_until(lambda: all(first.agent._node.name not in row for row in store.holders()))
+
+
+def test_two_nodes_hold_the_same_block_and_one_of_them_dies(pool: Pool) -> None:
+    first, second, third = (pool.node() for _ in range(3))
+    for node in (first, second):
+        node.engine.scheduler.kv.fetches.holders.ask = lambda hashes, now: None  # type: ignore[method-assign, union-attr]
+        computed_by(node)
+    third.ask([*TEXT[:40], 1, 2])
+    [asked] = third.engine.tiers.nodes.readers  # type: ignore[union-attr]
+    [dies] = [node for node in (first, second) if node.agent._node.name == asked]
+    exporter = dies.engine.tiers.exporter
+    assert exporter is not None
+    exporter.close()  # though the directory has it still
+    dies.engine.tiers.exporter = None
+    assert [third.ask(TEXT)] == alone(own(pool.options), [TEXT])
+    assert third.loaded == BLOCKS, "the other one gives what is missing"
+
+
+def test_what_is_evicted_while_somebody_fetches_it_costs_no_token(pool: Pool) -> None:
+    small = {"num_kv_blocks": 30, "host_kv_memory": str(12 * 2048 * BLOCK)}
+    first, second = pool.node(**small), pool.node()
+    texts = [prompt(150, last) for last in range(5)]
+    expected = alone(own(pool.options), texts)
+    for _ in range(3):
+        first.ask(texts[0])
+        first.published(len(texts[0]) // BLOCK)
+        first.hold.set()
+        numbers = [first.begin(text, most=1) for text in texts[1:]]
+        asked = second.begin(texts[0])
+        reads, over = second.engine.scheduler.kv.fetches, second._ended[asked]
+        wait_until(functools.partial(lambda reads, over: reads.reads or over.is_set(), reads, over))
+        first.hold.clear()
+        assert [second.rest(asked)] == expected[:1]
+        for number in numbers:
+            first.rest(number)
+        second.forget()
+    wait_until(lambda: not first.engine.scheduler.kv.fetches.tier.pins)
+
+
+def test_a_directory_that_is_lost_costs_no_request_and_is_told_all_again(
+    pool: Pool, store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = pool.node(), pool.node()
+    computed_by(first)
+    epoch = first.agent._node.epoch
+    second.ask([*TEXT[:50], 1])  # it has asked about all that it knows
+    store.lost.set()
+    for node in (first, second):
+        node.agent._renew = 0.0
+        node.agent.withdraw("nobody", [])  # wakes it
+    wait_until(lambda: not first.agent.ready and not second.agent.ready)
+    more = prompt(100, 3)
+    assert [second.ask(more), second.ask(TEXT, seed=1)] == alone(own(pool.options), [more, TEXT])
+    assert second.loaded == 3 and caplog.text.count("the directory is lost;") == 2, "one warning each"
+    store.clear()
+    store.lost.clear()
+    wait_until(lambda: first.agent.ready and second.agent.ready)
+    first.published(BLOCKS)
+    assert first.agent._node.epoch != epoch
+    third = pool.node()
+    assert [third.ask(TEXT)] == alone(own(pool.options), [TEXT]) and third.loaded == BLOCKS
+
+
+def test_what_is_known_is_read_on_while_the_directory_is_lost(pool: Pool, store: FaultyStore) -> None:
+    first, second = pool.node(), pool.node()
+    computed_by(first)
+    second.ask([*TEXT, 1])
+    assert second.loaded == BLOCKS
+    second.forget()
+    store.lost.set()
+    second.agent._renew = 0.0
+    second.agent.withdraw("nobody", [])
+    wait_until(lambda: not second.agent.ready)
+    assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and second.loaded == 2 * BLOCKS
+
+
+def test_a_directory_that_is_emptied_is_told_all_again_under_a_new_epoch(pool: Pool, store: FaultyStore) -> None:
+    first, second = pool.node(), pool.node()
+    computed_by(first)
+    epoch = first.agent._node.epoch
+    with store.lock:
+        kept = {name: dict(row) for name, row in store.blocks.items()}
+        store.clear()
+        store.blocks = kept  # as from an old snapshot
+    first.agent._renew = 0.0
+    first.agent.withdraw("nobody", [])
+    wait_until(lambda: first.agent._node.epoch != epoch and len(store.holders()) == BLOCKS)
+    second.agent._renew = 0.0
+    assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and second.loaded == BLOCKS
+
+
+def test_a_slow_directory_is_waited_for_for_milliseconds_once(
+    pool: Pool, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pool.node(), pool.node()
+    computed_by(first)
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 0.05)
+    store.slow.set()
+    begin = time.monotonic()
+    texts = [TEXT, prompt(100, 3), prompt(100, 4)]
+    assert [second.ask(text, seed=seed) for seed, text in enumerate(texts)] == alone(own(pool.options), texts)
+    assert time.monotonic() - begin < 20.0 and not second.loaded
+    assert len(second.engine.scheduler.kv.fetches.holders.lookups) == 1, "one that is late is asked for nothing"  # type: ignore[union-attr]
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
+    store.slow.clear()
+    wait_until(lambda: not second.engine.scheduler.kv.fetches.holders.lookups)  # type: ignore[union-attr]
+    second.forget()
+    wait_until(lambda: second.ask(TEXT) and second.loaded)
+
+
+def test_a_tenant_finds_nothing_of_another_one(pool: Pool, store: FaultyStore) -> None:
+    first, second = pool.node(), pool.node()
+    first.ask(TEXT, scope="one")
+    first.published(BLOCKS)
+    named = set(store.blocks)
+    assert [second.ask(TEXT, scope="other")] == alone(own(pool.options), [TEXT], scope="other") and not second.loaded
+    second.published(BLOCKS)
+    assert len(set(store.blocks) - named) == len(named), "not one name is the same"
+    assert [second.ask(TEXT, scope="one")] == alone(own(pool.options), [TEXT], scope="one")
+    assert second.loaded == BLOCKS
+
+
+def test_what_was_fetched_once_takes_no_place_in_another_tier(pool: Pool) -> None:
+    first, second = pool.node(), pool.node()
+    computed_by(first)
+    second.ask(TEXT)
+    tier = second.engine.scheduler.kv.fetches.tier
+    assert tier.idle_slots[: BLOCKS - 1] and second.loaded == BLOCKS
+    second.do(second.engine.scheduler.kv.cache.clear)
+    assert not second.engine.scheduler.kv.fetches.has_moves, "and nothing is saved that others have"
+
+
+def test_a_node_whose_engine_does_not_fit_is_told_so_and_computes(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = pool.node(), pool.node(kv_cache_dtype="int8")
+    computed_by(first)
+    assert [second.ask(TEXT)] == alone({**own(pool.options), "kv_cache_dtype": "int8"}, [TEXT])
+    assert not second.loaded, "its blocks have other names"
+
+
+def test_engines_with_another_cluster_key_are_refused_when_they_start(pool: Pool, tmp_path: Path) -> None:
+    pool.node()
+    other = tmp_path / "other"
+    other.write_text("the secret of another cluster")
+    other.chmod(0o600)
+    with pytest.raises(ConfigError, match="is used by engines with another cluster key"):
+        pool.node(cluster_key_file=str(other))
+
+
+def test_an_address_that_is_none_costs_a_computed_prompt(pool: Pool, store: FaultyStore) -> None:
+    first, second = pool.node(), pool.node()
+    computed_by(first)
+    with store.lock:
+        node, end = store.leases[first.agent._node.name]
+        store.leases[node.name] = node._replace(address="nonsense"), end
+    assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and not second.loaded

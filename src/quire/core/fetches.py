@@ -425,8 +425,8 @@ class Fetches:
         node = self._origins.pop(move.slot, None)
         if node is not None and self.holders is not None:
             self.holders.bad += 1
-            self.holders.ban(node)
-            self.orders.append(Ban(node, move.hash))
+            if self.holders.ban(node):
+                self.orders.append(Ban(node, move.hash))
 
     def _cool(self, fetch: Fetch) -> None:
         """What another node has, and was loaded from a slot once, is worth no slot here before it is used again."""

@@ -140,9 +140,11 @@ class Holders:
                 since, names = self._known[each]
                 self._known[each] = since, tuple(name for name in names if name != node)
 
-    def ban(self, node: str) -> None:
-        """What a node gives cannot be believed: it is asked for nothing any more."""
+    def ban(self, node: str) -> bool:
+        """What a node gives cannot be believed: it is asked for nothing any more. False: it was not before, either."""
+        new = node not in self._banned
         self._banned.add(node)
+        return new
 
     def _learn(self, block_hash: bytes, names: tuple[str, ...], now: float) -> None:
         self._known[block_hash] = now, names
