@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError, Holders, Node
 from quire.kv.directory.local import LocalDirectory, LocalStore
 from tests.http_tools import wait_until
-from tests.redis_server import RedisServer, needs_redis
+from tests.redis_server import RedisServer, free_port, needs_redis
 from tests.test_kv_host import Outcome, params
 from tests.test_kv_prefill import alone, prompt
 
@@ -497,3 +498,116 @@ def test_an_address_that_is_none_costs_a_computed_prompt(pool: Pool, store: Faul
         node, end = store.leases[first.agent._node.name]
         store.leases[node.name] = node._replace(address="nonsense"), end
     assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and not second.loaded
+
+
+@needs_redis
+def test_clocks_need_not_agree_and_redis_may_be_lost_and_come_back_empty(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    with RedisServer() as server:
+        pool = Pool(options | {"kv_directory": server.url})
+        first, second = pool.node(), pool.node()
+        computed_by(first)
+        assert [second.ask(TEXT)] == alone(own(options), [TEXT]) and second.loaded == BLOCKS
+        server.stop()
+        for node in (first, second):
+            node.agent._renew = 0.0
+            node.agent.withdraw("nobody", [])
+        wait_until(lambda: not first.agent.ready and not second.agent.ready)
+        assert "cannot be reached" in first.agent.problem
+        more = prompt(100, 3)
+        assert [second.ask(more)] == alone(own(options), [more])
+        server.start()
+        wait_until(lambda: first.agent.ready and second.agent.ready)
+        first.published(BLOCKS)
+        third = pool.node()
+        assert [third.ask(TEXT)] == alone(own(options), [TEXT]) and third.loaded == BLOCKS
+        for node in pool.nodes:
+            node.close()
+
+
+@needs_redis
+def test_a_redis_that_cannot_be_used_is_one_error_at_the_start_and_one_that_is_not_there_yet_is_none(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer("--requirepass", "sesame") as server:
+        with pytest.raises(ConfigError, match="does not take this user and password"):
+            PoolNode(**options | {"kv_directory": server.url})
+        PoolNode(**options | {"kv_directory": server.url.replace("//", "//:sesame@")}).close()
+    node = PoolNode(**options | {"kv_directory": f"redis://127.0.0.1:{free_port()}/0"})
+    assert [node.ask(TEXT)] == alone(own(options), [TEXT]) and "cannot be reached" in caplog.text
+    assert any("cannot be reached" in note for note in node.engine.notes)
+    node.close()
+
+
+def chaos(seed: int, options: dict[str, Any], store: FaultyStore, expected: list[Outcome]) -> int:
+    """Requests at three nodes while the directory is lost, slow and emptied, and nodes come, go and forget; the blocks
+    that were read.
+    """
+    rnd, pool = random.Random(seed), Pool(options)
+    small = {"num_kv_blocks": 40, "host_kv_memory": str(16 * 2048 * BLOCK)}
+    for _ in range(3):
+        pool.node(**rnd.choice([{}, small]), kv_transport=rnd.choice(["shared_memory", "socket"]))
+    asked: list[tuple[PoolNode, int, int]] = []
+    read = 0
+    for _ in range(60):
+        [what] = rnd.choices(["ask", "rest", "lost", "slow", "clear", "forget", "leave"], [30, 12, 3, 3, 2, 4, 1])
+        node = rnd.choice(pool.nodes)
+        if what == "ask":
+            text = rnd.randrange(len(expected))
+            asked.append((node, text, node.begin(TEXTS[text], seed=text)))
+        elif what == "rest" and asked:
+            node, text, number = asked.pop(0)
+            assert node.rest(number) == expected[text]
+        elif what in ("lost", "slow"):
+            flag = store.lost if what == "lost" else store.slow
+            (flag.clear if flag.is_set() else flag.set)()
+        elif what == "clear":
+            store.clear()
+        elif what == "forget":
+            node.do(node.engine.scheduler.kv.cache.clear)
+        elif what == "leave" and not any(each is node for each, _, _ in asked):
+            store.slow.clear()
+            read += node.loaded
+            pool.close(node)
+            pool.node()
+    store.slow.clear()
+    for node, text, number in asked:
+        assert node.rest(number) == expected[text]
+    for node in pool.nodes:
+        read += node.loaded
+        kv = node.engine.scheduler.kv
+        wait_until(functools.partial(settled, kv))
+        node.close()
+    store.lost.clear()
+    store.clear()
+    return read
+
+
+def settled(kv: Any) -> bool:
+    """Nothing is held, read or waited for."""
+    tier = kv.fetches.tier
+    return kv.num_available == kv.num_usable and not tier.pins and not kv.fetches.waits and not tier.counts["filling"]
+
+
+TEXTS = [prompt(length, first) for first, length in enumerate((60, 100, 140, 170))]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_to_a_pool_every_request_ends_right(
+    seed: int, options: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 0.2)
+    chaos(seed, options, store, alone(own(options), TEXTS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_three_hundred_fault_schedules_of_a_pool(
+    options: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 0.2)
+    expected = alone(own(options), TEXTS)
+    assert sum(chaos(seed, options, store, expected) for seed in range(300))
