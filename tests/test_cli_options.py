@@ -76,6 +76,7 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "kv_role": ("prefill", "prefill"),
     "prefill_url": ("http://a:8000,b:29600", "http://a:8000,b:29600"),
     "prefill_min_tokens": ("64", 64),
+    "kv_directory": ("redis://a:6379/0", "redis://a:6379/0"),
     "kv_transport": ("socket", "socket"),
     "kv_host": ("0.0.0.0", "0.0.0.0"),
     "kv_port": ("29600", 29600),
@@ -134,6 +135,7 @@ NEEDED = {
     "disk_kv_path": {"host_kv_memory": "1GiB"},
     "disk_kv_memory": {"host_kv_memory": "1GiB", "disk_kv_path": "some/folder"},
     "prefill_url": {"kv_role": "decode"},
+    "kv_directory": {"kv_role": "decode"},
     "cluster_key_file": {"kv_role": "prefill"},
 }
 """What an option is valid with."""

@@ -15,6 +15,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.kv.transport import installed
 from tests.http_tools import ServeProcess, listening_addresses, wait_until
+from tests.redis_server import RedisServer, needs_redis
 
 PROMPT = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for index in range(24))
 
@@ -126,6 +127,35 @@ def test_an_engine_that_waits_for_another_one_rests(key: str) -> None:
             assert cpu_seconds(engine) - before < 0.5 and not answer.done()
             assert answer.result()["choices"] == expected, "computed here, once the other engine is given up"
         os.kill(stopped, signal.SIGCONT)
+
+
+@needs_redis
+def test_servers_of_a_pool_read_what_another_one_has_and_tell_of_it(key: str) -> None:
+    with RedisServer("--requirepass", "sesame") as redis:
+        url = redis.url.replace("//", "//:sesame@")
+        role = "--role", "both", "--kv-directory", url, "--cluster-key-file", key, "--admin"
+        with ServeProcess(*role) as first, ServeProcess(*role) as second:
+            asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 9}
+            expected = first.json("/v1/completions", asked)["choices"]
+
+            def remote(counter: str) -> int:
+                return int(second.json("/view")["stats"]["kv_tiers"]["remote"][counter])
+
+            def read() -> bool:  # anew: the directory may not have heard of it yet, or be late
+                second.json("/reset_prefix_cache", {})
+                assert second.json("/v1/completions", asked)["choices"] == expected
+                return remote("loaded") >= 16
+
+            wait_until(read)
+            wait_until(lambda: "from another node in" in second.stderr)
+            metrics = second.get("/metrics")[2].decode()
+            assert f'quire:kv_tier_blocks_total{{tier="remote",event="loaded"}} {remote("loaded")}.0' in metrics
+            options = second.json("/server_info")["engine_options"]
+            assert options["kv_directory"]["value"] == redis.url.replace("//", "//:***@")
+            assert "sesame" not in second.stderr + str(second.json("/view"))
+            first.kill("engine")
+            second.json("/reset_prefix_cache", {})
+            assert second.json("/v1/completions", asked)["choices"] == expected
 
 
 def cpu_seconds(pid: int) -> float:

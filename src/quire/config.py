@@ -180,6 +180,10 @@ class EngineConfig:
     prefill_min_tokens: int = option(
         256, "tokens of a prompt that are not cached from which on another engine computes them", low=1, high=2**40
     )
+    kv_directory: str | None = option(
+        None,
+        "where engines that share KV say which of them has which blocks, such as redis://HOST:6379/0; needs kv_role",
+    )
     kv_transport: Literal["shared_memory", "socket", "mooncake", "nixl"] | None = option(
         None, "how KV comes from another engine; default: shared_memory on one machine, else socket"
     )
@@ -338,12 +342,20 @@ class EngineConfig:
                 f"prefill_url={self.prefill_url} is for an engine that has prompts computed elsewhere; set "
                 "kv_role=decode (--role decode), or leave it out"
             )
-        if self.decodes and not self.prefill_urls:
+        if self.decodes and not self.prefill_urls and (self.prefill_url is not None or self.kv_directory is None):
             raise ConfigError(
                 f"prefill_url={self.prefill_url!r} names no server; give it one, such as http://10.0.0.1:8000"
             )
-        if self.kv_role == "both" and self.prefill_url is None:
-            raise ConfigError("kv_role=both needs prefill_url, the other servers that compute prompts for this one")
+        if self.kv_role == "both" and self.prefill_url is None and self.kv_directory is None:
+            raise ConfigError(
+                "kv_role=both needs kv_directory, where engines find one another's blocks, or prefill_url, the other "
+                "servers that compute prompts for this one"
+            )
+        if self.kv_directory is not None and self.kv_role is None:
+            raise ConfigError(
+                "kv_directory is for engines that share KV; set kv_role=both, or prefill where other engines only "
+                "read here, or decode where they do not"
+            )
         if self.cluster_key_file is not None and self.kv_role is None and self.disk_kv_path is None:
             raise ConfigError("cluster_key_file is for engines that share KV; set kv_role or disk_kv_path")
 
@@ -433,8 +445,9 @@ class EngineConfig:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """`prefill_url`, one each."""
-        return [each.strip() for each in (self.prefill_url or "http://127.0.0.1:8000").split(",") if each.strip()]
+        """`prefill_url`, one each; without, an engine with a directory has none."""
+        default = "http://127.0.0.1:8000" if self.kv_directory is None else ""
+        return [each.strip() for each in (self.prefill_url or default).split(",") if each.strip()]
 
     @property
     def disk_kv_bytes(self) -> int:

@@ -158,7 +158,7 @@ def request_line(summary: RequestSummary) -> str:
     return f"{sanitize(summary.request_id, None)}  {head}{': ' if head else ''}" + ", ".join(filter(None, parts))
 
 
-_SOURCES = {"host": "host memory", "disk": "the disk", "peer": "another engine"}
+_SOURCES = {"host": "host memory", "disk": "the disk", "peer": "another engine", "remote": "another node"}
 
 
 def _fetched(summary: RequestSummary) -> str:

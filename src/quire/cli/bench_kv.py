@@ -44,7 +44,10 @@ LENGTHS = tuple(1 << power for power in range(4, 16))
 ENGINES = "shared_memory", "socket"
 SOURCES = "pool", "host", "disk", *ENGINES
 
-SET_HERE = "kv_role", "prefill_url", "prefill_min_tokens", "kv_transport", "kv_host", "kv_port", "cluster_key_file"
+SET_HERE = (
+    *("kv_role", "prefill_url", "prefill_min_tokens", "kv_directory"),
+    *("kv_transport", "kv_host", "kv_port", "cluster_key_file"),
+)
 """Options that say how engines work together."""
 
 HOST_SHARE = 8

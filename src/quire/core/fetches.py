@@ -22,6 +22,7 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from quire.core.cost import Costs
+from quire.core.holders import REPLICAS, Holders, Lookup, Published
 from quire.core.prefix_cache import Node
 from quire.core.request import Request
 from quire.core.step import Move, StepPlan, StepResult
@@ -37,10 +38,12 @@ FIRST_LOADS = 4
 """Blocks that a step loads in which requests decode, where none before it has; the next ones may load twice as many as
 the last one, up to what their times allow: memory that was not used lately is slower than what is known."""
 
-HOST, DISK, PEER = "host", "disk", "peer"
-"""Where blocks come from: the host tier; and into that from the disk, or another engine that computes them."""
+HOST, DISK, PEER, REMOTE = "host", "disk", "peer", "remote"
+"""Where blocks come from: the host tier; and into that from the disk, another engine that computes them, or another
+node that has them.
+"""
 
-PATIENCE = {DISK: 20.0, PEER: 120.0}
+PATIENCE = {DISK: 20.0, PEER: 120.0, REMOTE: 5.0}
 """Seconds without progress after which requests wait no longer."""
 
 MOST_FETCHES = 8
@@ -59,6 +62,7 @@ class Fetch:
         moves: one a block.
         promised: blocks beside these that must stay available for the request that asked for them.
         num_published: blocks that came.
+        from_nodes: those that another node has: they need no place in a tier of this one.
         request: that it was begun for.
     """
 
@@ -71,6 +75,7 @@ class Fetch:
         self.parent, self.scope, self.keys, self.moves, self.promised = parent, scope, keys, moves, promised
         self.hashes = [move.hash for move in moves]
         self.num_published = 0
+        self.from_nodes: set[bytes] = set()
 
 
 class Write(NamedTuple):
@@ -105,6 +110,35 @@ class Prefill(NamedTuple):
     engine: str = ""
 
 
+class Locate(NamedTuple):
+    """The directory is to say who holds these blocks, by `Holders.answered`."""
+
+    number: int
+    hashes: list[bytes]
+
+
+class Pull(NamedTuple):
+    """To be read from another node's tier into slots, until `Fetches.read_ended`."""
+
+    number: int
+    blocks: tuple[tuple[int, bytes], ...]
+    node: str
+
+
+class Lacks(NamedTuple):
+    """A node has not these blocks, which the directory says it holds."""
+
+    node: str
+    hashes: list[bytes]
+
+
+class Ban(NamedTuple):
+    """A node has given a block with other bytes."""
+
+    node: str
+    hash: bytes
+
+
 class Forget(NamedTuple):
     """The disk has the block no longer: it was bad."""
 
@@ -115,16 +149,19 @@ class SlotFetch:
     """Blocks of one chain that are to be in the host tier; see `Fetch`.
 
     Attributes:
-        source: `DISK` or `PEER`.
+        source: `DISK`, `PEER` or `REMOTE`.
         hashes: of the chain, those that are in the tier already among them.
         filling: slots that are read into. pinned: slots of those that are there.
         deadline: from then on no request waits for it, unless there is progress.
         late: it has passed.
         request: that it was begun for.
+        node: of the node that has them; wanted: the blocks, one for each slot. Only of `REMOTE`.
     """
 
     order, num_published = (-math.inf, 0, 0), 0
     request: Request | None = None
+    node = ""
+    wanted: Sequence[bytes] = ()
 
     def __init__(self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float) -> None:
         self.source, self.hashes, self.filling, self.pinned = source, hashes, filling, pinned
@@ -146,12 +183,16 @@ class Fetches:
         stored: blocks that came to the disk.
         read: blocks that came into the tier, by where from.
         prefill_tokens: so many that are to be computed are computed by another engine; None: none is there.
+        holders: what other nodes hold; None: nothing is read from others.
+        published: what others may read here; None: nothing.
     """
 
     def __init__(self, tier: Tier, disk: Container[bytes] | None = None) -> None:
         self.tier, self.disk, self.costs = tier, disk, Costs()
         self.saved = self.loaded = self.bad_loads = self.stored = 0
-        self.read = {DISK: 0, PEER: 0}
+        self.read = {DISK: 0, PEER: 0, REMOTE: 0}
+        self.holders: Holders | None = None
+        self.published: Published | None = None
         self.prefill_tokens: int | None = None
         self._recent_loads = 0  # of the last plans
         self._next_read = 0
@@ -160,8 +201,13 @@ class Fetches:
     def reset(self) -> None:
         """Nothing is in the tier, or on its way. The disk does nothing any more of what it was asked for."""
         self.tier.reset()
-        self.orders: list[Write | Read | Prefill | Forget] = []
+        self.orders: list[Write | Read | Prefill | Locate | Pull | Lacks | Ban | Forget] = []
         self.reads: dict[int, SlotFetch] = {}
+        self._origins: dict[int, str] = {}  # by slot, the node whose block it was, until it was loaded once
+        if self.holders is not None:
+            self.holders.reset()
+        if self.published is not None:
+            self.published.reset()
         self.writes: set[int] = set()  # slots
         self._saves: list[Move] = []
         self._begun: list[Fetch] = []
@@ -179,6 +225,11 @@ class Fetches:
     def has_moves(self) -> bool:
         """The next plan is to save or load something."""
         return bool(self._begun or self._saves)
+
+    @property
+    def waits(self) -> bool:
+        """Others are to bring blocks, or to say who has them."""
+        return bool(self.reads) or (self.holders is not None and bool(self.holders.lookups))
 
     @property
     def promised(self) -> int:
@@ -221,14 +272,21 @@ class Fetches:
 
     def evicted(self, node: Node, block: int) -> None:
         """A block goes from the pool: it is saved if it is worth it."""
-        if node.uses >= WORTH and node.hash:
+        if node.uses >= WORTH and node.hash and (self.holders is None or self.holders.count(node.hash) < REPLICAS):
             self.save(node, block)
+        self.touched(node.hash)
+
+    def touched(self, block_hash: bytes) -> None:
+        """A block has come into the prefix cache, or goes out of it."""
+        if self.published is not None and block_hash:
+            self.published.touch(block_hash)
 
     def save(self, node: Node, block: int) -> bool:
         """The next plan saves a block, before anything is written into it. False: it is in the tier already, or on its
         way there, or there is no slot for it."""
         slot = self.tier.take(node.hash)
         if slot is not None:
+            self._origins.pop(slot, None)
             self._saves.append(Move(block, slot, node.hash))
         return slot is not None
 
@@ -261,11 +319,13 @@ class Fetches:
             if move.slot in bad_loads:
                 self.tier.withdraw(move.slot)
                 self.orders += [] if self.disk is None else [Forget(move.hash)]
+                self._blame(move)
         for fetch in fetches:
             bad = (index for index, move in enumerate(fetch.moves) if move.slot in bad_loads)
             fetch.num_published = next(bad, len(fetch.moves))
             self.loaded += fetch.num_published
             self._unpin(fetch)
+            self._cool(fetch)
         return fetches
 
     def given_up(self) -> None:
@@ -326,6 +386,55 @@ class Fetches:
             self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope, engine))
         return fetch
 
+    # -- other nodes -----------------------------------------------------------------------------------------
+
+    def begin_pull(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> SlotFetch | Lookup | None:
+        """Have a chain's next blocks read from the node that has most of them, or ask who has them; None: neither."""
+        start = next((i for i, each in enumerate(hashes) if each not in self.tier), len(hashes))
+        if self.holders is None or len(hashes) < LEAST_FETCH or start == len(hashes):
+            return None
+        rest = hashes[start:]
+        if lookup := self.holders.ask([each for each in rest if each not in self.tier], now):
+            self.orders.append(Locate(lookup.number, lookup.hashes))
+            return lookup
+        node, count = self.holders.best(rest, self.tier, lambda each: self.costs.load_seconds(each, 1), now)
+        missing = sum(each not in self.tier for each in rest[:count])
+        if not missing or start + count < LEAST_FETCH:
+            return None
+        if not self.costs.prefers_load(node, missing, block_size, first + start):
+            return None
+        fetch, blocks = self._begin_read(REMOTE, hashes[: start + count], now)
+        if fetch is not None:
+            fetch.node, fetch.wanted = node, [name for _, name in blocks]
+            self.orders.append(Pull(self._next_read, blocks, node))
+        return fetch
+
+    def _pulled(self, fetch: SlotFetch, count: int, seconds: float, gone: bool) -> None:
+        """A node has given so many of the blocks that it was asked for."""
+        self._origins |= dict.fromkeys(fetch.filling[:count], fetch.node)
+        lacking = list(fetch.wanted[count:])
+        if count:
+            self.costs.moved(fetch.node, count, seconds)
+        if lacking and self.holders is not None:
+            self.holders.lacks(fetch.node, lacking)
+            self.holders.stale += len(lacking) if gone else 0
+            self.orders += [Lacks(fetch.node, lacking)] if gone else []
+
+    def _blame(self, move: Move) -> None:
+        """A block is bad: if it came from another node, nothing more is wanted from there."""
+        node = self._origins.pop(move.slot, None)
+        if node is not None and self.holders is not None:
+            self.holders.bad += 1
+            if self.holders.ban(node):
+                self.orders.append(Ban(node, move.hash))
+
+    def _cool(self, fetch: Fetch) -> None:
+        """What another node has, and was loaded from a slot once, is worth no slot here before it is used again."""
+        for move in fetch.moves[: fetch.num_published]:
+            if self._origins.pop(move.slot, None) is not None:
+                fetch.from_nodes.add(move.hash)
+                self.tier.cool(move.slot)
+
     def _begin_read(
         self, source: str, hashes: Sequence[bytes], now: float
     ) -> tuple[SlotFetch | None, tuple[tuple[int, bytes], ...]]:
@@ -338,6 +447,7 @@ class Fetches:
                 self.tier.pin(slot)
                 pinned.append(slot)
             elif (taken := self.tier.take(each)) is not None:
+                self._origins.pop(taken, None)
                 blocks.append((taken, each))
             else:
                 break
@@ -356,10 +466,13 @@ class Fetches:
         if fetch is not None and not fetch.late:
             fetch.deadline = now + PATIENCE[fetch.source]
 
-    def read_ended(self, number: int, count: int, seconds: float) -> SlotFetch | None:
+    def read_ended(self, number: int, count: int, seconds: float, gone: bool = False) -> SlotFetch | None:
         """A read has filled its first slots, so many; nothing is written into the others any more.
 
         One that is not known is ignored.
+
+        Args:
+            gone: whoever was to have the others says that it has them not.
         """
         fetch = self.reads.pop(number, None)
         if fetch is None:
@@ -371,7 +484,10 @@ class Fetches:
         for index, slot in enumerate(fetch.filling):
             (self.tier.filled if index < count else self.tier.dropped)(slot)
         self.read[fetch.source] += count
-        self.costs.moved(fetch.source, max(count, 1), seconds)
+        if fetch.source == REMOTE:
+            self._pulled(fetch, count, seconds, gone)
+        else:
+            self.costs.moved(fetch.source, max(count, 1), seconds)
         self._release(fetch)
         return fetch
 
@@ -382,6 +498,8 @@ class Fetches:
             fetch.late = True
             for slot in fetch.filling:
                 self.tier.quarantine(slot)
+            if self.holders is not None:
+                self.holders.lacks(fetch.node, fetch.wanted)
             self._release(fetch)
         return late
 

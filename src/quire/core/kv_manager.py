@@ -12,6 +12,7 @@ from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
 from quire.core.exports import Exports
 from quire.core.fetches import LEAST_FETCH, WORTH, Fetch, Fetches, SlotFetch
+from quire.core.holders import Lookup
 from quire.core.kv_group import KVGroup, peak_blocks
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
@@ -270,6 +271,7 @@ class KVManager:
                 break
             blocks = [table[index] for table in request.tables]
             tip = request.tip = self.cache.insert(tip, key, blocks, request.hashes[index])
+            self.fetches.touched(tip.hash)
             if tip.blocks != blocks:
                 self._adopt(request, index, tip.blocks)
         return request.hashes[first:full]
@@ -304,8 +306,9 @@ class KVManager:
 
     def bring(
         self, request: Request, first: int, last: int, needed: int, step: int, now: float, decoding: bool
-    ) -> Fetch | SlotFetch | None:
-        """Begin to bring a waiting request's blocks nearer: to the host tier, or from there; see `fetch`.
+    ) -> Fetch | SlotFetch | Lookup | None:
+        """Begin to bring a waiting request's blocks nearer: to the host tier, or from there; see `fetch`. Where it is
+        not known who has them, that is found out first.
 
         None, and nothing is weighed, where the pool has no room for all that the request needs to begin: what was
         loaded would soon be evicted.
@@ -314,13 +317,14 @@ class KVManager:
             now: the scheduler's time.
             decoding: requests decode in the step.
         """
-        fetch: Fetch | SlotFetch | None
+        fetch: Fetch | SlotFetch | Lookup | None
         if not self.fetches.tier.num_slots or self.groups[0].num_available < needed:
             return None
         fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
+        fetch = fetch or self.fetches.begin_pull(request.hashes[first:last], self.block_size, first, now)
         fetch = fetch or self.fetches.begin_prefill(request, first, last, self.block_size, now)
         fetch = fetch or self.fetch(request, first, last, needed, step, self.fetches.most_loads(decoding))
-        if fetch is not None:
+        if fetch is not None and not isinstance(fetch, Lookup):
             fetch.request = request
             request.num_fetches += 1
         return fetch
@@ -370,7 +374,9 @@ class KVManager:
             for key, move in list(zip(fetch.keys, fetch.moves, strict=True))[: fetch.num_published]:
                 tip = tip or self.cache.root(fetch.scope, self.hasher.root(fetch.scope))
                 tip = self.cache.insert(tip, key, [move.block], move.hash)
-                tip.uses = max(tip.uses, WORTH)
+                self.fetches.touched(move.hash)
+                if move.hash not in fetch.from_nodes:
+                    tip.uses = max(tip.uses, WORTH)
         return fetches
 
     def preempted(self, request: Request) -> None:

@@ -40,7 +40,8 @@ class FetchStats:
     """Blocks that a request waited for, from a tier.
 
     Attributes:
-        source: "host": to the pool; "disk" or "peer" (another engine, which computed them): to the host tier.
+        source: "host": to the pool; "disk", "peer" (another engine, which computed them) or "remote" (another node,
+            which had them): to the host tier.
         tokens: that are asked for, and once that has ended, all that came.
         begin: when it began, on the caller's clock.
         seconds: that it took; None while it goes on.

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 
 from quire.config import EngineConfig
 from quire.core.draft_length import DraftLengths
 from quire.core.fetches import MOST_FETCHES, Fetch, SlotFetch
+from quire.core.holders import Lookup
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
@@ -95,12 +97,18 @@ class Scheduler:
             else:
                 self.fail(request.id, error, now)
 
-    def read_ended(self, number: int, count: int, seconds: float) -> None:
-        """So many blocks of what was to be read have come into the host tier, in so many seconds."""
-        fetch = self.kv.fetches.read_ended(number, count, seconds)
+    def read_ended(self, number: int, count: int, seconds: float, gone: bool = False) -> None:
+        """So many blocks of what was to be read have come into the host tier, in so many seconds; see `Fetches`."""
+        fetch = self.kv.fetches.read_ended(number, count, seconds, gone)
         if fetch is not None:
             self._note(fetch, count, seconds)
             self._abandon(fetch)
+
+    def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> None:
+        """The directory has said who holds blocks, or that it does not answer; see `Holders.answered`."""
+        found = self.kv.fetches.holders
+        if found is not None and (lookup := found.answered(number, holders, now)) is not None:
+            self.arrived(lookup.event)
 
     def _line_up(self, request: Request) -> None:
         if request.awaits is not None or self.trials.admits(request):
@@ -133,6 +141,8 @@ class Scheduler:
         """See `schedule`; it is known which requests may run now."""
         for late in self.kv.fetches.expired(now):
             self._abandon(late)
+        for lookup in self.kv.fetches.holders.expired(now) if self.kv.fetches.holders else ():
+            self.arrived(lookup.event)
         step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -237,7 +247,7 @@ class Scheduler:
     def expects_others(self) -> bool:
         """Others are to bring an event, or to release blocks: where nothing can run, that is why."""
         awaiting, held = self._waiting.num_awaiting, self.kv.num_held
-        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or bool(self.kv.fetches.reads)
+        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or self.kv.fetches.waits
 
     @property
     def has_updates(self) -> bool:
@@ -385,6 +395,8 @@ class Scheduler:
         if event is None and not seats_taken and request.num_fetches < MOST_FETCHES:
             [needed, *_] = self._blocks_to_start(request, match, len(request.tokens))
             fetch = self.kv.bring(request, cached, last, needed, self._next_number, now, decoding)
+            if isinstance(fetch, Lookup):
+                return fetch.event
             if fetch is not None:
                 request.stats.fetching(fetch.source, len(fetch.hashes) * size, now)
                 self._leaders.claim(fetch)

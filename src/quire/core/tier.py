@@ -5,7 +5,7 @@ carries out what is decided here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class Tier:
@@ -17,10 +17,14 @@ class Tier:
 
     Args:
         num_slots: how many there are; none: nothing is ever found or kept.
+
+    Attributes:
+        changed: told of each block that is kept from now on, and of each that is not any more.
     """
 
     def __init__(self, num_slots: int = 0) -> None:
         self.num_slots = num_slots
+        self.changed: Callable[[bytes], None] = lambda block_hash: None
         self.reset()
 
     def reset(self) -> None:
@@ -96,6 +100,7 @@ class Tier:
         del self._filling[block_hash]
         self._kept[block_hash] = slot
         self._idle[slot] = None
+        self.changed(block_hash)
 
     def dropped(self, slot: int) -> None:
         """The block will not come, and nothing else will be written: the slot is free."""
@@ -118,12 +123,18 @@ class Tier:
         else:
             self._idle[slot] = None
 
+    def cool(self, slot: int) -> None:
+        """What is kept there is worth nothing more: unless somebody reads it, it gives way first."""
+        if slot in self._idle:
+            self._idle.move_to_end(slot, last=False)
+
     def withdraw(self, slot: int) -> None:
         """What is kept there is bad, and is not found from now on; the slot is free once it is not read any more."""
         block_hash = self._names.pop(slot, None)
         if block_hash is None:
             return  # somebody else found it out before
         del self._kept[block_hash]
+        self.changed(block_hash)
         self._idle.pop(slot, None)
         self._quarantined.add(slot)
         if slot not in self._pins:
@@ -148,6 +159,8 @@ class Tier:
         if not self._idle:
             return False
         slot, _ = self._idle.popitem(last=False)
-        del self._kept[self._names.pop(slot)]
+        block_hash = self._names.pop(slot)
+        del self._kept[block_hash]
+        self.changed(block_hash)
         self._free.append(slot)
         return True

@@ -356,7 +356,9 @@ class Engine:
         tier = None if host is None else Tier(host.num_slots)
         self.tiers.open(host, identity)
         disk = self.tiers.disk.index if self.tiers.disk else None
-        return KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier, disk=disk)
+        kv = KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier, disk=disk)
+        self.tiers.attach(kv)
+        return kv
 
     @property
     def stats(self) -> EngineStats:

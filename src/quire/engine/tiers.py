@@ -16,20 +16,23 @@ from blake3 import blake3
 
 from quire.config import EngineConfig
 from quire.core.exports import Have
-from quire.core.fetches import PEER, Forget, Prefill, Read
+from quire.core.fetches import PEER, REMOTE, Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
+from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.scheduler import Scheduler
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
 from quire.kv.host import HostTier
-from quire.kv.mailbox import Dropped, Mailbox, Progressed, Released, Wanted
+from quire.kv.mailbox import Dropped, Located, Mailbox, Progressed, Released, Wanted
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # what speaks with other engines is loaded where there are some
     from quire.kv import wire
+    from quire.kv.directory.agent import DirectoryAgent
     from quire.kv.exporter import Exporter
     from quire.kv.importer import Importer
+    from quire.kv.nodes import NodeReaders
     from quire.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -59,7 +62,8 @@ class KVTiers:
         key: with which blocks are named and checked.
         host, disk: None: there is none.
         mailbox: what threads have to tell; None: there are none.
-        exporter: None: other engines read nothing here. importer: None: nothing is read from others.
+        exporter: None: other engines read nothing here. importer: None: nothing is computed by others.
+        agent: None: no directory says who has which blocks. nodes: None: nothing is read from those who have them.
         to_compute, dropped: prompts for other engines to be computed, and those that need not be any more; whoever
             drives the engine takes them from here.
         notes: for people.
@@ -70,6 +74,8 @@ class KVTiers:
         self.disk: DiskTier | None = None
         self.exporter: Exporter | None = None
         self.importer: Importer | None = None
+        self.agent: DirectoryAgent | None = None
+        self.nodes: NodeReaders | None = None
         elsewhere = config.disk_kv_path is not None or config.kv_role is not None
         self.mailbox = Mailbox() if elsewhere else None
         self.to_compute: list[PrefillRequest] = []
@@ -118,13 +124,47 @@ class KVTiers:
             where = config.kv_host, config.kv_port
             self.exporter = Exporter(*where, curve, identity, host, transports, mailbox)
             self.notes.append(f"other engines may have prompts computed here: {self.exporter.address} ({names})")
-        if config.decodes:
+        if config.prefill_urls and config.decodes:
             links = curve, identity, host, transports, mailbox
             self.importer = Importer([Prefiller(url, *links) for url in config.prefill_urls], mailbox)
             self.notes.append(
                 f"prompts of {config.prefill_min_tokens:,} tokens and more are computed by "
                 f"{', '.join(config.prefill_urls)} ({names}), or here while it cannot be reached"
             )
+        if config.kv_directory is not None:
+            self._open_directory(config.kv_directory, host, key, mailbox, identity, transports)
+
+    def _open_directory(
+        self,
+        url: str,
+        host: HostTier,
+        key: bytes,
+        mailbox: Mailbox,
+        identity: dict[str, str],
+        transports: list[Transport],
+    ) -> None:
+        from quire.kv import wire
+        from quire.kv.directory import masked, open_directory
+        from quire.kv.directory.agent import DirectoryAgent
+        from quire.kv.nodes import NodeReader, NodeReaders
+
+        curve, exporter = wire.curve(key), self.exporter
+        cluster = blake3(key, derive_key_context="quire 2026 name of a cluster").hexdigest(16)
+        name, address = (exporter.name, str(exporter.address)) if exporter else ("", "")
+        self.agent = DirectoryAgent(open_directory(url, cluster), name, address, mailbox)
+        if self._config.decodes:
+            links = curve, identity, host, transports, mailbox
+            self.nodes = NodeReaders(lambda node: NodeReader(node.address, *links), mailbox)
+        self.notes.append(
+            f"KV blocks are shared with the nodes of {masked(url)}"
+            + (f": {self.agent.problem}" if self.agent.problem else f", {len(self.agent.nodes)} others so far")
+        )
+
+    def attach(self, kv: KVManager) -> None:
+        """Have the engine's books say what other nodes should know, and what they hold."""
+        if self.agent is not None:
+            kv.fetches.holders = Holders() if self.nodes else None
+            kv.fetches.published = Published(kv.fetches.tier) if self.exporter else None
 
     def _opened(self, host: HostTier, key: bytes) -> list[Transport]:
         """The ways to other engines, the fastest first."""
@@ -163,6 +203,8 @@ class KVTiers:
             return
         if self.importer is not None:
             scheduler.kv.fetches.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
+        if (holders := scheduler.kv.fetches.holders) is not None and self.agent is not None:
+            holders.ready = self.agent.ready
         for news in self.mailbox.take(wait_seconds):
             self._take_in(scheduler, news)
 
@@ -176,6 +218,10 @@ class KVTiers:
             return
         if scheduler.kv.fetches.orders:
             self._order(scheduler)
+        if self.agent is not None and (published := scheduler.kv.fetches.published):
+            came, went = published.changes(scheduler.kv.cache)
+            if came or went:
+                self.agent.changed(came, went)
         if self.exporter is not None and (exports := scheduler.kv.exports):
             self.exporter.steps = num_steps
             for told in exports.advance(scheduler.kv.cache):
@@ -190,27 +236,49 @@ class KVTiers:
             if isinstance(order, Prefill):
                 if self.importer is not None:
                     self.importer.order(*order)
-            elif self.disk is None:
-                continue
-            elif isinstance(order, Forget):
-                self.disk.forget(order.hash)
-            elif isinstance(order, Read):
-                self.disk.read(order.number, order.blocks)
-            else:
-                self.disk.write(order.slot, order.hash)
+            elif isinstance(order, Forget | Read | Write):
+                if self.disk is not None:
+                    self._order_disk(self.disk, order)
+            elif self.agent is not None and self.nodes is not None:
+                self._order_node(self.agent, self.nodes, order)
         orders.clear()
+
+    def _order_disk(self, disk: DiskTier, order: Forget | Read | Write) -> None:
+        match order:
+            case Forget(block_hash):
+                disk.forget(block_hash)
+            case Read(number, blocks):
+                disk.read(number, blocks)
+            case Write(slot, block_hash):
+                disk.write(slot, block_hash)
+
+    def _order_node(self, agent: DirectoryAgent, nodes: NodeReaders, order: Locate | Pull | Lacks | Ban) -> None:
+        match order:
+            case Locate(number, hashes):
+                agent.locate(number, hashes)
+            case Pull(number, blocks, node):
+                nodes.keep(agent.nodes)
+                nodes.pull(number, blocks, agent.nodes.get(node))
+            case Lacks(node, hashes):
+                agent.withdraw(node, hashes)
+            case Ban(node, block_hash):
+                logger.error("KV node %s gave a block with other bytes: nothing more is read from it", node)
+                nodes.ban(node)
+                agent.withdraw(node, [block_hash])
 
     def _take_in(self, scheduler: Scheduler, news: object) -> None:
         fetches, exports = scheduler.kv.fetches, scheduler.kv.exports
         match news:
-            case Ended("read", number, count, seconds):
-                scheduler.read_ended(number, count, seconds)
+            case Ended("read" | "gone" as kind, number, count, seconds):
+                scheduler.read_ended(number, count, seconds, kind == "gone")
+            case Located(number, holders):
+                scheduler.located(number, holders, time.monotonic())
             case Ended("write", slot, count, _):
                 fetches.written(slot, bool(count))
             case Progressed(number):
                 fetches.progressed(number, time.monotonic())
             case Wanted(number, want) if exports:
-                computing = exports.missing(want.hashes, scheduler.kv.cache)
+                computing = bool(want.tokens) and exports.missing(want.hashes, scheduler.kv.cache)
                 exports.begin(number, want.hashes, computing)
                 if computing:
                     self.to_compute.append(PrefillRequest(number, want))
@@ -222,14 +290,19 @@ class KVTiers:
 
     def counts(self, kv: KVManager) -> dict[str, dict[str, int]]:
         """Of each tier, blocks that were `stored` there and `loaded` from there, and `bad` ones; of other engines,
-        blocks that they read here, and those that were read from them.
+        blocks that they read here, and those that were read from them; of other nodes, blocks that were read from them,
+        that nobody had, that they had not although the directory says so, and bad ones.
         """
         peers = {"stored": kv.exports.exported if kv.exports else 0, "loaded": kv.fetches.read[PEER]}
-        return kv.fetches.counts | ({"peer": peers} if self.exporter or self.importer else {})
+        counts = kv.fetches.counts | ({"peer": peers} if self.exporter or self.importer else {})
+        if (found := kv.fetches.holders) is None:
+            return counts
+        asked = {"missed": found.missed, "stale": found.stale, "bad": found.bad}
+        return counts | {"remote": {"loaded": kv.fetches.read[REMOTE]} | asked}
 
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
         """Whether requests wait for the tiers; waits a little for these then."""
-        if isinstance(scheduler, Lockstep) or not scheduler.kv.fetches.reads:
+        if isinstance(scheduler, Lockstep) or not scheduler.kv.fetches.waits:
             return False
         if wait_seconds:
             self.exchange(scheduler, wait_seconds=wait_seconds)
@@ -239,8 +312,9 @@ class KVTiers:
         """The scheduler's books are made anew: nothing may be written into slots that they do not know of."""
         if self.disk is not None:
             self.disk.drain()
-        if self.importer is not None:
-            self.importer.drain()
+        for readers in (self.importer, self.nodes):
+            if readers is not None:
+                readers.drain()
         if self.mailbox is not None:
             self.mailbox.take()
         if self.exporter is not None:
@@ -248,7 +322,7 @@ class KVTiers:
 
     def close(self) -> None:
         """Let go of the folder, once all is written, and of other engines."""
-        for each in (self.importer, self.exporter, self.disk):
+        for each in (self.agent, self.importer, self.nodes, self.exporter, self.disk):
             if each is not None:
                 each.close()
         self._transports.close()
@@ -256,7 +330,7 @@ class KVTiers:
             os.close(self._folder[2])
         if self.mailbox is not None:
             self.mailbox.close()
-        self.host = self.disk = self._folder = self.importer = self.exporter = None
+        self.host = self.disk = self._folder = self.importer = self.exporter = self.agent = self.nodes = None
 
 
 def _cluster_key(config: EngineConfig) -> bytes | None:

@@ -44,8 +44,8 @@ IDLE_POLL_MS = 1000
 DOWNLOAD_SECONDS = 7 * 24 * 3600
 """A checkpoint may have to be downloaded, of which nothing is told meanwhile."""
 
-WAIT_POLL_MS = 100
-"""So often an engine looks up that waits for blocks from elsewhere: some may be late."""
+WAIT_POLL_MS = 20
+"""So often an engine looks up that waits for blocks from elsewhere, or for who has them: some may be late."""
 
 PREFILL_WORKER = (1 << 22) - 1
 """In place of an HTTP process's index, in the numbers of requests whose prompts are computed for other engines."""

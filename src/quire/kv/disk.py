@@ -50,13 +50,14 @@ class Place(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What the thread has done: a write of a slot, or the read of that `number`.
+    """What the thread has done: a write of a slot, or the read of that `number`; or an engine has "gone" no further
+    with one, since it has not the rest.
 
     Attributes:
         blocks: that are there now.
     """
 
-    kind: Literal["write", "read"]
+    kind: Literal["write", "read", "gone"]
     number: int
     blocks: int
     seconds: float

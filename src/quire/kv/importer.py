@@ -18,6 +18,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import msgspec
 import zmq
@@ -53,20 +54,20 @@ class UnreachableError(QuireError):
     """An engine that computes prompts cannot be used now; the message says why."""
 
 
-class _Reading:
+class Reading:
     """Blocks that are computed by another engine, and read from there.
 
     Attributes:
         slots: for the blocks that are wanted, one each.
         count: so many have come.
-        over: nothing more is to be read.
+        over: nothing more is to be read. gone: the other engine has not the rest.
         late: something may still be written into its slots, at any time: that it has ended is never told.
     """
 
     def __init__(self, want: wire.Want, slots: Sequence[int]) -> None:
         self.want, self.slots, self.begin = want, slots, time.monotonic()
         self.count = 0
-        self.over = self.late = False
+        self.over = self.late = self.gone = False
 
 
 class Prefiller:
@@ -86,6 +87,8 @@ class Prefiller:
         engine: its name; "" before it was reached.
     """
 
+    what = "prefill engine"
+
     def __init__(
         self,
         url: str,
@@ -101,7 +104,7 @@ class Prefiller:
         self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
         self._transports = {each.name: each for each in transports}
         self._switched_off: set[str] = set()
-        self._readings: dict[int, _Reading] = {}
+        self._readings: dict[int, Reading] = {}
         self._lock = threading.Lock()  # of the readings, and of `_welcome`
         self._outbox = Mailbox()
         self._stopping = False
@@ -128,7 +131,7 @@ class Prefiller:
         with self._lock:
             if not self.ready:
                 return False
-            self._readings[want.number] = _Reading(want, slots)
+            self._readings[want.number] = Reading(want, slots)
         self._outbox.post(want)
         return True
 
@@ -272,7 +275,7 @@ class Prefiller:
                     continue
                 self.transport = transport
                 self.state = f"ready, by {name}"
-                logger.info("prefill engine %s (%s): %s", self.url, welcome.name, self.state)
+                logger.info("%s %s (%s): %s", self.what, self.url, welcome.name, self.state)
                 self._welcome = True
                 return
         names = ", ".join(welcome.transports) or "none"
@@ -299,7 +302,7 @@ class Prefiller:
 
     # -- the thread that reads -------------------------------------------------------------------------------
 
-    def _carry_out(self, reading: _Reading, message: wire.Have | wire.Gone) -> None:
+    def _carry_out(self, reading: Reading, message: wire.Have | wire.Gone) -> None:
         number = reading.want.number
         if isinstance(message, wire.Have) and not reading.over:
             try:
@@ -310,8 +313,10 @@ class Prefiller:
                 if not self.transport.fenced:
                     reading.late = True
                     self._switch_off()
-        if isinstance(message, wire.Gone):  # it has too much to do, or the request ended
-            self._resting_until = time.monotonic() + REST_SECONDS
+        if isinstance(message, wire.Gone):
+            reading.gone = True
+            if reading.want.tokens:  # it has too much to do, or the request ended
+                self._resting_until = time.monotonic() + REST_SECONDS
         with self._lock:
             reading.over |= isinstance(message, wire.Gone) or reading.count == len(reading.slots)
             if not reading.over or self._readings.pop(number, None) is None:
@@ -319,7 +324,7 @@ class Prefiller:
         self._outbox.post(wire.Cancel(number))
         self._end(reading)
 
-    def _fetch(self, reading: _Reading, message: wire.Have) -> None:
+    def _fetch(self, reading: Reading, message: wire.Have) -> None:
         """Read the blocks of a message, and say so."""
         own = reading.slots[message.first : message.first + len(message.slots)]
         if message.first != reading.count or not len(own) == len(message.slots) == len(message.checks):
@@ -335,10 +340,11 @@ class Prefiller:
         self._outbox.post(wire.Got(reading.want.number, reading.count))
         self._mailbox.post(Progressed(reading.want.number))
 
-    def _end(self, reading: _Reading) -> None:
+    def _end(self, reading: Reading) -> None:
         if reading.late:
             return
-        self._mailbox.post(Ended("read", reading.want.number, reading.count, time.monotonic() - reading.begin))
+        kind: Literal["read", "gone"] = "gone" if reading.gone else "read"
+        self._mailbox.post(Ended(kind, reading.want.number, reading.count, time.monotonic() - reading.begin))
 
     def _switch_off(self) -> None:
         """A transport that may write late is used no more."""

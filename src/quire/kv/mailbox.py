@@ -39,6 +39,13 @@ class Dropped(NamedTuple):
     number: int
 
 
+class Located(NamedTuple):
+    """By a directory, which nodes hold the first blocks that were asked about; None: it does not answer."""
+
+    number: int
+    holders: list[list[str]] | None
+
+
 class Mailbox:
     """News for the engine, from any thread. `fileno` can be polled: it is readable while there is something."""
 

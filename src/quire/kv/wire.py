@@ -55,7 +55,7 @@ class Want(msgspec.Struct, tag="want"):
     Attributes:
         number: the importer's.
         hashes: the blocks' names, which follow one another.
-        tokens: a prompt that has them: the exporter computes what it has not.
+        tokens: a prompt that has them: the exporter computes what it has not. None: it computes nothing.
         priority, owner, scope: of the request.
     """
 

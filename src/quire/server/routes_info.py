@@ -16,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from quire import __version__
 from quire.errors import EngineClosedError
+from quire.kv.directory import masked
 from quire.models.hub import describe
 from quire.server.auth import METRICS_PATH, forbidden, tenant_of
 from quire.server.config import KEY_OPTIONS
@@ -160,6 +161,8 @@ def _server_info(context: AppContext) -> dict[str, Any]:
 
 def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
     """An option's value and origin. What was not given and the engine has filled in came from its memory plan."""
+    if name == "kv_directory" and value is not None:
+        value = masked(value)
     origin = context.origins.get(name, "default")
     given = context.engine_options.get(name, value)
     if origin == "default" and given is None and value is not None:

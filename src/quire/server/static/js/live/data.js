@@ -8,7 +8,7 @@ const MAX_BUCKETS = 600; // ten minutes of seconds
 const LANE_REST = 0.3; // seconds after which a request that is in no step gives its lane to another
 
 /** Where blocks come from that are not in the pool. */
-export const SOURCES = { host: "host memory", disk: "disk", peer: "another engine" };
+export const SOURCES = { host: "host memory", disk: "disk", peer: "another engine", remote: "another node" };
 
 export const CURVES = ["output", "prefill", "gap50", "gap99", "ttft", "running", "waiting"];
 

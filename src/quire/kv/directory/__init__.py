@@ -1,0 +1,35 @@
+"""Directories of which node holds which KV blocks, by the scheme of their URL."""
+
+from __future__ import annotations
+
+from quire.errors import ConfigError
+from quire.kv.directory.base import Directory
+
+SCHEMES = "redis", "rediss", "unix"
+
+
+def open_directory(url: str, cluster: str) -> Directory:
+    """The directory at a URL; nothing is asked of it yet.
+
+    Args:
+        cluster: names the cluster's key, without telling it.
+
+    Raises:
+        ConfigError: there is no such kind, or what speaks with it is not installed.
+    """
+    if url.partition("://")[0] not in SCHEMES:
+        raise ConfigError(
+            f"kv_directory {masked(url)!r} is no URL of a directory; allowed: "
+            "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS) and unix://PATH"
+        )
+    from quire.kv.directory.redis import RedisDirectory
+
+    return RedisDirectory(url, cluster)
+
+
+def masked(url: str) -> str:
+    """A URL without its password."""
+    scheme, found, rest = url.partition("://")
+    credentials, at, place = rest.rpartition("@")
+    user = credentials.partition(":")[0]
+    return f"{scheme}{found}{user + ':***' if at else ''}{at}{place}"

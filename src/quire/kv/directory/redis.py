@@ -1,0 +1,233 @@
+"""A directory in Redis, or Valkey: ordinary commands, and Lua where several must be one.
+
+Keys, all of which begin with `PREFIX`: `owner`, which cluster's nodes these are; `nodes`, their names; `n:NAME`, a
+node's epoch and address, which expires with its lease; `b:HASH`, by name, the epochs in which nodes have published a
+block. An entry counts while its epoch is that of its node's lease, so nothing need be cleaned up after a crash; and
+clocks of nodes are never compared, since Redis alone counts the seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.kv.directory import masked
+from quire.kv.directory.base import DirectoryError, Holders, Node
+from quire.kv.directory.local import other_cluster
+
+PREFIX = b"quire:{kv}:"
+"""With one hash tag, so that all keys lie in one slot of a Redis Cluster."""
+
+PASSWORD = "REDISCLI_AUTH"
+"""A variable of the environment, which redis-cli has, too: the password, where the URL has none."""
+
+TIMEOUT_SECONDS = 1.0
+"""For an answer; nothing that serves requests waits for it."""
+
+ENTRY_SECONDS = 3600
+"""An entry that is not published again is gone after this."""
+
+MOST_HOLDERS = 8
+"""A block that more nodes have published is rid of those that are not there any more."""
+
+OLDEST = 6
+"""The first version that has users (ACL) and TLS."""
+
+_JOIN = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return -1 end
+local known = redis.call('GET', KEYS[2]) == ARGV[2]
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+redis.call('SADD', KEYS[3], ARGV[4])
+return known and 1 or 0
+"""
+
+_LEAVE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[2])
+end
+"""
+
+_EPOCH = """
+local epochs = {}
+local function epoch(name, prefix)
+  if epochs[name] == nil then
+    local record = redis.call('GET', prefix .. name)
+    epochs[name] = record and string.match(record, '^[^\\n]*') or false
+  end
+  return epochs[name]
+end
+"""
+
+_PUBLISH = (
+    _EPOCH
+    + """
+local name, own, prefix = ARGV[1], ARGV[2], ARGV[3]
+if epoch(name, prefix) ~= own then return 0 end
+for _, block in ipairs(KEYS) do
+  redis.call('HSET', block, name, own)
+  redis.call('PEXPIRE', block, ARGV[4])
+  if redis.call('HLEN', block) > tonumber(ARGV[5]) then
+    local held = redis.call('HGETALL', block)
+    for i = 1, #held, 2 do
+      if epoch(held[i], prefix) ~= held[i + 1] then redis.call('HDEL', block, held[i]) end
+    end
+  end
+end
+return 1
+"""
+)
+
+_WITHDRAW = """
+for _, block in ipairs(KEYS) do
+  if redis.call('HGET', block, ARGV[1]) == ARGV[2] then redis.call('HDEL', block, ARGV[1]) end
+end
+"""
+
+_QUERY = (
+    _EPOCH
+    + """
+local numbers, records, rows = {}, {}, {}
+for _, block in ipairs(KEYS) do
+  local held, row = redis.call('HGETALL', block), {}
+  for i = 1, #held, 2 do
+    local name = held[i]
+    if epoch(name, ARGV[1]) == held[i + 1] then
+      if not numbers[name] then
+        table.insert(records, {name, redis.call('GET', ARGV[1] .. name)})
+        numbers[name] = #records
+      end
+      table.insert(row, numbers[name])
+    end
+  end
+  if #row == 0 then break end
+  table.insert(rows, row)
+end
+return {records, rows}
+"""
+)
+
+_NODES = """
+local found = {}
+for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local record = redis.call('GET', ARGV[1] .. name)
+  if record then table.insert(found, {name, record}) else redis.call('SREM', KEYS[1], name) end
+end
+return found
+"""
+
+
+class RedisDirectory:
+    """See `base.Directory`.
+
+    Args:
+        url: of the server, as redis-py has them.
+        cluster: names the cluster's key.
+        timeout: seconds for an answer.
+
+    Raises:
+        ConfigError: the URL is none, or redis-py is not installed.
+    """
+
+    def __init__(self, url: str, cluster: str, timeout: float = TIMEOUT_SECONDS) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise ConfigError(
+                f"kv_directory {masked(url)} needs redis-py ({error}): pip install 'quire[redis]'"
+            ) from error
+        self._redis, self._where, self._cluster = redis, f"kv_directory {masked(url)}", cluster
+        options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        try:
+            self._client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+            known = self._client.connection_pool.connection_kwargs
+            if password := os.environ.get(PASSWORD):
+                known.setdefault("password", password)
+            self._client.connection_pool.make_connection()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{self._where}: {error}; such as redis://10.0.0.1:6379/0") from error
+        script = self._client.register_script
+        self._join, self._leave, self._publish = script(_JOIN), script(_LEAVE), script(_PUBLISH)
+        self._withdraw, self._query, self._nodes = script(_WITHDRAW), script(_QUERY), script(_NODES)
+
+    def check(self) -> None:
+        version = str(self._call(lambda: self._client.info("server")).get("redis_version", "0"))
+        if int(version.partition(".")[0]) < OLDEST:
+            raise ConfigError(f"{self._where}: Redis {version} is too old; use {OLDEST}.0 or later, or Valkey")
+
+    def join(self, node: Node, lease: float) -> bool:
+        keys = [PREFIX + b"owner", _node_key(node.name), PREFIX + b"nodes"]
+        how = self._call(lambda: self._join(keys, [self._cluster, _record(node), int(lease * 1000), node.name]))
+        if how < 0:
+            raise ConfigError(other_cluster(self._where))
+        return bool(how)
+
+    def leave(self, node: Node) -> None:
+        keys = [_node_key(node.name), PREFIX + b"nodes"]
+        self._call(lambda: self._leave(keys, [_record(node), node.name]))
+
+    def publish(self, node: Node, blocks: Sequence[bytes]) -> bool:
+        more: list[str | bytes | int] = [node.name, node.epoch, _node_key(""), ENTRY_SECONDS * 1000, MOST_HOLDERS]
+        return bool(self._call(lambda: self._publish(_block_keys(blocks), more)))
+
+    def withdraw(self, node: Node, blocks: Sequence[bytes]) -> None:
+        self._call(lambda: self._withdraw(_block_keys(blocks), [node.name, node.epoch]))
+
+    def query(self, blocks: Sequence[bytes]) -> Holders:
+        records, rows = self._call(lambda: self._query(_block_keys(blocks), [_node_key("")]))
+        nodes = [_node(*each) for each in records]
+        return [[nodes[number - 1] for number in row] for row in rows]
+
+    def nodes(self) -> list[Node]:
+        return [_node(*each) for each in self._call(lambda: self._nodes([PREFIX + b"nodes"], [_node_key("")]))]
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        """What a command yields, and its errors as ours."""
+        known = self._redis.exceptions
+        try:
+            return call()
+        except known.AuthenticationError as error:
+            why = "it does not take this user and password", "name them as redis://USER:PASSWORD@HOST"
+            raise self._refused(error, *why) from error
+        except known.NoPermissionError as error:
+            why = "its user may not do what a directory needs", "allow it '~quire:* +@read +@write +@scripting +info'"
+            raise self._refused(error, *why) from error
+        except known.InvalidResponse as error:
+            raise self._refused(error, "what answers there is no Redis", "name one") from error
+        except known.ConnectionError as error:
+            if isinstance(error.__context__, ssl.SSLError):
+                why = "no TLS connection", "add ?ssl_ca_certs=FILE with who vouches for it"
+                raise self._refused(error.__context__, *why) from error
+            raise DirectoryError(f"{self._where} cannot be reached ({error})") from error
+        except (known.RedisError, OSError) as error:
+            raise DirectoryError(f"{self._where} does not answer as it should ({error})") from error
+
+    def _refused(self, error: Exception, what: str, help: str) -> ConfigError:
+        return ConfigError(f"{self._where}: {what} ({str(error).rstrip('.')}); {help}")
+
+
+def _node_key(name: str) -> bytes:
+    return PREFIX + b"n:" + name.encode()
+
+
+def _block_keys(blocks: Sequence[bytes]) -> list[bytes]:
+    return [PREFIX + b"b:" + block for block in blocks]
+
+
+def _record(node: Node) -> str:
+    return f"{node.epoch}\n{node.address}"
+
+
+def _node(name: bytes, record: bytes) -> Node:
+    epoch, _, address = record.decode(errors="replace").partition("\n")
+    return Node(name.decode(errors="replace"), epoch, address)

@@ -1,0 +1,307 @@
+"""What other nodes hold: who is asked for a block, what is believed for how long, and a pool where anything happens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+
+from quire.core.exports import Gone, Have
+from quire.core.fetches import PATIENCE, REMOTE, Ban, Lacks, Locate, Pull
+from quire.core.holders import FRESH_SECONDS, KEPT_SECONDS, LOOKUP_SECONDS, MOST_KNOWN, REPLICAS, Holders, Published
+from quire.core.invariants import check
+from quire.core.prefix_cache import Node
+from quire.core.tier import Tier
+from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
+
+CHAIN = [bytes([number]) * 4 for number in range(6)]
+
+
+def told(rows: list[list[str]], now: float = 0.0) -> Holders:
+    made = Holders()
+    made.ready = True
+    lookup = made.ask(CHAIN, now)
+    assert lookup is not None
+    made.answered(lookup.number, rows, now)
+    return made
+
+
+def test_of_those_that_hold_the_next_block_the_one_with_most_of_the_chain_is_asked():
+    known = told([["a", "b"], ["a", "b"], ["a", "b"], ["b"]])
+    assert known.best(CHAIN, Tier(), lambda node: None, 0.0) == ("b", 4)
+    assert known.best(CHAIN[:3], Tier(), {"a": 1.0, "b": 2.0}.get, 0.0) == ("a", 3), "and of equals the fastest"
+    assert known.best(CHAIN[4:], Tier(), lambda node: None, 0.0) == ("", 0)
+
+
+def test_what_the_tier_has_already_does_not_end_a_run():
+    tier = Tier(2)
+    slot = tier.take(CHAIN[1])
+    assert slot is not None
+    tier.filled(slot)
+    known = Holders()
+    known.ready = True
+    lookup = known.ask([CHAIN[0], *CHAIN[2:]], 0.0)
+    assert lookup is not None
+    known.answered(lookup.number, [["a"], ["a"]], 0.0)
+    assert known.best(CHAIN, tier, lambda node: None, 0.0) == ("a", 3)
+
+
+def test_nothing_is_asked_again_that_was_said_just_now_and_nothing_old_is_believed():
+    known = told([["a"], ["a"]])
+    assert known.missed == 4 and known.ask(CHAIN[1:], FRESH_SECONDS - 0.1) is None
+    assert known.ask(CHAIN[2:], FRESH_SECONDS - 0.1) is None, "nobody had it"
+    assert known.ask(CHAIN[3:], 0.0) is not None, "nothing was said of it"
+    assert known.ask(CHAIN, FRESH_SECONDS + 0.1) is not None
+    assert known.of(CHAIN[0], KEPT_SECONDS - 0.1) == ("a",) and known.of(CHAIN[0], KEPT_SECONDS) == ()
+
+
+def test_a_directory_that_is_late_is_asked_for_nothing_before_it_has_answered():
+    known = Holders()
+    assert known.ask(CHAIN, 0.0) is None, "it is not ready"
+    known.ready = True
+    lookup = known.ask(CHAIN, 0.0)
+    assert lookup is not None and not known.expired(LOOKUP_SECONDS)
+    assert known.expired(LOOKUP_SECONDS + 0.01) == [lookup] and not known.expired(1.0)
+    assert known.ask(CHAIN[1:], 1.0) is None
+    assert known.answered(lookup.number, [["a"]], 1.0) is lookup and known.of(CHAIN[0], 1.0) == ("a",)
+    assert known.answered(lookup.number, [["b"]], 1.0) is None, "it came twice"
+    assert known.ask(CHAIN[2:], 1.0) is not None
+
+
+def test_where_nothing_is_answered_what_was_said_before_counts():
+    known = told([["a"]])
+    lookup = known.ask(CHAIN, FRESH_SECONDS + 1)
+    assert lookup is not None
+    known.answered(lookup.number, None, FRESH_SECONDS + 1)
+    assert known.of(CHAIN[0], FRESH_SECONDS + 1) == ("a",) and known.missed == 5
+    assert known.ask(CHAIN, FRESH_SECONDS + 1.1) is None
+
+
+def test_who_lacks_a_block_or_is_banned_is_not_asked():
+    known = told([["a", "b"], ["a", "b"]])
+    known.lacks("a", [CHAIN[1], b"unknown"])
+    assert known.of(CHAIN[1], 0.0) == ("b",) and known.count(CHAIN[1]) == 1
+    assert known.ban("b") and not known.ban("b")
+    assert known.of(CHAIN[0], 0.0) == ("a",) and known.of(CHAIN[1], 0.0) == ()
+
+
+def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("quire.core.holders.MOST_KNOWN", 3)
+    known = told([["a"]] * 6)
+    assert [bool(known.of(each, 0.0)) for each in CHAIN] == [False] * 3 + [True] * 3 and MOST_KNOWN > 1000
+
+
+def test_what_two_others_hold_is_not_saved_in_one_more_tier():
+    for others in range(REPLICAS + 1):
+        scheduler, _ = make_scheduler(num_slots=4)
+        fetches = scheduler.kv.fetches
+        fetches.holders = told([["a", "b"][:others]])
+        node = Node(None, b"", 1, CHAIN[0], "")
+        node.uses = 5
+        fetches.evicted(node, 1)
+        assert fetches.has_moves == (others < REPLICAS)
+
+
+class PoolNode:
+    """A scheduler of a pool."""
+
+    def __init__(self, name: str, rnd: random.Random) -> None:
+        self.name = name
+        self.scheduler, self.runner = make_scheduler(
+            num_blocks=rnd.choice([14, 30]),
+            num_slots=rnd.choice([4, 12, 40]),
+            prefix_cache=rnd.choice(["radix", "hash"]),
+            max_num_seqs=rnd.choice([2, 6]),
+        )
+        fetches = self.scheduler.kv.fetches
+        self.holders = fetches.holders = Holders()
+        self.published = fetches.published = Published(fetches.tier)
+        self.holders.ready = True
+        self.lookups: deque[Locate] = deque()
+        self.pulls: dict[int, Pull] = {}
+        self.read: dict[int, int] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.updates: list[Any] = []
+
+
+class PoolRun:
+    """One seeded schedule of a pool: three nodes, a directory that may be wrong, late or lost."""
+
+    def __init__(self, seed: int) -> None:
+        self.rnd = rnd = random.Random(seed)
+        self.nodes = {name: PoolNode(name, rnd) for name in "abc"}
+        self.directory: dict[bytes, set[str]] = {}
+        self.heads = [[rnd.randrange(5) for _ in range(rnd.randrange(12, 30))] for _ in range(2)]
+        self.exports: dict[int, tuple[PoolNode, int]] = {}  # by the holder's number: who asked, and its number
+        self.news: deque[tuple[PoolNode, Have | Gone]] = deque()
+        self.next, self.now = 0, 0.0
+        self.counts: Counter[str] = Counter()
+
+    def add(self, node: PoolNode) -> None:
+        rnd, id = self.rnd, len(node.prompts)
+        node.prompts[id] = prompt = rnd.choice(self.heads) + [rnd.randrange(5) for _ in range(rnd.randrange(4))]
+        node.scheduler.add(make_request(id, prompt, rnd.randrange(1, 6), scope=rnd.choice(["", "", "", "tenant"])))
+
+    def step(self, node: PoolNode) -> bool:
+        self.now += 0.01
+        plan = node.scheduler.schedule(self.now)
+        if plan:
+            node.updates += node.scheduler.commit(plan, node.runner.run(plan), self.now)
+        kv = node.scheduler.kv
+        assert kv.exports is not None
+        self.news += [(node, each) for each in kv.exports.advance(kv.cache)]
+        self.tell(node)
+        check(node.scheduler)
+        return plan is not None
+
+    def tell(self, node: PoolNode) -> None:
+        """What has changed goes to the directory, mostly; and what is wanted is noted."""
+        came, went = node.published.changes(node.scheduler.kv.cache)
+        for name in came:
+            self.directory.setdefault(name, set()).add(node.name)
+        for name in went if self.rnd.random() < 0.9 else ():
+            self.directory.get(name, set()).discard(node.name)
+        tier, cache = node.scheduler.kv.fetches.tier, node.scheduler.kv.cache
+        assert node.published.blocks == {*tier.kept, *cache._by_hash}, "all that it has, and nothing else"
+        orders = node.scheduler.kv.fetches.orders
+        for order in orders:
+            if isinstance(order, Locate):
+                node.lookups.append(order)
+            elif isinstance(order, Pull):
+                node.pulls[order.number], node.read[order.number] = order, 0
+                self.ask(node, order)
+            elif isinstance(order, Lacks):
+                for name in order.hashes:
+                    self.directory.get(name, set()).discard(order.node)
+            else:
+                assert isinstance(order, Ban)
+                self.counts["banned"] += 1
+        orders.clear()
+
+    def ask(self, node: PoolNode, order: Pull) -> None:
+        holder = self.nodes[order.node].scheduler.kv.exports
+        assert holder is not None and order.node != node.name
+        self.next += 1
+        self.exports[self.next] = node, order.number
+        holder.begin(self.next, [name for _, name in order.blocks], False)
+
+    def locate(self, node: PoolNode) -> bool:
+        if not node.lookups:
+            return False
+        order = node.lookups.popleft()
+        rows: list[set[str]] | None = []
+        for name in order.hashes:
+            holders = self.directory.get(name, set()) - {node.name}
+            if self.rnd.random() < 0.02:
+                holders = {each for each in "abc" if each != node.name}  # it is wrong
+            if not holders:
+                break
+            rows.append(holders)
+        if self.rnd.random() < 0.05:
+            rows = None
+        node.scheduler.located(order.number, rows, self.now)
+        return True
+
+    def carry(self) -> bool:
+        """The oldest news reach who asked."""
+        if not self.news:
+            return False
+        holder, news = self.news.popleft()
+        node, number = self.exports[news.number]
+        order = node.pulls.get(number)
+        if order is None:
+            return True
+        assert holder.scheduler.kv.exports is not None
+        if isinstance(news, Have):
+            for slot, (target, name) in zip(news.slots, order.blocks[news.first :], strict=False):
+                assert holder.runner.slots[slot][0] == name, "a slot that is told of stays as it is"
+                node.runner.slots[target] = holder.runner.slots[slot]
+            node.read[number] = news.first + len(news.slots)
+            holder.scheduler.kv.exports.release(news.number, node.read[number])
+        if isinstance(news, Gone) or node.read[number] == len(order.blocks):
+            self.end_pull(node, number, isinstance(news, Gone))
+        return True
+
+    def end_pull(self, node: PoolNode, number: int, gone: bool) -> None:
+        order = node.pulls.pop(number)
+        [export] = [each for each, asked in self.exports.items() if asked == (node, number)]
+        exports = self.nodes[order.node].scheduler.kv.exports
+        assert exports is not None
+        exports.end(export)
+        node.scheduler.read_ended(number, node.read[number], 0.001, gone)
+
+    def event(self) -> None:
+        rnd = self.rnd
+        node = self.nodes[rnd.choice("abc")]
+        fetches = node.scheduler.kv.fetches
+        whats = ["add", "step", "locate", "carry", "abort", "clear", "flip", "lost", "late", "restart", "forget"]
+        [what] = rnd.choices(whats, [15, 60, 20, 20, 3, 3, 1, 1, 0.5, 1, 1])
+        if what == "add" and len(node.prompts) < 15:
+            self.add(node)
+        elif what == "step":
+            self.step(node)
+        elif what == "locate":
+            self.locate(node)
+        elif what == "carry":
+            self.carry()
+        elif what == "abort" and node.prompts:
+            node.scheduler.abort(rnd.randrange(len(node.prompts)))
+        elif what == "clear":
+            node.scheduler.kv.cache.clear()
+        elif what == "flip" and fetches.tier.kept:
+            node.runner.flip(rnd.choice(sorted(fetches.tier.kept.values())))
+        elif what == "lost" and node.pulls:
+            self.end_pull(node, rnd.choice(sorted(node.pulls)), False)
+        elif what == "late":
+            self.now += rnd.choice([LOOKUP_SECONDS, PATIENCE[REMOTE], KEPT_SECONDS]) + 0.01
+        elif what == "restart":
+            node.scheduler.restart()
+        elif what == "forget":
+            self.directory.clear()  # it was emptied, and nobody has noticed yet
+        check(node.scheduler)
+
+    def end(self) -> None:
+        for _ in range(5000):
+            stepped = [self.step(node) for node in self.nodes.values()]
+            located = [self.locate(node) for node in self.nodes.values()]
+            asked = [bool(node.pulls) for node in self.nodes.values()]
+            if not any([*stepped, *located, self.carry(), *asked]):
+                break
+        for node in self.nodes.values():
+            node.updates += node.scheduler.take_updates()
+            fetches = node.scheduler.kv.fetches
+            assert node.scheduler.idle and not node.holders.lookups and not fetches.reads
+            assert not fetches.tier.pins and not fetches.tier.counts["quarantined"]
+            for id, tokens in outputs(node.updates).items():
+                assert tokens == expected_output(node.prompts[id], len(tokens))
+            ended = [update.request for update in node.updates if update.finish_reason]
+            assert sorted(ended) == sorted(node.prompts)
+            self.counts.update(read=fetches.read[REMOTE], stale=node.holders.stale, bad=node.holders.bad)
+            self.counts.update(missed=node.holders.missed)
+
+
+def run_schedules(seeds: range) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            run = PoolRun(seed)
+            for _ in range(200):
+                run.event()
+            run.end()
+        except BaseException as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+        total += run.counts
+    return total
+
+
+def test_whatever_happens_in_a_pool_no_token_changes_and_no_request_hangs():
+    total = run_schedules(range(40))
+    assert total["read"] > 100 and total["stale"] > 10 and total["bad"] and total["banned"] and total["missed"], total
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_three_thousand_schedules_of_a_pool():
+    run_schedules(range(3000))
