@@ -12,18 +12,23 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.bench.kv_prefill import prefill_process
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.kv import wire
 from tests.engine_server import EngineServer, until
+from tests.http_tools import wait_until
+from tests.networks import Networks, networks
 from tests.test_kv_prefill import Outcome, params, prompt
+
+__all__ = ["networks"]  # a fixture
 
 LENGTHS = 40, 90, 130, 160
 OPTIONS: dict[str, Any] = {
@@ -45,8 +50,8 @@ def free_port() -> int:
 class Decoder:
     """An engine of this process whose prompts are computed by another process, and what its requests got."""
 
-    def __init__(self, port: int, key: str, expected: list[Outcome], transport: str | None) -> None:
-        more = {"kv_role": "decode", "prefill_url": f"127.0.0.1:{port}", "prefill_min_tokens": 16}
+    def __init__(self, address: str, key: str, expected: list[Outcome], transport: str | None) -> None:
+        more = {"kv_role": "decode", "prefill_url": address, "prefill_min_tokens": 16}
         self.engine = Engine(
             EngineConfig(**OPTIONS, **more, cluster_key_file=key, check_invariants=True, kv_transport=transport)
         )
@@ -103,7 +108,7 @@ async def apart(
         options = {**OPTIONS, "kv_role": "prefill", "kv_port": port, "kv_transport": transport}
         async with EngineServer(Path(name), **options, cluster_key_file=str(key)) as server:
             await server.ready_client()
-            decoder = await asyncio.to_thread(Decoder, port, str(key), expected, transport)
+            decoder = await asyncio.to_thread(Decoder, f"127.0.0.1:{port}", str(key), expected, transport)
             await until(lambda: decoder.ready)
             yield server, decoder
             await asyncio.to_thread(decoder.close)
@@ -162,30 +167,46 @@ async def test_a_prefill_process_that_dies_or_hangs_costs_time_and_no_token(
         assert decoder.read > read
 
 
-async def chaos(seed: int, seconds: float, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> int:
+async def chaos(
+    rnd: random.Random, seconds: float, decoder: Decoder, faults: Mapping[Callable[[], Awaitable[None] | None], float]
+) -> None:
+    """Requests, steps, and faults with such weights, at random times."""
+
+    def add() -> None:
+        if len(decoder.outcomes) < 6:
+            decoder.add(rnd.randrange(8))
+
+    async def steps() -> None:
+        for _ in range(rnd.randrange(12)):
+            await asyncio.to_thread(decoder.step)
+
+    happens = {add: 30, steps: 60, decoder.forget: 6, **faults}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        [what] = rnd.choices([*happens], [*happens.values()])
+        if (doing := what()) is not None:
+            await doing
+
+
+async def chaos_of_processes(
+    seed: int, seconds: float, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> int:
     """Kill, stop and continue the process that computes prompts, at random times under load; blocks that came."""
     rnd = random.Random(seed)
-    transport = rnd.choice(["shared_memory", "socket"])
-    async with apart(transport, expected, monkeypatch) as (server, decoder):
-        end = time.monotonic() + seconds
-        stopped = False
-        while time.monotonic() < end:
-            [what] = rnd.choices(["add", "steps", "forget", "kill", "stop", "continue"], [30, 60, 6, 0.7, 1.5, 4])
-            if what == "add" and len(decoder.outcomes) < 6:
-                decoder.add(rnd.randrange(8))
-            elif what == "steps":
-                for _ in range(rnd.randrange(12)):
-                    await asyncio.to_thread(decoder.step)
-            elif what == "forget":
-                decoder.forget()
-            elif what == "kill":
-                server.kill()
-                stopped = False
-                await server.replace_engine()
-            elif what == "stop" or (what == "continue" and stopped):
-                stopped = what == "stop"
-                os.kill(server.process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
-        os.kill(server.process.pid, signal.SIGCONT)
+    async with apart(rnd.choice(["shared_memory", "socket"]), expected, monkeypatch) as (server, decoder):
+
+        async def kill() -> None:
+            server.kill()
+            await server.replace_engine()
+
+        def stop() -> None:
+            os.kill(server.process.pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+        await chaos(rnd, seconds, decoder, {kill: 0.7, stop: 1.5, go_on: 4})
+        go_on()
         await served(decoder)
         return decoder.read
 
@@ -194,10 +215,62 @@ async def chaos(seed: int, seconds: float, expected: list[Outcome], monkeypatch:
 async def test_whatever_happens_to_the_prefill_process_every_request_ends_right(
     seed: int, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await chaos(seed, 5.0, expected, monkeypatch)
+    assert await chaos_of_processes(seed, 5.0, expected, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 async def test_a_thousand_fault_schedules(expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sum([await chaos(seed, 4.0, expected, monkeypatch) for seed in range(1000)])
+    assert sum([await chaos_of_processes(seed, 4.0, expected, monkeypatch) for seed in range(1000)])
+
+
+# -- networks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cabled(networks: Networks, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
+    """An engine in the first network whose prompts are computed in the second one."""
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.5)
+    here, there = networks.thread(0), networks.thread(1)
+    other = prefill_process({**OPTIONS, "kv_host": networks.addresses[1], "kv_transport": "socket"})
+    process = there.submit(other.__enter__).result()
+    try:
+        decoder = here.submit(Decoder, process.address, process.key_file, expected, "socket").result()
+        wait_until(lambda: decoder.ready)
+        yield decoder
+        decoder.close()
+    finally:
+        other.__exit__(None, None, None)
+
+
+async def test_a_cable_that_is_pulled_while_blocks_come_costs_time_and_no_token(
+    networks: Networks, cabled: Decoder
+) -> None:
+    for text in range(8):
+        cabled.add(text)
+    while not (cabled.read and cabled.engine.scheduler.kv.fetches.reads):
+        cabled.step()
+    networks.pull()
+    await served(cabled)
+    await until(lambda: not cabled.ready)
+    networks.plug()
+    await until(lambda: cabled.ready)
+    read = cabled.read
+    cabled.forget()
+    cabled.engine.scheduler.kv.fetches.tier.reset()
+    cabled.add(3)
+    await served(cabled)
+    assert cabled.read > read
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+async def test_however_often_the_cable_is_pulled_every_request_ends_right(
+    seed: int, networks: Networks, cabled: Decoder
+) -> None:
+    await chaos(random.Random(seed), 60.0, cabled, {networks.pull: 0.7, networks.plug: 3})
+    networks.plug()
+    await served(cabled)
+    await until(lambda: cabled.ready)
+    assert cabled.read
