@@ -13,6 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.kv import wire
-from tests.engine_server import EngineServer, until
+from quire.kv.transport import installed
+from tests.engine_server import FORKS, EngineServer, until
 from tests.http_tools import wait_until
 from tests.networks import Networks, networks
-from tests.test_kv_prefill import Outcome, params, prompt
+from tests.test_kv_prefill import Outcome, Prefill, params, prompt
 
 __all__ = ["networks"]  # a fixture
 
@@ -39,6 +41,8 @@ OPTIONS: dict[str, Any] = {
     "host_kv_memory": "2MiB",
     "max_num_batched_tokens": 96,
 }
+SILENCE = 1.5
+"""Seconds: what tests need not wait longer for."""
 
 
 def free_port() -> int:
@@ -84,9 +88,21 @@ class Decoder:
                 assert outcome == self.expected[text], f"request {update.request}, prompt {text}"
                 del self.outcomes[update.request]
 
+    def serve(self) -> None:
+        """All requests, to their ends."""
+        end = time.monotonic() + 60.0
+        while not self.engine.idle:
+            assert time.monotonic() < end, "requests do not end"
+            self.step()
+
     def forget(self) -> None:
-        """All that it has cached, so that prompts are computed elsewhere again."""
+        """All that its pool has cached."""
         self.engine.scheduler.kv.cache.clear()
+
+    def forget_all(self) -> None:
+        """What its tier has, too, so that prompts are computed elsewhere again."""
+        self.engine.tiers.reset()
+        self.engine.scheduler.restart(whole=False)
 
     def close(self) -> None:
         fetches = self.engine.scheduler.kv.fetches
@@ -100,7 +116,7 @@ class Decoder:
 async def apart(
     transport: str | None, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[EngineServer, Decoder]]:
-    monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.5)  # of the one that decodes
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", SILENCE)  # of the one that decodes
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         key = Path(name) / "key"
         key.write_text("a secret of this cluster")
@@ -115,10 +131,7 @@ async def apart(
 
 
 async def served(decoder: Decoder) -> None:
-    end = time.monotonic() + 60.0
-    while not decoder.engine.idle:
-        assert time.monotonic() < end, "requests do not end"
-        await asyncio.to_thread(decoder.step)
+    await asyncio.to_thread(decoder.serve)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +173,7 @@ async def test_a_prefill_process_that_dies_or_hangs_costs_time_and_no_token(
         await until(lambda: decoder.ready)
         read = decoder.read
         for text in range(8):
-            decoder.forget()
-            decoder.engine.scheduler.kv.fetches.tier.reset()
+            decoder.forget_all()
             decoder.add(text)
             await served(decoder)
         assert decoder.read > read
@@ -224,13 +236,94 @@ async def test_a_thousand_fault_schedules(expected: list[Outcome], monkeypatch: 
     assert sum([await chaos_of_processes(seed, 4.0, expected, monkeypatch) for seed in range(1000)])
 
 
+# -- the process that decodes --------------------------------------------------------------------------------
+
+
+def decode(address: str, key: str, transport: str, expected: list[Outcome], read: Synchronized[int]) -> None:
+    """What a process does that is to be killed: it compares tokens, and tells how many blocks have come."""
+    wire.SILENCE_SECONDS = SILENCE
+    rnd, decoder = random.Random(), Decoder(address, key, expected, transport)
+    while True:
+        for _ in range(rnd.randrange(1, 7)):
+            decoder.add(rnd.randrange(8))
+        decoder.serve()
+        decoder.forget_all()
+        read.value = decoder.read
+
+
+class Stopped:
+    """A process that decodes, which is stopped, continued and killed.
+
+    Args:
+        prefill: the engine that computes prompts for it.
+        arguments: the others of `decode`.
+    """
+
+    def __init__(self, prefill: Prefill, *arguments: Any) -> None:
+        self.prefill = prefill
+        self._read = FORKS.Value("i", 0)
+        self.process = FORKS.Process(target=decode, args=(prefill.address, *arguments, self._read), daemon=True)
+        self.process.start()
+        self.reads()
+
+    def reads(self) -> None:
+        """Wait until blocks have come, in which a token had been wrong otherwise."""
+        before = self._read.value
+        wait_until(lambda: self._read.value > before or not self.process.is_alive())
+        assert self.process.is_alive(), "its tokens are not those of one engine"
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def given_up(self) -> None:
+        """Wait until nothing is kept for it."""
+        engine = self.prefill.engine
+        kv = engine.scheduler.kv
+        wait_until(lambda: engine.idle and not kv.exports.under_way and not kv.fetches.tier.pins)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("transport", "rounds"),
+    [("shared_memory", 1), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in installed())],
+)
+def test_a_decode_process_that_is_stopped_and_killed_leaves_nothing_behind_and_reads_no_wrong_block(
+    transport: str, rounds: int, expected: list[Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", SILENCE)
+    key = tmp_path / "key"
+    key.write_text("a secret of this cluster")
+    few = {**OPTIONS, "host_kv_memory": "1MiB"}  # slots for fewer blocks than the prompts have
+    prefill = Prefill(**few, check_invariants=True, kv_transport=transport, cluster_key_file=str(key))
+    other, rnd = Decoder(prefill.address, str(key), expected, transport), random.Random(transport)
+    wait_until(lambda: other.ready)
+    for _ in range(rounds):
+        decoder = Stopped(prefill, str(key), transport, expected)
+        time.sleep(rnd.uniform(0.0, 1.0))
+        decoder.signal(signal.SIGSTOP)
+        decoder.given_up()
+        for _ in range(50):  # the slots that it was to read have other blocks by now
+            other.forget_all()
+            other.add(rnd.randrange(8))
+            other.serve()
+        decoder.signal(signal.SIGCONT)
+        decoder.reads()
+        time.sleep(rnd.uniform(0.0, 0.5))
+        decoder.signal(signal.SIGKILL)
+        decoder.process.join()
+        decoder.given_up()
+    other.close()
+    prefill.close()
+
+
 # -- networks ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cabled(networks: Networks, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
     """An engine in the first network whose prompts are computed in the second one."""
-    monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", SILENCE)
     here, there = networks.thread(0), networks.thread(1)
     other = prefill_process({**OPTIONS, "kv_host": networks.addresses[1], "kv_transport": "socket"})
     process = there.submit(other.__enter__).result()
@@ -256,8 +349,7 @@ async def test_a_cable_that_is_pulled_while_blocks_come_costs_time_and_no_token(
     networks.plug()
     await until(lambda: cabled.ready)
     read = cabled.read
-    cabled.forget()
-    cabled.engine.scheduler.kv.fetches.tier.reset()
+    cabled.forget_all()
     cabled.add(3)
     await served(cabled)
     assert cabled.read > read
