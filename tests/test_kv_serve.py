@@ -139,14 +139,15 @@ def test_twenty_times_kill_9_of_either_engine_under_load_and_every_stream_ends_r
 
         with ThreadPoolExecutor(4) as callers:
             calls = [callers.submit(stream, number) for number in range(4)]
-            for _ in range(20):
-                time.sleep(rnd.uniform(0.2, 3.0))
-                server = rnd.choice([prefill, decode])
-                server.kill("engine")
-                wait_until(lambda: prefill.health() == decode.health() == 200 or any(call.done() for call in calls))
-            ended = len(right)
-            wait_until(lambda: len(right) > ended or any(call.done() for call in calls))
-            over.set()
+            try:
+                for _ in range(20):
+                    time.sleep(rnd.uniform(0.2, 3.0))
+                    kill(rnd.choice([prefill, decode]))
+                    wait_until(lambda: prefill.health() == decode.health() == 200)
+                ended = len(right)
+                wait_until(lambda: len(right) > ended)
+            finally:
+                over.set()
             for call in calls:
                 call.result()
         wait_until(lambda: not decode.held_blocks() and not prefill.held_blocks())
@@ -171,6 +172,12 @@ def test_an_engine_that_waits_for_another_one_rests(key: str) -> None:
             assert cpu_seconds(engine) - before < 0.5 and not answer.done()
             assert answer.result()["choices"] == expected, "computed here, once the other engine is given up"
         os.kill(stopped, signal.SIGCONT)
+
+
+def kill(server: ServeProcess) -> None:
+    """`kill -9` of its engine, which its supervisor replaces."""
+    killed = server.kill("engine")
+    wait_until(lambda: server.pids("engine") not in ([], [killed]))
 
 
 def cpu_seconds(pid: int) -> float:
