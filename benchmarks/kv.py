@@ -4,16 +4,21 @@ requests that give way to others and come back, by loading and by computing agai
 
 Random bf16 weights in the shape of Qwen3-0.6B, and the demo model, whose tokens are cheap to compute. The disk's files
 are dropped from the system's cache before they are read.
+
+usage: python -m benchmarks.kv [--only prefix,swapping,apart] [--swap REQUESTS,TOKENS] [--turns N]
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Options, Result, checkpoint, finish, greedy, main, tell, tokens
+from benchmarks.common import Options, Result, checkpoint, finish, greedy, options_from, tell, tokens
 from benchmarks.kv_apart import time_apart
 from quire import LLM
 from quire.bench.kv import COMPUTED, DISK, FROM, HOST, POOL, Always, PrefixTimer
@@ -21,19 +26,33 @@ from quire.core.cost import Costs
 from quire.core.sampling_params import SamplingParams
 
 PREFIX = 4096
-REQUESTS, LENGTH, OUTPUT = 16, 512, 32
-"""Requests that give way to one another, in a pool for a quarter of them, of so many tokens, the output among them."""
+OUTPUT = 32
+"""Tokens that a request decodes which gives way."""
 
-TURNS = 2
+PARTS = "prefix", "swapping", "apart"
 
 
-def run(options: Options) -> Result:
+@dataclass(frozen=True)
+class Swapping:
+    """Requests that give way to one another, in a pool for a quarter of them, of so many tokens, the output among them;
+    the best of so many turns counts."""
+
+    requests: int = 16
+    length: int = 512
+    turns: int = 2
+
+
+def run(options: Options, parts: Collection[str] = PARTS, swapping: Swapping | None = None) -> Result:
+    swapping = swapping or (Swapping(8, 64, 1) if options.quick else Swapping())
     result = Result(("what", "computed", "loaded", "share"))
     folder = str(checkpoint(options))
-    time_prefix(result, folder, options)
-    for name, model in (("0.6B", folder), ("demo", "demo")):
-        time_swapping(result, name, model, options)
-    time_apart(result, folder, options)
+    if "prefix" in parts:
+        time_prefix(result, folder, options)
+    if "swapping" in parts:
+        for name, model in (("0.6B", folder), ("demo", "demo")):
+            time_swapping(result, name, model, options, swapping)
+    if "apart" in parts:
+        time_apart(result, folder, options)
     return result
 
 
@@ -56,16 +75,17 @@ def time_prefix(result: Result, folder: str, options: Options) -> None:
         )
 
 
-def time_swapping(result: Result, name: str, model: str, options: Options) -> None:
+def time_swapping(result: Result, name: str, model: str, options: Options, swapping: Swapping) -> None:
     """Seconds until all requests have ended, where each that comes takes the place of one that came before."""
-    count, length = (8, 64) if options.quick else (REQUESTS, LENGTH)
+    count, length = swapping.requests, swapping.length
+    all_of_them = f"{max(1, count * length // 2**13)}GiB"  # 112 KiB a token of the larger model
     ways: dict[str, Costs | None] = {"computed again": None, "always loaded": Always(), "by the rule": Costs()}
     best = dict.fromkeys(ways, float("inf"))
     texts: dict[str, list[tuple[int, ...]]] = {}
-    for turn in range(1 if options.quick else TURNS):
+    for turn in range(swapping.turns):
         for way, costs in ways.items():
             tell(f"kv: {name}, {count} requests of {length} tokens, {way}, turn {turn + 1}")
-            tier = {} if costs is None else {"host_kv_memory": "2GiB"}
+            tier = {} if costs is None else {"host_kv_memory": all_of_them}
             with LLM(
                 model,
                 threads=options.threads,
@@ -110,5 +130,19 @@ def take_turns(llm: LLM, count: int, length: int) -> list[tuple[int, ...]]:
     return [texts[id] for id in sorted(texts, key=int)]
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--swap", metavar="REQUESTS,TOKENS", help="default: 16,512")
+    parser.add_argument("--turns", type=int, default=Swapping.turns, help="of swapping; the best one counts")
+    with options_from(parser) as (options, args):
+        parts = args.only.split(",")
+        if unknown := set(parts) - set(PARTS):
+            parser.error(f"unknown part {unknown.pop()!r}; known: {', '.join(PARTS)}")
+        requests, length = map(int, args.swap.split(",")) if args.swap else (Swapping.requests, Swapping.length)
+        swapping = None if options.quick and not args.swap else Swapping(requests, length, args.turns)
+        print(run(options, parts, swapping).table())
+
+
 if __name__ == "__main__":
-    main(run)
+    main()

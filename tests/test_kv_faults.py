@@ -12,18 +12,25 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.bench.kv_prefill import prefill_process
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.kv import wire
-from tests.engine_server import EngineServer, until
-from tests.test_kv_prefill import Outcome, params, prompt
+from quire.kv.transport import installed
+from tests.engine_server import FORKS, EngineServer, until
+from tests.http_tools import wait_until
+from tests.networks import Networks, networks
+from tests.test_kv_prefill import Outcome, Prefill, params, prompt
+
+__all__ = ["networks"]  # a fixture
 
 LENGTHS = 40, 90, 130, 160
 OPTIONS: dict[str, Any] = {
@@ -34,6 +41,8 @@ OPTIONS: dict[str, Any] = {
     "host_kv_memory": "2MiB",
     "max_num_batched_tokens": 96,
 }
+SILENCE = 1.5
+"""Seconds: what tests need not wait longer for."""
 
 
 def free_port() -> int:
@@ -45,8 +54,8 @@ def free_port() -> int:
 class Decoder:
     """An engine of this process whose prompts are computed by another process, and what its requests got."""
 
-    def __init__(self, port: int, key: str, expected: list[Outcome], transport: str | None) -> None:
-        more = {"kv_role": "decode", "prefill_url": f"127.0.0.1:{port}", "prefill_min_tokens": 16}
+    def __init__(self, address: str, key: str, expected: list[Outcome], transport: str | None) -> None:
+        more = {"kv_role": "decode", "prefill_url": address, "prefill_min_tokens": 16}
         self.engine = Engine(
             EngineConfig(**OPTIONS, **more, cluster_key_file=key, check_invariants=True, kv_transport=transport)
         )
@@ -79,9 +88,21 @@ class Decoder:
                 assert outcome == self.expected[text], f"request {update.request}, prompt {text}"
                 del self.outcomes[update.request]
 
+    def serve(self) -> None:
+        """All requests, to their ends."""
+        end = time.monotonic() + 60.0
+        while not self.engine.idle:
+            assert time.monotonic() < end, "requests do not end"
+            self.step()
+
     def forget(self) -> None:
-        """All that it has cached, so that prompts are computed elsewhere again."""
+        """All that its pool has cached."""
         self.engine.scheduler.kv.cache.clear()
+
+    def forget_all(self) -> None:
+        """What its tier has, too, so that prompts are computed elsewhere again."""
+        self.engine.tiers.reset()
+        self.engine.scheduler.restart(whole=False)
 
     def close(self) -> None:
         fetches = self.engine.scheduler.kv.fetches
@@ -95,7 +116,7 @@ class Decoder:
 async def apart(
     transport: str | None, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[EngineServer, Decoder]]:
-    monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.5)  # of the one that decodes
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", SILENCE)  # of the one that decodes
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         key = Path(name) / "key"
         key.write_text("a secret of this cluster")
@@ -103,17 +124,14 @@ async def apart(
         options = {**OPTIONS, "kv_role": "prefill", "kv_port": port, "kv_transport": transport}
         async with EngineServer(Path(name), **options, cluster_key_file=str(key)) as server:
             await server.ready_client()
-            decoder = await asyncio.to_thread(Decoder, port, str(key), expected, transport)
+            decoder = await asyncio.to_thread(Decoder, f"127.0.0.1:{port}", str(key), expected, transport)
             await until(lambda: decoder.ready)
             yield server, decoder
             await asyncio.to_thread(decoder.close)
 
 
 async def served(decoder: Decoder) -> None:
-    end = time.monotonic() + 60.0
-    while not decoder.engine.idle:
-        assert time.monotonic() < end, "requests do not end"
-        await asyncio.to_thread(decoder.step)
+    await asyncio.to_thread(decoder.serve)
 
 
 @pytest.fixture(scope="module")
@@ -155,37 +173,52 @@ async def test_a_prefill_process_that_dies_or_hangs_costs_time_and_no_token(
         await until(lambda: decoder.ready)
         read = decoder.read
         for text in range(8):
-            decoder.forget()
-            decoder.engine.scheduler.kv.fetches.tier.reset()
+            decoder.forget_all()
             decoder.add(text)
             await served(decoder)
         assert decoder.read > read
 
 
-async def chaos(seed: int, seconds: float, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> int:
+async def chaos(
+    rnd: random.Random, seconds: float, decoder: Decoder, faults: Mapping[Callable[[], Awaitable[None] | None], float]
+) -> None:
+    """Requests, steps, and faults with such weights, at random times."""
+
+    def add() -> None:
+        if len(decoder.outcomes) < 6:
+            decoder.add(rnd.randrange(8))
+
+    async def steps() -> None:
+        for _ in range(rnd.randrange(12)):
+            await asyncio.to_thread(decoder.step)
+
+    happens = {add: 30, steps: 60, decoder.forget: 6, **faults}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        [what] = rnd.choices([*happens], [*happens.values()])
+        if (doing := what()) is not None:
+            await doing
+
+
+async def chaos_of_processes(
+    seed: int, seconds: float, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> int:
     """Kill, stop and continue the process that computes prompts, at random times under load; blocks that came."""
     rnd = random.Random(seed)
-    transport = rnd.choice(["shared_memory", "socket"])
-    async with apart(transport, expected, monkeypatch) as (server, decoder):
-        end = time.monotonic() + seconds
-        stopped = False
-        while time.monotonic() < end:
-            [what] = rnd.choices(["add", "steps", "forget", "kill", "stop", "continue"], [30, 60, 6, 0.7, 1.5, 4])
-            if what == "add" and len(decoder.outcomes) < 6:
-                decoder.add(rnd.randrange(8))
-            elif what == "steps":
-                for _ in range(rnd.randrange(12)):
-                    await asyncio.to_thread(decoder.step)
-            elif what == "forget":
-                decoder.forget()
-            elif what == "kill":
-                server.kill()
-                stopped = False
-                await server.replace_engine()
-            elif what == "stop" or (what == "continue" and stopped):
-                stopped = what == "stop"
-                os.kill(server.process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
-        os.kill(server.process.pid, signal.SIGCONT)
+    async with apart(rnd.choice(["shared_memory", "socket"]), expected, monkeypatch) as (server, decoder):
+
+        async def kill() -> None:
+            server.kill()
+            await server.replace_engine()
+
+        def stop() -> None:
+            os.kill(server.process.pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+        await chaos(rnd, seconds, decoder, {kill: 0.7, stop: 1.5, go_on: 4})
+        go_on()
         await served(decoder)
         return decoder.read
 
@@ -194,10 +227,142 @@ async def chaos(seed: int, seconds: float, expected: list[Outcome], monkeypatch:
 async def test_whatever_happens_to_the_prefill_process_every_request_ends_right(
     seed: int, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await chaos(seed, 5.0, expected, monkeypatch)
+    assert await chaos_of_processes(seed, 5.0, expected, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 async def test_a_thousand_fault_schedules(expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sum([await chaos(seed, 4.0, expected, monkeypatch) for seed in range(1000)])
+    assert sum([await chaos_of_processes(seed, 4.0, expected, monkeypatch) for seed in range(1000)])
+
+
+# -- the process that decodes --------------------------------------------------------------------------------
+
+
+def decode(address: str, key: str, transport: str, expected: list[Outcome], read: Synchronized[int]) -> None:
+    """What a process does that is to be killed: it compares tokens, and tells how many blocks have come."""
+    wire.SILENCE_SECONDS = SILENCE
+    rnd, decoder = random.Random(), Decoder(address, key, expected, transport)
+    while True:
+        for _ in range(rnd.randrange(1, 7)):
+            decoder.add(rnd.randrange(8))
+        decoder.serve()
+        decoder.forget_all()
+        read.value = decoder.read
+
+
+class Stopped:
+    """A process that decodes, which is stopped, continued and killed.
+
+    Args:
+        prefill: the engine that computes prompts for it.
+        arguments: the others of `decode`.
+    """
+
+    def __init__(self, prefill: Prefill, *arguments: Any) -> None:
+        self.prefill = prefill
+        self._read = FORKS.Value("i", 0)
+        self.process = FORKS.Process(target=decode, args=(prefill.address, *arguments, self._read), daemon=True)
+        self.process.start()
+        self.reads()
+
+    def reads(self) -> None:
+        """Wait until blocks have come, in which a token had been wrong otherwise."""
+        before = self._read.value
+        wait_until(lambda: self._read.value > before or not self.process.is_alive())
+        assert self.process.is_alive(), "its tokens are not those of one engine"
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def given_up(self) -> None:
+        """Wait until nothing is kept for it."""
+        engine = self.prefill.engine
+        kv = engine.scheduler.kv
+        wait_until(lambda: engine.idle and not kv.exports.under_way and not kv.fetches.tier.pins)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("transport", "rounds"),
+    [("shared_memory", 1), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in installed())],
+)
+def test_a_decode_process_that_is_stopped_and_killed_leaves_nothing_behind_and_reads_no_wrong_block(
+    transport: str, rounds: int, expected: list[Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", SILENCE)
+    key = tmp_path / "key"
+    key.write_text("a secret of this cluster")
+    few = {**OPTIONS, "host_kv_memory": "1MiB"}  # slots for fewer blocks than the prompts have
+    prefill = Prefill(**few, check_invariants=True, kv_transport=transport, cluster_key_file=str(key))
+    other, rnd = Decoder(prefill.address, str(key), expected, transport), random.Random(transport)
+    wait_until(lambda: other.ready)
+    for _ in range(rounds):
+        decoder = Stopped(prefill, str(key), transport, expected)
+        time.sleep(rnd.uniform(0.0, 1.0))
+        decoder.signal(signal.SIGSTOP)
+        decoder.given_up()
+        for _ in range(50):  # the slots that it was to read have other blocks by now
+            other.forget_all()
+            other.add(rnd.randrange(8))
+            other.serve()
+        decoder.signal(signal.SIGCONT)
+        decoder.reads()
+        time.sleep(rnd.uniform(0.0, 0.5))
+        decoder.signal(signal.SIGKILL)
+        decoder.process.join()
+        decoder.given_up()
+    other.close()
+    prefill.close()
+
+
+# -- networks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cabled(networks: Networks, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
+    """An engine in the first network whose prompts are computed in the second one."""
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", SILENCE)
+    here, there = networks.thread(0), networks.thread(1)
+    other = prefill_process({**OPTIONS, "kv_host": networks.addresses[1], "kv_transport": "socket"})
+    process = there.submit(other.__enter__).result()
+    try:
+        decoder = here.submit(Decoder, process.address, process.key_file, expected, "socket").result()
+        wait_until(lambda: decoder.ready)
+        yield decoder
+        decoder.close()
+    finally:
+        other.__exit__(None, None, None)
+
+
+async def test_a_cable_that_is_pulled_while_blocks_come_costs_time_and_no_token(
+    networks: Networks, cabled: Decoder
+) -> None:
+    for text in range(8):
+        cabled.add(text)
+    while not (cabled.read and cabled.engine.scheduler.kv.fetches.reads):
+        cabled.step()
+    networks.pull()
+    await served(cabled)
+    await until(lambda: not cabled.ready)
+    networks.plug()
+    await until(lambda: cabled.ready)
+    read = cabled.read
+    cabled.forget_all()
+    cabled.add(3)
+    await served(cabled)
+    assert cabled.read > read
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+async def test_however_often_the_cable_is_pulled_every_request_ends_right(
+    seed: int, networks: Networks, cabled: Decoder
+) -> None:
+    await chaos(random.Random(seed), 60.0, cabled, {networks.pull: 0.7, networks.plug: 3})
+    networks.plug()
+    await served(cabled)
+    await until(lambda: cabled.ready)
+    assert cabled.read

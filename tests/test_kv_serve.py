@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +115,50 @@ def test_a_prefill_engine_that_dies_is_done_without_and_found_again(key: str) ->
         assert decode.json("/v1/completions", once_more)["choices"] == expected and fetched(decode) > before
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(2))
+def test_twenty_times_kill_9_of_either_engine_under_load_and_every_stream_ends_right(seed: int, key: str) -> None:
+    rnd = random.Random(seed)
+    often = "--restart-limit", "100"
+    with (
+        ServeProcess("--role", "prefill", "--cluster-key-file", key, *often) as prefill,
+        decoding(key, prefill, *often) as decode,
+    ):
+        ready(decode)
+        asked = {"model": "demo", "prompt": PROMPT, "temperature": 0.8, "seed": 5, "max_tokens": 60}
+        expected = decode.json("/v1/completions", asked)["choices"][0]["text"]
+        over, right = threading.Event(), []
+
+        def stream(number: int) -> None:
+            with openai.OpenAI(base_url=f"{decode.url}/v1", api_key="none", max_retries=0) as client:
+                while not over.is_set():
+                    own = {"cache_salt": f"{number} {len(right)}"}  # computed anew
+                    parts = list(client.completions.create(**asked, stream=True, extra_body=own))
+                    assert "".join(part.choices[0].text for part in parts) == expected
+                    right.append(number)
+
+        with ThreadPoolExecutor(4) as callers:
+            calls = [callers.submit(stream, number) for number in range(4)]
+            try:
+                for _ in range(20):
+                    time.sleep(rnd.uniform(0.2, 3.0))
+                    kill(rnd.choice([prefill, decode]))
+                    wait_until(lambda: prefill.health() == decode.health() == 200)
+                ended = len(right)
+                wait_until(lambda: len(right) > ended)
+            finally:
+                over.set()
+            for call in calls:
+                call.result()
+        wait_until(lambda: not decode.held_blocks() and not prefill.held_blocks())
+        before = fetched(decode)
+        assert decode.json("/v1/completions", asked | {"cache_salt": "last"})["choices"][0]["text"] == expected
+        assert fetched(decode) > before
+        for server in (decode, prefill):
+            assert server.terminate() == 0 and not server.survivors()
+
+
 def test_an_engine_that_waits_for_another_one_rests(key: str) -> None:
     with ServeProcess("--role", "prefill", "--cluster-key-file", key) as prefill, decoding(key, prefill) as decode:
         ready(decode)
@@ -156,6 +202,12 @@ def test_servers_of_a_pool_read_what_another_one_has_and_tell_of_it(key: str) ->
             first.kill("engine")
             second.json("/reset_prefix_cache", {})
             assert second.json("/v1/completions", asked)["choices"] == expected
+
+
+def kill(server: ServeProcess) -> None:
+    """`kill -9` of its engine, which its supervisor replaces."""
+    killed = server.kill("engine")
+    wait_until(lambda: server.pids("engine") not in ([], [killed]))
 
 
 def cpu_seconds(pid: int) -> float:

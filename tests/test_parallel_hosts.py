@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -32,7 +31,10 @@ from quire.engine import crossing
 from quire.engine.placement import placed
 from quire.engine.ranks import Ranks
 from quire.errors import ConfigError, RankLostError
+from tests.networks import Networks, networks
 from tests.oracle import save_checkpoint
+
+__all__ = ["networks"]  # a fixture
 
 # -- machines that join --------------------------------------------------------------------------------------
 
@@ -445,35 +447,6 @@ def test_wrong_flags_of_a_machine_are_named(
 # -- networks ------------------------------------------------------------------------------------------------
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def networks() -> Iterator[tuple[str, str]]:
-    """Two network namespaces that a cable joins: 10.77.0.1 and 10.77.0.2."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("network namespaces need root, and iproute2")
-    names = [f"quire-{os.getpid()}-{side}" for side in "ab"]
-    cables = [f"q{os.getpid()}{side}" for side in "ab"]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr}")
-        for number, (name, cable) in enumerate(zip(names, cables, strict=True), start=1):
-            ip("link", "set", cable, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", cable)
-            ip("-n", name, "link", "set", cable, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
 IN_A_NETWORK = """
     import subprocess, sys, time
     from quire import LLM, SamplingParams
@@ -496,12 +469,12 @@ IN_A_NETWORK = """
 """
 
 
-def test_two_networks_that_a_cable_joins_until_it_is_pulled(networks: tuple[str, str], token: Path) -> None:
-    first, second = networks
+def test_two_networks_that_a_cable_joins_until_it_is_pulled(networks: Networks, token: Path) -> None:
+    first, second = networks.names
     command = [sys.executable, "-m", "quire.cli.main", "rank", "--join", "10.77.0.1:29501", "--token-file", str(token)]
     other = subprocess.Popen(["ip", "netns", "exec", second, *command], stderr=subprocess.PIPE, text=True)
     try:
-        script = [sys.executable, "-c", textwrap.dedent(IN_A_NETWORK), str(token), f"q{os.getpid()}a"]
+        script = [sys.executable, "-c", textwrap.dedent(IN_A_NETWORK), str(token), networks.cables[0]]
         done = subprocess.run(["ip", "netns", "exec", first, *script], capture_output=True, text=True, timeout=120)
         lines = done.stdout.splitlines()
         assert lines[0] == "True", done.stderr[-3000:]

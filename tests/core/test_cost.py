@@ -66,3 +66,12 @@ def test_decodes_and_steps_that_save_teach_nothing_about_prompts() -> None:
     plan = StepPlan(0, [Span(0, 0, [1] * 64)], num_tokens=64, saves=[Move(1, 1, b"")])
     costs.observe(plan, StepResult(0, [], 0.1))
     assert costs.compute_seconds(64, 0) is None
+
+
+def test_prompts_take_beside_decodes_what_a_quarter_of_a_step_that_decodes_takes() -> None:
+    costs = Costs()
+    assert costs.tokens_beside_decodes() == 0, "not known yet"
+    for _ in range(30):
+        computed(costs, 1, 100, 0.1)
+        computed(costs, 200, 0, 0.2)
+    assert costs.tokens_beside_decodes() == pytest.approx(25, abs=1)

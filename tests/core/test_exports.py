@@ -48,16 +48,17 @@ class Prefiller:
             self.scheduler.add(make_request(self._next, order.tokens, 0, scope=order.scope))
 
     def step(self) -> bool:
-        """A step of the engine, and what it tells."""
+        """A step of the engine, and what it tells; False: nothing has changed."""
         self.now += 1
         self.news += self.scheduler.kv.exports.advance(self.scheduler.kv.cache)
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self.scheduler.commit(plan, self.runner.run(plan), self.now)
-        for request in [each for each in self.requests if each not in self.scheduler.requests]:
+        over = [each for each in self.requests if each not in self.scheduler.requests]
+        for request in over:
             self.scheduler.kv.exports.computed(self.requests.pop(request))
         check(self.scheduler)
-        return plan is not None
+        return plan is not None or bool(over)
 
     def carry(self, scheduler: Scheduler, runner: FakeRunner) -> bool:
         """The oldest news go to the other engine, which reads the blocks."""
@@ -119,6 +120,43 @@ def test_what_is_cached_here_does_not_count_as_long():
     scheduler.kv.fetches.prefill_tokens = 12
     scheduler.add(make_request(2, PROMPT, 3))  # 11 tokens more
     assert scheduler.schedule(0.0) is not None and not scheduler.kv.fetches.orders
+
+
+def beside(scheduler: Scheduler, runner: FakeRunner, prompt: list[int]) -> list[int]:
+    """Tokens that the steps compute of a prompt which comes while a request decodes."""
+    scheduler.add(make_request(1, PROMPT[:3], 30))
+    plan = scheduler.schedule(0.0)
+    scheduler.commit(plan, runner.run(plan), 0.0)
+    scheduler.add(make_request(2, prompt, 1))
+    counts = []
+    while 2 in scheduler.requests:
+        plan = scheduler.schedule(0.0)
+        counts += [len(span.tokens) for span in plan.spans if span.request == 2]
+        scheduler.commit(plan, runner.run(plan), 0.0)
+    return counts
+
+
+def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
+    scheduler, runner = decoder(min_chunk=3)
+    assert beside(scheduler, runner, PROMPT[12:]) == [3, 3, 3, 2]
+    scheduler, runner = decoder(min_chunk=3)
+    scheduler.kv.fetches.costs.tokens_beside_decodes = lambda: 7
+    assert beside(scheduler, runner, PROMPT[12:]) == [7, 4], "more where that takes no longer"
+    scheduler, runner = decoder(min_chunk=3, enable_chunked_prefill=False)
+    assert beside(scheduler, runner, PROMPT[12:]) == [11]
+    scheduler, runner = decoder(min_chunk=3)
+    scheduler.kv.fetches.prefill_tokens = None  # long prompts are computed here too
+    assert beside(scheduler, runner, PROMPT) == [23]
+
+
+def test_drafts_have_what_prompts_may_not_take():
+    scheduler, runner = decoder(min_chunk=1, drafts=4)
+    scheduler.add(make_request(1, PROMPT[:3], 30))
+    plan = scheduler.schedule(0.0)
+    scheduler.commit(plan, runner.run(plan), 0.0)
+    scheduler.add(make_request(2, PROMPT[5:9], 1))
+    plan = scheduler.schedule(0.0)
+    assert [len(span.tokens) for span in plan.spans] == [5, 1]
 
 
 def test_blocks_are_told_chunk_by_chunk_while_the_prompt_is_computed():

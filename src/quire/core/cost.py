@@ -14,7 +14,8 @@ MARGIN = 0.8
 """A load must take less than this share of the time that computing takes: it also takes a place in a step."""
 
 BESIDE_DECODES = 0.25
-"""Of a step's time, what loads may add where requests decode in it: their tokens come at even times."""
+"""Of a step's time, what loads may add where requests decode in it, and prompts where other engines compute the long
+ones: tokens of streams come at even times."""
 
 LEAST_TOKENS = 16
 """Steps with fewer tokens than this of a request say nothing about prompts."""
@@ -75,6 +76,11 @@ class Costs:
         """How many blocks a step may load in which requests decode; None: not known yet."""
         (steps, seconds), load = self._decode, self.load_seconds(source, 1)
         return int(BESIDE_DECODES * seconds / steps / load) if steps and load else None
+
+    def tokens_beside_decodes(self) -> int:
+        """How many tokens of prompts a step may compute in which requests decode; 0: not known yet."""
+        (steps, seconds), tokens, compute = self._decode, self._xx, self._xy  # a mean: no fit may say that one is free
+        return int(BESIDE_DECODES * seconds / steps * tokens / compute) if steps and compute else 0
 
     def prefers_load(self, source: str, blocks: int, block_size: int, first: int) -> bool:
         """Whether to load so many blocks, which follow `first` others. What is not known yet is found out."""

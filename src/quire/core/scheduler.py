@@ -285,8 +285,12 @@ class Scheduler:
         return sorted(ready, key=lambda request: request.last_step if request.num_remaining == 1 else -1), most
 
     def _limit_prefill(self, step: PendingStep) -> None:
+        """Where others compute long prompts, short ones and the ends of those take as many steps as they need."""
+        fetches = self.kv.fetches
         if self._latency and step.num_decodes:
-            step.budget = min(step.budget, self._latency.budget(step.budget))
+            step.withhold(self._latency.budget(step.budget))
+        if self._chunked and step.num_decodes and fetches.prefill_tokens is not None:
+            step.withhold(max(self.config.min_chunk, fetches.costs.tokens_beside_decodes()))
 
     def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
         """Further chunks of partial prefills, the oldest first.
@@ -333,6 +337,7 @@ class Scheduler:
         Self-tuning gives none beside prompts: such a step is usually bound by arithmetic, where a draft's row costs
         as much as the row of the token that it may save, and may be rejected.
         """
+        step.budget += step.withheld
         decodes = [
             request
             for request, count in step.chosen.items()

@@ -12,10 +12,11 @@ not grow with the queue. Hashing so many takes some tens of milliseconds."""
 class PendingStep:
     """The step being made: tokens chosen for each request, and what is left of the budget."""
 
-    __slots__ = ("budget", "chosen", "lookup", "num_decodes", "partial", "partial_before", "tuned")
+    __slots__ = ("budget", "chosen", "lookup", "num_decodes", "partial", "partial_before", "tuned", "withheld")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.withheld = 0  # of the budget, from prompts
         self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
@@ -26,6 +27,11 @@ class PendingStep:
     def choose(self, request: Request, count: int) -> None:
         self.chosen[request] = self.chosen.get(request, 0) + count
         self.budget -= count
+
+    def withhold(self, most: int) -> None:
+        """Leave prompts at most so many tokens."""
+        self.withheld += max(0, self.budget - most)
+        self.budget = min(self.budget, most)
 
     def withdraw(self, request: Request) -> None:
         self.budget += self.chosen.pop(request, 0)
