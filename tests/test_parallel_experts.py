@@ -209,6 +209,8 @@ def balancer_of(*all_ranks: Rank, interval: int = 10, ranks: int = 2) -> ExpertB
     layers = all_ranks[0].layers
     model: Any = SimpleNamespace(
         ranks=SimpleNamespace(size=ranks),
+        stages=1,
+        expert_slots=len(layers[0].slots),
         expert_layers=layers,
         config=SimpleNamespace(routing=SimpleNamespace(groups=1, num_experts=8)),
         expert_parameters=8000,
