@@ -71,13 +71,16 @@ def test_a_rank_that_hangs_is_given_up_after_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("stages", "width", "rank"), [(3, 1, 2), (2, 2, 1), (2, 2, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("stages", "width", "rank", "overlap"),
+    [(3, 1, 2, False), (2, 1, 1, True), (2, 2, 1, False), (2, 2, 2, False), (2, 2, 3, False)],
+)
 def test_a_rank_of_a_pipeline_that_dies_or_hangs_is_named(
-    number: signal.Signals, stages: int, width: int, rank: int
+    number: signal.Signals, stages: int, width: int, rank: int, overlap: bool
 ) -> None:
     """Also where one that shares its layers waits for it, and the others for that one."""
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": width}
-    with LLM("demo", **sizes, threads=1, collective_timeout_s=1.5) as llm:
+    with LLM("demo", **sizes, threads=1, collective_timeout_s=1.5, async_scheduling=overlap) as llm:
         llm.add_request(PROMPT, LONG)
         steps(llm, 5)
         os.kill(ranks_of(llm)[rank - 1].pid, number)

@@ -136,18 +136,22 @@ def test_as_many_steps_are_on_their_way_as_there_are_stages(monkeypatch: pytest.
     assert len(drains) < 10, "nothing stands still while there is something to do"
 
 
-def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap no longer: a step is planned before they are known, and begins with them."""
     slots = []
     slot = PipelineRunner._slot
     monkeypatch.setattr(PipelineRunner, "_slot", lambda self, step: (slots.append(step), slot(self, step))[1])
-    with LLM("demo", pipeline_parallel_size=3, threads=1) as llm:
+    with LLM("demo", pipeline_parallel_size=3, threads=1, async_scheduling=overlap) as llm:
         llm.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     assert len(slots) <= 3 * 40 + 4, "a token of each every three slots"
 
 
 def test_what_cannot_be_a_pipeline_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigError, match="^pipeline_parallel_size=2 with data_parallel_size=2: not yet; leave one of them out$"
+        ConfigError, match=r"^pipeline_parallel_size=2 with data_parallel_size=2: not yet; leave one of them out$"
     ):
         LLM("demo", pipeline_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size=200 is more than the model's \d+ layers; lower it"):
@@ -166,6 +170,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name() -> None:
     [
         (KeyboardInterrupt, {}),
         (MemoryError, {}),
+        (MemoryError, {"async_scheduling": True}),
         pytest.param(KeyboardInterrupt, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(
             *(KeyboardInterrupt, {"speculative_config": {"method": "ngram", "adaptive": False}}),
