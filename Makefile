@@ -38,7 +38,7 @@ OPERATORS := build/mutants
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
     speculation_* server_faults server_page server_e2e speculation determinism kv_groups engine_failures \
-    parallel_determinism parallel_data parallel_mirror parallel_pipeline parallel_experts kv_* engine_properties server_supervisor cli_serve \
+    parallel_determinism parallel_data parallel_mirror parallel_pipeline parallel_pipeline_drafts parallel_experts kv_* engine_properties server_supervisor cli_serve \
     cli_generate triton_* cpu_* engine_process server_generate server_http_process cli_doctor gpu_check models_* ops* quantization* sampling_* experts latent* \
     layers device* trees demo_* \
     memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
