@@ -32,21 +32,16 @@ COMPILE := $(PYTHON) scripts/compile_kernels.py $(KERNELS) --compiler $(CXX) --o
 SANITIZED := build/sanitize
 # What makes mutants: not in .venv, since nothing else needs it.
 OPERATORS := build/mutants
-# Tests that look at no clock, or allow for a machine that is busy, and share nothing but the processor: they may run
-# beside one another. Those that take
-# longest come first, so that none of them is left for the end. One more of them runs than there are processors, since
-# some wait for what they have started.
+# Tests that look at a clock, and must have the machine for themselves. All others allow for a machine that is busy, and
+# share nothing but the processor: they run beside one another, those that take longest first, so that none of them is
+# left for the end. One more of them runs than there are processors, since some wait for what they have started.
+CLOCKED := $(patsubst %,tests/test_%.py,async_llm bench_serve bench_serve_driver cli_bench_serve cpu_library engine_health \
+    frontend log patience server_admission server_fuzz server_generate_clock server_page_speed server_pulse server_stalls \
+    server_streaming server_transport tokenizer_pool_deadlines)
+LONGEST := $(wildcard $(patsubst %,tests/test_%.py,parallel_* cluster* speculation* server_faults server_page server_e2e \
+    determinism kv_* router* engine_failures engine_properties cli_serve cli_generate triton_* cpu_*))
+CLOCKLESS := $(filter-out $(CLOCKED),$(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))) tests/core
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
-CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,tests/test_%.py,\
-    parallel_hosts parallel_faults speculation_* server_faults server_page server_e2e speculation determinism kv_groups engine_failures \
-    parallel_determinism parallel_data parallel_mirror parallel_pipeline parallel_experts kv_* engine_properties server_supervisor cli_serve \
-    cli_generate triton_* cpu_* engine_process server_generate server_http_process cli_doctor gpu_check models_* ops* quantization* sampling_* experts latent* \
-    layers device* trees demo_* \
-    memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
-    llm parallel_group engine_resume engine_waiting detokenizer tokenizer_trial reading \
-    cli_options server_app bench_scripts \
-    server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
-    bench_peers bench_peers_gguf cli_bench_kv cli_bench_transfer cli_chat cli_chat_remote child cluster compile_kernels bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \
@@ -83,9 +78,9 @@ test: $(DEV) kernels  ## formatting, lint, types, import contract, and all tests
 	@$(STEP) "Without asserts (python -O)" $(BIN)/python -O -m quire.cli.main generate demo \
 	    "def add(a, b):" --max-tokens 8 --temperature 0 --quiet
 ifeq ($(TESTS),)
-	@$(STEP) "Tests that look at no clock, side by side (pytest)" $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope \
+	@$(STEP) "Tests side by side (pytest)" $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope \
 	    --no-loadscope-reorder --max-worker-restart 0 $(CLOCKLESS)
-	@$(STEP) "All other tests, one after the other (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(CLOCKLESS))
+	@$(STEP) "Tests that look at a clock, one after the other (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(CLOCKLESS))
 else
 	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest $(TESTS)
 endif

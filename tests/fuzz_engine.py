@@ -95,13 +95,14 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 4},
         {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 3},
         {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 3},
         {"data_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 3},
     ],
 }
 """What must change no bit."""
 
-SPARSE, WINDOWED = ("experts", "latent"), ("some windows", "windows, norms after")
+SPARSE = ("experts", "latent")
 """Models with experts."""
 
 POOLS = (0, 0, 0, 2, 30)
@@ -135,14 +136,10 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 def fit(switches: dict[str, Any], model: str) -> None:
-    """Leave out what there is not yet beside a pipeline or tiers, and experts' ranks where there are no experts."""
+    """Leave out what there is not yet beside tiers, and experts' ranks where there are no experts."""
     if model not in SPARSE:
         switches.pop("enable_expert_parallel", None)
         switches.pop("data_parallel_size", None)
-    if "pipeline_parallel_size" in switches:
-        switches["async_scheduling"] = False
-        if switches.get("speculative_config", {}).get("method", "ngram") != "ngram" or model in WINDOWED:
-            del switches["pipeline_parallel_size"]
     if "data_parallel_size" in switches or "window" in model or switches["prefix_cache"] == "off":
         switches.pop("host_kv_memory", None)
 

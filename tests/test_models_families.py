@@ -519,8 +519,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
 def test_ranks_change_nothing(architecture: str, ranks: dict[str, Any], folders: Any) -> None:
     setting = {"model": folders(architecture), "threads": 1}
     alone = each_alone(setting, ORDER)
-    switches = product.PART[0]._replace(overlap="pipeline_parallel_size" not in ranks)
-    with contextlib.closing(product.engine_of(setting, switches, **ranks)) as engine:
+    with contextlib.closing(product.engine_of(setting, product.PART[0], **ranks)) as engine:
         assert product.run(engine, ORDER) == alone
         assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
         assert engine.stats.preemptions > 0

@@ -91,18 +91,20 @@ def test_ranks_that_place_experts_differently_are_found_out() -> None:
 
 
 @pytest.mark.parametrize("setting", ["experts"], indirect=True)
-@pytest.mark.parametrize(("size", "redundant"), [(2, 0), (4, 4)])
+@pytest.mark.parametrize(("size", "stages", "redundant"), [(2, 1, 0), (4, 1, 4), (2, 2, 2)])
 def test_ranks_with_experts_of_their_own_change_nothing(
-    setting: dict[str, Any], alone: Any, size: int, redundant: int
+    setting: dict[str, Any], alone: Any, size: int, stages: int, redundant: int
 ) -> None:
     """Nor do experts that move all the time, nor a step that is given up meanwhile."""
     more = {"enable_expert_parallel": True, "num_redundant_experts": redundant, "eplb_interval": 3}
-    for switches in (SMALL, LARGE):
-        with contextlib.closing(engine_of(setting, switches, tensor_parallel_size=size, **more)) as made:
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    for switches in (SMALL, LARGE)[: 3 - stages]:
+        with contextlib.closing(engine_of(setting, switches, **sizes, **more)) as made:
             order = list(range(len(prompts())))
             assert run(made, order) == alone, f"cold, {switches}"
             assert run(made, order[::-1], first_id=100, stagger=2) == alone, f"warm, {switches}"
             assert made.rank_stats()["expert_moves"] > 2
+            assert [bool(load.sum()) for load in made.model.expert_loads.values()] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -183,10 +185,15 @@ class Layer:
 
 
 class Rank:
-    """A rank that takes plans, of a model with so many experts in each of its layers."""
+    """A rank that takes plans, of a model with so many experts in each of its layers.
 
-    def __init__(self, layers: int = 2, count: int = 8) -> None:
-        self.layers = {index: Layer(count) for index in range(layers)}
+    Args:
+        layers: how many it has, or which ones.
+    """
+
+    def __init__(self, layers: int | Sequence[int] = 2, count: int = 8) -> None:
+        own = range(layers) if isinstance(layers, int) else layers
+        self.layers = {index: Layer(count) for index in own}
         self.mover = ExpertMover(self.layers, Kernels())  # type: ignore[arg-type]
         self.said: list[Prepared | None] = [None]
         self.mover.on_prepared = lambda prepared: self.said.__setitem__(0, prepared)
@@ -205,10 +212,12 @@ class Said:
         return iter([rank.said[0] for rank in self._ranks])
 
 
-def balancer_of(*all_ranks: Rank, interval: int = 10, ranks: int = 2) -> ExpertBalancer:
-    layers = all_ranks[0].layers
+def balancer_of(*all_ranks: Rank, interval: int = 10, ranks: int = 2, stages: int = 1) -> ExpertBalancer:
+    layers = {number: rank.layers[number] for number in (0, 1) for rank in all_ranks[::-1] if number in rank.layers}
     model: Any = SimpleNamespace(
-        ranks=SimpleNamespace(size=ranks),
+        ranks=SimpleNamespace(size=ranks * stages),
+        stages=stages,
+        expert_slots=len(layers[0].slots),
         expert_layers=layers,
         config=SimpleNamespace(routing=SimpleNamespace(groups=1, num_experts=8)),
         expert_parameters=8000,
@@ -259,6 +268,23 @@ def test_experts_move_where_the_work_is_uneven_a_layer_at_a_time_and_once() -> N
     stats = balancer.stats()
     assert stats["expert_moves"] == 2 and stats["imbalance_before"] > 1.9 and stats["imbalance_after"] < 1.1
     assert stats["expert_bytes_moved"] == stats["experts_moved"] * 8000 * 2 // 16 > 0
+
+
+def test_the_experts_of_each_stage_of_a_pipeline_move_among_its_ranks() -> None:
+    """All ranks say that they are ready, those without the layer at once; and all know what experts have got before."""
+    stages = [[Rank([0]), Rank([0])], [Rank([1]), Rank([1])]]
+    every = [rank for stage in stages for rank in stage]
+    stages[1][1].layers[1].load = stages[1][0].layers[1].load
+    balancer = balancer_of(*every, stages=2)
+    plans = []
+    for number in range(60):
+        stages[1][0].layers[1].load += UNEVEN
+        plans += steps(balancer, every, 1, number=number)
+    assert [plan.expert_move.layer for plan in plans if plan.expert_move] == [0, 1]
+    assert [plan.number for plan in plans if plan.expert_loads] == list(range(7, 60, 10))
+    for stage, (first, second) in enumerate(stages):
+        assert first.layers[stage].slots == second.layers[stage].slots != tuple(range(8))
+    assert balancer.stats()["rank_imbalance"] < 1.1
 
 
 def test_no_step_waits_for_a_rank_that_reads_slowly() -> None:

@@ -71,29 +71,31 @@ def test_a_rank_that_hangs_is_given_up_after_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "width", "rank", "number"),
+    ("stages", "width", "rank", "overlap", "number"),
     [
-        (3, 1, 2, signal.SIGKILL),
-        (2, 2, 1, signal.SIGSTOP),
-        (2, 2, 3, signal.SIGKILL),
+        (3, 1, 2, False, signal.SIGKILL),
+        (2, 1, 1, True, signal.SIGKILL),
+        (2, 2, 1, False, signal.SIGSTOP),
+        (2, 2, 3, False, signal.SIGKILL),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (3, 1, 2, signal.SIGSTOP),
-                (2, 2, 1, signal.SIGKILL),
-                (2, 2, 2, signal.SIGKILL),
-                (2, 2, 2, signal.SIGSTOP),
-                (2, 2, 3, signal.SIGSTOP),
+                (3, 1, 2, False, signal.SIGSTOP),
+                (2, 1, 1, True, signal.SIGSTOP),
+                (2, 2, 1, False, signal.SIGKILL),
+                (2, 2, 2, False, signal.SIGKILL),
+                (2, 2, 2, False, signal.SIGSTOP),
+                (2, 2, 3, False, signal.SIGSTOP),
             )
         ),
     ],
 )
 def test_a_rank_of_a_pipeline_that_dies_or_hangs_is_named(
-    stages: int, width: int, rank: int, number: signal.Signals
+    stages: int, width: int, rank: int, overlap: bool, number: signal.Signals
 ) -> None:
     """Also where one that shares its layers waits for it, and the others for that one."""
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": width}
-    with LLM("demo", **sizes, threads=1, collective_timeout_s=1.5) as llm:
+    with LLM("demo", **sizes, threads=1, collective_timeout_s=1.5, async_scheduling=overlap) as llm:
         llm.add_request(PROMPT, LONG)
         steps(llm, 5)
         os.kill(ranks_of(llm)[rank - 1].pid, number)

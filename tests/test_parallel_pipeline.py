@@ -28,7 +28,7 @@ from tests.test_parallel_group import all_of, ranks
 
 __all__ = ["alone", "setting"]  # fixtures
 
-FAST = ("bfloat16", "int8 cache", "experts")
+FAST = ("bfloat16", "int8 cache", "experts", "windows in some layers")
 SLOW = ("float32", "sliding window", "int4 weights", "torch", "latent attention", "fp8 cache")
 
 
@@ -36,7 +36,7 @@ SLOW = ("float32", "sliding window", "int4 weights", "torch", "latent attention"
     "setting", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)], indirect=True
 )
 def test_stages_change_nothing(setting: dict[str, Any], alone: Any) -> None:
-    for switches in (SMALL._replace(overlap=False), LARGE):
+    for switches in (SMALL, LARGE):
         with contextlib.closing(engine_of(setting, switches, pipeline_parallel_size=2)) as made:
             order = list(range(len(prompts())))
             assert run(made, order) == alone, f"cold, {switches}"
@@ -70,7 +70,7 @@ def test_any_number_of_stages_with_filters_masks_and_scores_of_prompts() -> None
 )
 def test_stages_whose_layers_are_shared_change_nothing(setting: dict[str, Any], alone: Any) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    with contextlib.closing(engine_of(setting, SMALL._replace(overlap=False), **sizes)) as made:
+    with contextlib.closing(engine_of(setting, SMALL, **sizes)) as made:
         order = list(range(len(prompts())))
         assert run(made, order) == alone
         assert run(made, order[::-1], first_id=100, stagger=2) == alone
@@ -81,8 +81,7 @@ def test_stages_whose_layers_are_shared_change_nothing(setting: dict[str, Any], 
 def test_drafts_that_are_looked_up_change_nothing(setting: dict[str, Any], alone: Any, sizes: dict[str, int]) -> None:
     sizes = {"pipeline_parallel_size": 2, **sizes}
     spec = {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1}
-    switches = SMALL._replace(overlap=False)
-    with contextlib.closing(engine_of(setting, switches, speculative_config=spec, **sizes)) as made:
+    with contextlib.closing(engine_of(setting, SMALL, speculative_config=spec, **sizes)) as made:
         order = list(range(len(prompts())))
         assert run(made, order) == alone
         assert run(made, order[::-1], first_id=100, stagger=2) == alone
@@ -137,34 +136,29 @@ def test_as_many_steps_are_on_their_way_as_there_are_stages(monkeypatch: pytest.
     assert len(drains) < 10, "nothing stands still while there is something to do"
 
 
-def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap no longer: a step is planned before they are known, and begins with them."""
     slots = []
     slot = PipelineRunner._slot
     monkeypatch.setattr(PipelineRunner, "_slot", lambda self, step: (slots.append(step), slot(self, step))[1])
-    with LLM("demo", pipeline_parallel_size=3, threads=1) as llm:
+    with LLM("demo", pipeline_parallel_size=3, threads=1, async_scheduling=overlap) as llm:
         llm.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     assert len(slots) <= 3 * 40 + 4, "a token of each every three slots"
 
 
-def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
-    for more, name in (
-        ({"enable_expert_parallel": True}, "enable_expert_parallel"),
-        ({"speculative_config": {"method": "eagle", "model": "demo-eagle"}}, "speculative_config=eagle"),
-        ({"async_scheduling": True}, "async_scheduling=True"),
+def test_what_cannot_be_a_pipeline_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^pipeline_parallel_size=2 with data_parallel_size=2: not yet; leave one of them out$"
     ):
-        with pytest.raises(
-            ConfigError, match=f"^pipeline_parallel_size=2 with {name}: not yet; leave one of them out$"
-        ):
-            LLM("demo", pipeline_parallel_size=2, **more)  # type: ignore[arg-type]
+        LLM("demo", pipeline_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size=200 is more than the model's \d+ layers; lower it"):
         LLM("demo", pipeline_parallel_size=200)
     for wrong in (0, -1, 257, "2", 2.0, True):
         with pytest.raises(ConfigError, match="pipeline_parallel_size"):
             EngineConfig(model="demo", pipeline_parallel_size=wrong)  # type: ignore[arg-type]
-    mixed = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
-    folder = save_checkpoint(tmp_path / "mixed", "qwen2", num_hidden_layers=2, **mixed)
-    with pytest.raises(ConfigError, match="not yet for models of which some layers see a window"):
-        LLM(str(folder), pipeline_parallel_size=2)
 
 
 # -- failures ----------------------------------------------------------------------------------------------
@@ -176,6 +170,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     [
         (KeyboardInterrupt, {}),
         (MemoryError, {}),
+        (MemoryError, {"async_scheduling": True}),
         pytest.param(KeyboardInterrupt, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(
             *(KeyboardInterrupt, {"speculative_config": {"method": "ngram", "adaptive": False}}),

@@ -303,14 +303,11 @@ class EngineConfig:
 
     def _check_pipeline(self) -> None:
         stages = self.pipeline_parallel_size
-        method = None if stages == 1 or self.speculation is None else self.speculation.method
-        beside = {
-            "enable_expert_parallel": self.enable_expert_parallel,
-            f"speculative_config={method}": method not in (None, "ngram"),
-            "async_scheduling=True": self.async_scheduling,
-        }
-        if stages > 1 and (found := [name for name, there in beside.items() if there]):
-            raise ConfigError(f"pipeline_parallel_size={stages} with {found[0]}: not yet; leave one of them out")
+        replicas = self.data_parallel_size
+        if stages > 1 and replicas > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={stages} with data_parallel_size={replicas}: not yet; leave one of them out"
+            )
 
     def _check_tiers(self) -> None:
         if self.disk_kv_memory is not None and self.disk_kv_path is None:
@@ -417,7 +414,8 @@ class EngineConfig:
     @property
     def redundant_experts(self) -> int | None:
         """See `load_model`."""
-        return self.num_redundant_experts if self.enable_expert_parallel and self.num_ranks > 1 else None
+        shared = self.tensor_parallel_size * self.data_parallel_size > 1
+        return self.num_redundant_experts if self.enable_expert_parallel and shared else None
 
     @property
     def kv_cache_bytes(self) -> int | None:

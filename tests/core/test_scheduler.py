@@ -110,6 +110,27 @@ def test_a_pipeline_deals_decodes_out_over_its_stages():
         assert len(sizes) == 60 or count < stages, "there is something for every stage"
 
 
+def test_with_overlap_a_pipelines_step_is_planned_before_its_tokens_are_known_and_begins_with_them():
+    for stages, count in ((2, 6), (3, 7)):
+        scheduler, runner = make_scheduler(pipeline_parallel_size=stages, max_num_seqs=16, num_blocks=400)
+        for id in range(count):
+            scheduler.add(make_request(id, [id, 7], max_tokens=40))
+        run_step(scheduler, runner)
+        in_flight, newest = [], dict.fromkeys(range(count), -stages)
+        for _ in range(60):
+            plan = scheduler.schedule(0.0)
+            assert plan is not None, "there is one for every slot"
+            assert len(plan.spans) <= -(-count // stages), "no more of them than without"
+            for span in plan.spans:
+                assert plan.number - newest[span.request] >= stages, "its last one is through when this one begins"
+                newest[span.request] = plan.number
+            in_flight.append(plan)
+            if len(in_flight) > stages:
+                done = in_flight.pop(0)
+                scheduler.commit(done, runner.run(done), 0.0)
+        assert all(FROM_PREVIOUS in span.tokens for span in in_flight[-1].spans)
+
+
 def test_a_pipeline_goes_on_with_a_prompt_before_its_last_chunk_is_through():
     scheduler, runner = pipeline(2, num_blocks=400)
     scheduler.add(make_request(0, list(range(200)), max_tokens=2))

@@ -279,9 +279,11 @@ class Scheduler:
         """Running requests for a pipeline, and how many of them may decode now: steps in flight are to be alike.
 
         Those whose last token is not known yet wait for it; of the others those come first that have waited longest.
+        With overlap a token need be known when the step begins: as many steps after its own as there are stages.
         """
         most = -(-sum(request.num_remaining <= 1 for request in self.running) // stages)
-        ready = [request for request in self.running if not request.num_pending]
+        known = self._next_number - stages if self.config.async_scheduling else -1  # when the step begins
+        ready = [request for request in self.running if not request.num_pending or request.last_step <= known]
         return sorted(ready, key=lambda request: request.last_step if request.num_remaining == 1 else -1), most
 
     def _limit_prefill(self, step: PendingStep) -> None:

@@ -120,6 +120,7 @@ class StepPlan:
             flight verifies any of theirs.
         expert_move: begin to read the experts that this rank gets; it has them when a later plan says so.
         expert_version: the moves of experts up to this one are in force.
+        expert_loads: stages of a pipeline tell each other how many tokens each expert has got.
         saves: blocks to be copied into the host tier before anything of this step is written.
         loads: blocks to be copied from there after that, and checked; before the spans' own copies. A plan may have
             moves and no spans.
@@ -133,6 +134,7 @@ class StepPlan:
     drop_drafting: list[int] = field(default_factory=list)
     expert_move: ExpertMove | None = None
     expert_version: int = 0
+    expert_loads: bool = False
     saves: list[Move] = field(default_factory=list)
     loads: list[Move] = field(default_factory=list)
 

@@ -238,13 +238,14 @@ class Engine:
         self.scheduler: Scheduler | Lockstep = schedulers[0] if replicas == 1 else Lockstep(schedulers)
         runner = started.runner
         in_thread = config.async_scheduling and not self.device.asynchronous
-        self.executor: Executor = (ThreadExecutor if in_thread else InlineExecutor)(runner)
+        self.executor: Executor
         if self._ranks:
             self._ranks.begin(self.memory_plan, hash_key)
-            if isinstance(runner, PipelineRunner):
-                self.executor = PipelineExecutor(runner, self._ranks)
-            else:
-                self.executor = RankExecutor(self.executor, self._ranks)
+        if self._ranks and isinstance(runner, PipelineRunner):
+            self.executor = PipelineExecutor(runner, self._ranks, in_thread)
+        else:
+            own = (ThreadExecutor if in_thread else InlineExecutor)(runner)
+            self.executor = RankExecutor(own, self._ranks) if self._ranks else own
         return started
 
     def _start_ranks(
@@ -344,7 +345,9 @@ class Engine:
         # All that a block's bytes depend on beside its tokens.
         identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
             "block_size": str(config.block_size),
-            "layout of the KV": "|".join(Layout.of(cache, self.model).id for cache in self.kv_cache),
+            "layout of the KV": "|".join(
+                Layout.of(cache, self.model, group).id for group, cache in enumerate(self.kv_cache)
+            ),
             "drafting model": "none" if speculation is None else speculation.fingerprint or "none",
         }
         if not config.deterministic:  # ranks that add make other bits

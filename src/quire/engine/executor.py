@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from quire.core.step import StepPlan, StepResult
@@ -60,36 +60,50 @@ class _Launched:
         return attempt(self._step.wait)
 
 
-class ThreadExecutor:
-    """Runs each step in a thread of its own, one after the other: a CPU computes it while the caller goes on.
+class RunnerThread:
+    """A thread that calls a runner, one call after the other.
 
-    The thread ends with this object, and a program that ends before waits for its steps: torch does not survive it if
-    they go on while the interpreter is taken down.
+    It ends with this object, and a program that ends before waits for its calls: torch does not survive it if they go
+    on while the interpreter is taken down.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "quire-runner")
         self._thread.submit(int)  # it starts now: Ctrl-C may interrupt `submit`, and a thread that starts is lost then
 
-    def submit(self, plan: StepPlan) -> PendingResult:
-        return _InThread(self._thread.submit(_run, self._runner, plan))
+    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
+        """What waits for this call, and returns or raises as `attempt` does."""
+        return self._thread.submit(attempt, call).result
 
     def close(self) -> None:
+        """Once all calls have ended."""
         self._thread.shutdown()
+
+
+class ThreadExecutor:
+    """Runs each step in a thread of its own, one after the other: a CPU computes it while the caller goes on."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._thread = runner, RunnerThread()
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        runner = self._runner
+        return _InThread(self._thread.submit(lambda: runner.launch(plan).wait()))
+
+    def close(self) -> None:
+        self._thread.close()
         del self._runner
 
 
 class _InThread:
-    def __init__(self, future: Future[StepResult]) -> None:
-        self._future = future
-
-    def wait(self) -> StepResult:
-        return self._future.result()
+    def __init__(self, wait: Callable[[], StepResult]) -> None:
+        self.wait = wait
 
 
-def _run(runner: ModelRunner, plan: StepPlan) -> StepResult:
-    return attempt(lambda: runner.launch(plan).wait())
+def now(call: Callable[[], T]) -> Callable[[], T]:
+    """The same as `RunnerThread.submit`, called at once in this thread; raises what that would raise later."""
+    made = attempt(call)
+    return lambda: made
 
 
 def attempt(call: Callable[[], T]) -> T:

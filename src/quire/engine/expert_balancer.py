@@ -12,6 +12,7 @@ import torch
 
 from quire.core.expert_balance import balance, imbalance
 from quire.core.step import ExpertMove, StepPlan
+from quire.layers.experts import first_slots
 from quire.models.model import Model
 from quire.runner.expert_mover import Prepared
 
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 WORTH = 0.95
 """A layer's experts are moved where the imbalance becomes at most so much of what it is."""
+
+
+AHEAD = 2
+"""Steps before a look in which stages tell each other what experts have got: that has certainly run then."""
 
 
 @dataclass(slots=True)
@@ -46,7 +51,8 @@ class MoveStats:
 class ExpertBalancer:
     """Looks every so many steps at how many tokens each expert has got since, and moves experts, a layer at a time.
 
-    Ranks read what they will have while steps go on; once all have, all use it from the same step on.
+    Ranks read what they will have while steps go on; once all have, all use it from the same step on. In a pipeline
+    the ranks of each stage share its experts, and stages tell each other what theirs have got shortly before a look.
 
     Args:
         model: the first rank's.
@@ -56,9 +62,12 @@ class ExpertBalancer:
 
     def __init__(self, model: Model, prepared: Sequence[Prepared | None], interval: int) -> None:
         self._model, self._prepared, self._interval = model, prepared, interval
-        self._ranks, self._layers = model.ranks.size, model.expert_layers
-        self._groups = model.config.routing.groups if model.config.routing else 1
+        self._ranks = model.ranks.size // model.stages
+        self._groups, self._experts = (
+            (routing.groups, routing.num_experts) if (routing := model.config.routing) else (1, 1)
+        )
         self._seen = self._loads()
+        self._slots = dict.fromkeys(self._seen, first_slots(self._experts, model.expert_slots))  # by layer
         self._version = self._steps = 0
         self._next_number: int | None = None  # of the next plan, unless steps are given up
         self._queue: list[tuple[int, list[int]]] = []  # layers to look at, with their loads
@@ -72,6 +81,7 @@ class ExpertBalancer:
         self._steps += 1
         if self._interval and not self._queue and self._move is None and self._steps % self._interval == 0:
             self._look()
+        plan.expert_loads = self._interval > 0 and (self._steps + AHEAD) % self._interval == 0
         if self._move is None and self._queue:
             self._move = self._decided(*self._queue.pop(0))
             if self._move is not None:
@@ -84,8 +94,8 @@ class ExpertBalancer:
 
     def stats(self) -> dict[str, Any]:
         """Counters, and how uneven the ranks' work is as experts lie now, by what tokens have asked for lately."""
-        lately = zip(self._loads().values(), self._seen.values(), self._layers.values(), strict=True)
-        uneven = [imbalance((now - then).tolist(), layer.slots, self._ranks) for now, then, layer in lately]
+        lately = zip(self._loads().values(), self._seen.values(), self._slots.values(), strict=True)
+        uneven = [imbalance((now - then).tolist(), slots, self._ranks) for now, then, slots in lately]
         return asdict(self._stats) | {"rank_imbalance": max(uneven, default=1.0)}
 
     def _loads(self) -> dict[int, torch.Tensor]:
@@ -98,7 +108,7 @@ class ExpertBalancer:
 
     def _decided(self, layer: int, loads: Sequence[int]) -> ExpertMove | None:
         """The move of this layer's experts that is worth it, if any."""
-        before = self._layers[layer].slots
+        before = self._slots[layer]
         after = balance(loads, len(before), self._ranks, self._groups, before=before)
         ratios = imbalance(loads, before, self._ranks), imbalance(loads, after, self._ranks)
         if ratios[1] > WORTH * ratios[0]:
@@ -115,14 +125,14 @@ class ExpertBalancer:
             self._move, self._queue, self._interval = None, [], 0
         elif len(said) == len(self._prepared):
             self._count(move, now - self._began, max(prepared.seconds for prepared in said))
+            self._slots[move.layer] = tuple(move.slots)
             self._version, self._move = move.version, None
 
     def _count(self, move: ExpertMove, seconds: float, reading: float) -> None:
-        before, stats, each = self._layers[move.layer].slots, self._stats, len(move.slots) // self._ranks
+        before, stats, each = self._slots[move.layer], self._stats, len(move.slots) // self._ranks
         parts = [(Counter(s[r * each : (r + 1) * each]) for s in (move.slots, before)) for r in range(self._ranks)]
         read = sum(len(new.keys() - old.keys()) for new, old in parts)
-        routing = self._model.config.routing
-        experts = len(self._layers) * routing.num_experts if routing else 1
+        experts = len(self._slots) * self._experts
         stats.expert_moves += 1
         stats.experts_moved += read
         stats.expert_bytes_moved += read * (self._model.expert_parameters * self._model.dtype.itemsize // experts)

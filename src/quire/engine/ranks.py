@@ -17,6 +17,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from quire import log
 from quire.config import EngineConfig
 from quire.core.lockstep import LockstepPlan, joined
 from quire.core.step import StepPlan, StepResult
-from quire.engine.executor import Executor, PendingResult, T, attempt
+from quire.engine.executor import Executor, PendingResult, RunnerThread, T, attempt, now
 from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, Measure, Measured, Timed
 from quire.engine.loading import contents, join
 from quire.engine.machine import Machine, RemoteRank, how_it_ended, out_of_memory_kills
@@ -375,16 +376,24 @@ class RankExecutor:
 
 
 class PipelineExecutor:
-    """Has all stages of a pipeline go on by one, each time that a plan comes, or that one's result is waited for."""
+    """Has all stages of a pipeline go on by one, each time that a plan comes, or that one's result is waited for.
 
-    def __init__(self, runner: PipelineRunner, ranks: Ranks) -> None:
+    Args:
+        overlap: the first rank does so in a thread, see `ThreadExecutor`; the others have a plan before they need it.
+    """
+
+    def __init__(self, runner: PipelineRunner, ranks: Ranks, overlap: bool) -> None:
         self._runner, self._ranks = runner, ranks
         self._encoder = msgspec.msgpack.Encoder()
         self._newest = -1  # plan
+        self._thread = RunnerThread() if overlap else None
+        self._flow: deque[_Pipelined] = deque(maxlen=runner.model.stages)
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        self._newest = plan.number
-        return _Pipelined(self._on_all(self._encoder.encode(plan), lambda: self._runner.launch(plan)), self)
+        self._newest, runner = plan.number, self._runner
+        step = self._slot(self._encoder.encode(plan), lambda: runner.launch(plan))
+        self._flow.append(_Pipelined(self, runner.model.stages, step))
+        return self._flow[-1]
 
     @property
     def busy(self) -> list[float]:
@@ -393,31 +402,56 @@ class PipelineExecutor:
 
     def drain(self) -> None:
         """A slot without a plan."""
-        self._on_all(b"", self._runner.drain)
+        self._slot(b"", self._runner.drain)
 
-    def _on_all(self, message: bytes, call: Callable[[], T]) -> T:
+    def _slot(self, message: bytes, call: Callable[[], T]) -> Callable[[], T]:
+        """All ranks go on; what waits for the first one's `call`."""
         try:
             self._ranks.send(message)
-            return attempt(call)
+            slot = now(call) if self._thread is None else self._thread.submit(call)
         except RankLostError as error:
             raise self._ranks.explained(error.rank) from None
         except BaseException:
             self._ranks.give_up(self._newest)
             raise
+        for step in self._flow:
+            step.slots.append(slot)
+        return slot
+
+    def done(self, slot: Callable[[], T]) -> T:
+        """What a slot has returned, once it is over."""
+        try:
+            return slot()
+        except RankLostError as error:
+            raise self._ranks.explained(error.rank) from None
 
     def close(self) -> None:
-        del self._runner
-        self._ranks.close()
+        try:
+            if self._thread is not None:
+                self._thread.close()
+            del self._runner
+        finally:
+            self._ranks.close()
 
 
 class _Pipelined:
-    def __init__(self, step: PipelinedStep, executor: PipelineExecutor) -> None:
-        self._step, self._executor = step, executor
+    """A step on its way: through the slot in which it `entered`, and then others.
+
+    Attributes:
+        slots: that have been asked for after that one.
+    """
+
+    def __init__(self, executor: PipelineExecutor, stages: int, entered: Callable[[], PipelinedStep]) -> None:
+        self._executor, self._stages, self._entered = executor, stages, entered
+        self.slots: list[Callable[[], object]] = []
 
     def wait(self) -> StepResult:
-        while not self._step.is_through:
+        step = self._executor.done(self._entered)
+        while len(self.slots) < self._stages - 1:
             self._executor.drain()
-        return attempt(self._step.wait)
+        for slot in self.slots:
+            self._executor.done(slot)
+        return attempt(step.wait)
 
 
 class _Pending:

@@ -41,9 +41,9 @@ class Layout:
     drafts: KVShape | None = None
 
     @classmethod
-    def of(cls, cache: KVCache, model: Model) -> Layout:
-        """Of the blocks of which a rank has its part in a cache."""
-        layers = model.config.num_layers if model.stages > 1 else cache.layers
+    def of(cls, cache: KVCache, model: Model, group: int = 0) -> Layout:
+        """Of the blocks of which a rank has its part in a cache, that of a KV group."""
+        layers = len(model.config.groups[group].layers)
         shape = replace(cache.shape, layers=layers, kv_heads=model.config.layer.num_kv_heads)
         return cls(cache.block_size, shape, cache.draft_kv.shape if cache.draft_kv else None)
 

@@ -138,7 +138,7 @@ class ExpertsLayer:
             self._read: Callable[[int], tuple[Product, Product]] = lambda expert: _whole(
                 weights, prefixes[expert], names
             )
-            self.use(self.arranged([slot % count for slot in range(weights.expert_slots)]))
+            self.use(self.arranged(first_slots(count, weights.expert_slots)))
             for prefix in (prefix for expert, prefix in enumerate(prefixes) if expert not in self._own):
                 weights.elsewhere(prefix)
         else:
@@ -202,6 +202,11 @@ class ExpertsLayer:
         per_token = ROUTING_BYTES * experts + 32 * top_k  # ids and weights, and their copies
         per_token += (3 * hidden + 3 * self._shared_size) * dtype.itemsize  # the experts', the shared one's, the sum
         return tokens * per_token + self._experts.workspace(tokens, top_k, dtype)
+
+
+def first_slots(experts: int, slots: int) -> tuple[int, ...]:
+    """The expert in each slot, before any has moved."""
+    return tuple(slot % experts for slot in range(slots))
 
 
 def _whole(weights: LayerWeights, prefix: str, names: ExpertNames) -> tuple[Product, Product]:

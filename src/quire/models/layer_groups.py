@@ -18,6 +18,10 @@ class LayerGroup(NamedTuple):
     window: int | None
     layers: tuple[int, ...]
 
+    def within(self, layers: range) -> LayerGroup:
+        """Those of its layers that are among these."""
+        return self._replace(layers=tuple(layer for layer in self.layers if layer in layers))
+
 
 def layer_groups(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
     """A group for each window of the layers `windows`, the one that keeps most first."""

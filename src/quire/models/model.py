@@ -24,21 +24,24 @@ class AuxHiddenStates:
     """What enters some layers in one step: the residual stream, as EAGLE-3 reads it.
 
     Args:
-        layers: numbers of the layers, each below `Model.num_layers`.
+        layers: numbers of the layers.
+
+    Attributes:
+        taken: of each layer that the step has come to, [tokens, hidden].
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
-        self._taken: dict[int, torch.Tensor] = {}
+        self.taken: dict[int, torch.Tensor] = {}
 
     def take(self, layer: int, x: torch.Tensor | None, residual: torch.Tensor) -> None:
         """Told before each layer what it gets (see `DecoderLayer`), which the layer may overwrite: a copy is kept."""
         if layer in self.layers:
-            self._taken[layer] = residual.clone() if x is None else x + residual
+            self.taken[layer] = residual.clone() if x is None else x + residual
 
     def features(self) -> torch.Tensor:
         """Side by side in the order of `layers`: [tokens, len(layers) * hidden]."""
-        return torch.cat([self._taken[layer] for layer in self.layers], dim=1)
+        return torch.cat([self.taken[layer] for layer in self.layers], dim=1)
 
 
 class ModelSizes:
@@ -55,6 +58,7 @@ class ModelSizes:
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
         windows: per layer, how many tokens back it sees, itself included; None where all.
         groups: layers that keep the same positions, and so share blocks; most models have one such group.
+        stages: how many have some of the layers each; 1: it is whole.
         kv_sides: see `LayerConfig`.
         kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
             token; None: they are what is stored.
@@ -71,7 +75,7 @@ class ModelSizes:
         self, config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None = None, expands: bool = False
     ) -> None:
         layer = config.layer
-        self.config = config
+        self.config, self.stages = config, 1
         self.dtype, self.quantization = dtype, quantization
         self.vocab_size = config.vocab_size
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
@@ -101,9 +105,13 @@ class ModelSizes:
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
-        """The same by group."""
+        """The same by group. All stages have the same blocks: they are as large as the one with most layers needs."""
         whole = self.kv_shape(kv_cache_dtype)
-        return [replace(whole, layers=len(group.layers)) for group in self.groups]
+        own = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
+        return [
+            replace(whole, layers=max(len(group.within(layers).layers) for layers in own))
+            for group in self.config.groups
+        ]
 
 
 class Model(ModelSizes):
@@ -127,6 +135,8 @@ class Model(ModelSizes):
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
         expert_layers: the layers' experts, by number of the layer; none where there are none.
+        expert_slots: see `LayerWeights`.
+        loads_elsewhere: see `expert_loads`; of other stages' layers, as they were last told.
         mtp: what predicts one token more; None unless it was asked for.
         architecture: its name in config.json.
         notes: what a user should know at start-up.
@@ -151,7 +161,8 @@ class Model(ModelSizes):
         self.rank_groups = (self.ranks,) if self.stage is self.ranks else (self.stage, self.ranks)
         own = layers_of(self.ranks.rank // self.stage.size % stages, stages, config.num_layers)
         if self.stages > 1:
-            self.num_layers, self.groups = len(own), (self.groups[0]._replace(layers=tuple(own)),)
+            self.num_layers = len(own)
+            self.groups = tuple(group.within(own) for group in self.groups)
             for index in {*range(config.num_layers)} - {*own}:
                 weights.elsewhere(f"model.layers.{index}.")
         self._first = own.start
@@ -188,6 +199,12 @@ class Model(ModelSizes):
             for index, layer in zip(own, self.layers, strict=True)
             if isinstance(layer.mlp, ExpertsLayer)
         }
+        self.expert_slots = weights.expert_slots
+        self.loads_elsewhere = {
+            index: torch.zeros(config.routing.num_experts, dtype=torch.int64)
+            for index in {*range(config.num_layers)} - {*own} - config.dense_layers
+            if self.expert_slots and config.routing
+        }
         self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
 
     @property
@@ -199,7 +216,8 @@ class Model(ModelSizes):
     @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
         """By number, of each layer with experts: [experts] int64, tokens that each has got."""
-        return {index: layer.load for index, layer in self.expert_layers.items()}
+        own = {index: layer.load for index, layer in self.expert_layers.items()}
+        return dict(sorted((own | self.loads_elsewhere).items()))
 
     @property
     def precision(self) -> str:
@@ -276,3 +294,8 @@ class Model(ModelSizes):
 def layers_of(stage: int, stages: int, layers: int) -> range:
     """The layers of one stage: as many as of any other one, or one more; the first one never has fewer."""
     return range(*(-(-layers * place // stages) for place in (stage, stage + 1)))
+
+
+def stage_of(layer: int, stages: int, layers: int) -> int:
+    """The stage that has a layer."""
+    return next(stage for stage in range(stages) if layer in layers_of(stage, stages, layers))

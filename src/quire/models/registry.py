@@ -140,8 +140,9 @@ def build_model(
     slots = 0
     if redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + redundant_experts
-    of_replicas = stage if stages == 1 else None  # else stages of a pipeline have the head in common
-    stand = progress, quantization, stored, skipped, of_replicas or ranks, slots, ranks
+    # Stages of a pipeline have the head in common, and replicas the experts.
+    have_head, have_experts = (stage or ranks, ranks) if stages == 1 else (ranks, stage)
+    stand = progress, quantization, stored, skipped, have_head, slots, have_experts
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
     with kernels.threads(usable_threads()):
         model = Model(config, weights, ranks, stage, stages)
@@ -177,8 +178,10 @@ def check_ranks(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values); allowed: {', '.join(map(str, allowed))}"
         )
-    if stages > 1:
-        _check_stages(config, stages)
+    if stages > config.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} is more than the model's {config.num_layers} layers; lower it"
+        )
     if redundant_experts is not None:
         _check_slots(layer.experts, size * replicas, redundant_experts)
     values = layer.latent.v_head_dim if layer.latent else layer.head_dim
@@ -189,18 +192,6 @@ def check_ranks(
     exchanged = size * stages * replicas * passed_on
     widest = max(layer.hidden_size, heads * values, layer.intermediate_size, inner, exchanged)
     return widest, max(config.vocab_size, turns * layer.hidden_size)
-
-
-def _check_stages(config: DecoderConfig, stages: int) -> None:
-    if stages > config.num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size={stages} is more than the model's {config.num_layers} layers; lower it"
-        )
-    if len(config.groups) > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={stages}: not yet for models of which some layers see a window; use "
-            "tensor_parallel_size"
-        )
 
 
 def _check_slots(experts: ExpertsConfig | None, ranks: int, redundant: int) -> None:

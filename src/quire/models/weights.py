@@ -259,7 +259,7 @@ class WeightsUnder:
     def __init__(self, weights: Weights, prefix: str, group: Group) -> None:
         self._weights, self._prefix = weights, prefix
         self.kernels, self.group, self.expert_group = weights.kernels, group, weights.expert_group
-        self.expert_slots = weights.expert_slots if group is weights.group else 0
+        self.expert_slots = weights.expert_slots if group in (weights.group, weights.expert_group) else 0
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._weights.tensor(self._prefix + name, dtype)

@@ -43,7 +43,7 @@ class ExpertMover:
     """A rank's side of moves, one at a time.
 
     Args:
-        layers: those with experts, by number.
+        layers: those with experts that this rank has, by number.
         kernels: what the experts are packed for.
 
     Attributes:
@@ -73,6 +73,9 @@ class ExpertMover:
         if move.version <= self.version or (self._move is not None and self._move.version == move.version):
             return
         self._move, self._arranged = move, Future()
+        if move.layer not in self._layers:
+            self.on_prepared(Prepared(move.version, 0.0))
+            return
         given = move, self._layers[move.layer], self._arranged
         # Not a daemon: the interpreter's end would break it off inside a kernel, and abort the process.
         threading.Thread(target=self._read, args=given, name="quire-experts").start()
@@ -95,7 +98,9 @@ class ExpertMover:
         if version == self.version:
             return
         move, self._move = self._move, None
-        if move is None or move.version != version or not self._arranged.done():
+        here = move is not None and move.layer in self._layers
+        if move is None or move.version != version or here != self._arranged.done():
             raise DeviceLostError(f"the experts were never moved as version {version} says: a bug")
-        self._layers[move.layer].use(self._arranged.result())
+        if here:
+            self._layers[move.layer].use(self._arranged.result())
         self.version = version

@@ -58,9 +58,9 @@ class Pools:
     def __init__(self, config: EngineConfig, model: Model, speculation: Speculation | None) -> None:
         self.windows = retentions(model, speculation)
         self.draft_bytes = speculation.kv_shape.bytes_per_token if speculation and speculation.kv_shape else 0
-        self.token_bytes = [shape.bytes_per_token for shape in model.kv_shapes(config.kv_cache_dtype)]
+        shapes = model.kv_shapes(config.kv_cache_dtype)
+        self.token_bytes, self._layers = [shape.bytes_per_token for shape in shapes], [shape.layers for shape in shapes]
         self.token_bytes[0] += self.draft_bytes
-        self._layers = [len(group.layers) for group in model.groups]
         self.block_size = config.block_size
         self._chunk = min(config.long_prefill_token_threshold or math.inf, config.max_num_batched_tokens)
 

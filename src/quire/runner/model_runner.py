@@ -34,7 +34,7 @@ from quire.runner.draft_context import DeviceContext, DraftContext
 from quire.runner.drafter import Drafter, Outcome, accepted_path, branch_of
 from quire.runner.expert_mover import ExpertMover
 from quire.runner.host_forward import Forwarded, HostForward
-from quire.runner.proposer import DeviceProposer, Drafts, Speculation
+from quire.runner.proposer import Branch, DeviceProposer, Drafts, Speculation
 from quire.runner.sampler import Sampled, SampledRow, Sampler
 from quire.runner.scores import Scored
 
@@ -95,8 +95,7 @@ class ModelRunner:
         self._speculation = speculation
         self._requests: dict[int, _Request] = {}
         self._drafter: Drafter | DeviceDrafter | None = None
-        moves = any(layer.slots for layer in model.expert_layers.values())
-        self.mover = ExpertMover(model.expert_layers, model.kernels) if moves else None
+        self.mover = ExpertMover(model.expert_layers, model.kernels) if model.expert_slots else None
         self._next_number: int | None = 0  # None: a step was begun and not launched
         self._forget()
 
@@ -218,9 +217,7 @@ class ModelRunner:
         """What the plan says of requests and blocks, before anything is computed."""
         self._drafting_ends(plan)
         self._take_in_ends(plan)
-        self._take_in_rows(plan)
         self._take_in_starts(plan)
-        self._drafting_starts(plan)
         self._take_in_blocks(plan)
 
     def _drafting_ends(self, plan: StepPlan) -> None:
@@ -229,11 +226,6 @@ class ModelRunner:
                 self._drafter.drop_drafting(plan.drop_drafting)
             for number in plan.ended:
                 self._drafter.end(number)
-
-    def _drafting_starts(self, plan: StepPlan) -> None:
-        if self._drafter is not None:
-            for info in plan.started:
-                self._drafter.start(info)
 
     def _take_in_ends(self, plan: StepPlan) -> None:
         if self.mover is not None:
@@ -245,14 +237,13 @@ class ModelRunner:
                 self._free_rows.append(request.row)
             self.sampler.end(number)
 
-    def _take_in_rows(self, plan: StepPlan) -> None:
+    def _take_in_starts(self, plan: StepPlan) -> None:
         for info in plan.started:
             row = self._free_rows.pop() if self._free_rows else len(self._requests)
             self._requests[info.request] = _Request(row, info.params.prompt_logprobs or 0)
-
-    def _take_in_starts(self, plan: StepPlan) -> None:
-        for info in plan.started:
             self.sampler.start(info)
+            if self._drafter is not None:
+                self._drafter.start(info)
 
     def _take_in_blocks(self, plan: StepPlan) -> None:
         grown = [span for span in plan.spans if span.blocks]
@@ -299,9 +290,8 @@ class ModelRunner:
         """Launch the forward pass, the scores of prompts, and sampling; what comes back, in an order that is kept."""
         rows = np.array([self._requests[span.request].row for span in spans])
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
-        trees = {span.request: branch_of(span, drafts[span.request]) for span in spans if span.request in drafts}
-        branches = {request: branch for request, branch in trees.items() if branch is not None}
-        return self._finish(spans, rows, row_starts, self._forward(spans, rows, row_starts, branches), drafts)
+        made = self._forward(spans, rows, row_starts, branches_of(spans, drafts))
+        return self._finish(spans, rows, row_starts, made, drafts)
 
     def _finish(
         self, spans: list[Span], rows: IntArray, row_starts: IntArray, made: Forwarded, drafts: Mapping[int, Drafts]
@@ -513,6 +503,12 @@ def check_complete(plan: StepPlan, next_number: int | None) -> None:
             f"plan {plan.number} came where {expected} was next, and it does not start request {lacking[0]}: "
             "full state must be sent again"
         )
+
+
+def branches_of(spans: Sequence[Span], drafts: Mapping[int, Drafts]) -> dict[int, Branch]:
+    """By request, the trees that spans verify."""
+    trees = {span.request: branch_of(span, drafts[span.request]) for span in spans if span.request in drafts}
+    return {request: branch for request, branch in trees.items() if branch is not None}
 
 
 def _slices(length: int, size: int) -> Iterator[tuple[int, int]]:

@@ -6,9 +6,11 @@ one, and the last one's, which are through all layers, to all of them. So all ra
 sample all of it, as ranks do that share each layer: with a part of the head each.
 
 A request's next token waits until its last one is known, as many slots later as there are stages; the scheduler deals
-the requests that decode out over the steps. So where a step enters, all ranks know its requests' tokens, and find the
-same drafts for it, if they look them up in the text (n-grams); what drafts by features or KV would have to follow a
-step through its stages.
+the requests that decode out over the steps. So where a step enters, all ranks know its requests' tokens, and what the
+model made of them: what drafts is computed whole on each, which so have the same drafts.
+
+What a plan says of blocks is done where its step enters, on all stages: blocks that it takes are in no step on its way,
+and those that it reads are of steps that are through. Its block tables stay as they were then.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from torch import Tensor
 from quire.core.step import Span, StepPlan
 from quire.errors import RankLostError
 from quire.kv.host import HostTier
-from quire.models.model import Model
-from quire.ops import KVCache
+from quire.models.model import AuxHiddenStates, Model, stage_of
+from quire.ops import KVCache, RaggedBatch
 from quire.runner.device import Mark
 from quire.runner.drafter import Drafter
 from quire.runner.host_forward import Forwarded
-from quire.runner.model_runner import IntArray, LaunchedStep, ModelRunner, Part, check_complete
+from quire.runner.model_runner import IntArray, LaunchedStep, ModelRunner, Part, branches_of, check_complete
 from quire.runner.proposer import Drafts, Speculation
 
 
 class PipelinedStep(LaunchedStep):
-    """A step on its way.
+    """A step on its way; it may be waited for when it is through.
 
     Args:
         spans: the plan's, with their drafts. drafts: by request.
@@ -43,6 +45,8 @@ class PipelinedStep(LaunchedStep):
     Attributes:
         rows: of the block tables, one a span.
         row_starts: first row of each span, and one entry more.
+        batches: what the layers are given, a KV group each; none where there are no spans.
+        aux: what enters the layers of which features for drafts are made.
     """
 
     def __init__(
@@ -57,11 +61,8 @@ class PipelinedStep(LaunchedStep):
         super().__init__(plan, [], begin, drafted, drafted)
         self.plan, self.spans, self.drafts, self.rows = plan, spans, drafts, rows
         self.row_starts: IntArray = np.cumsum([0, *(len(span.tokens) for span in spans)])
-
-    @property
-    def is_through(self) -> bool:
-        """Whether it has been through all stages; only then may it be waited for."""
-        return bool(self.parts)
+        self.batches: list[RaggedBatch] = []
+        self.aux = AuxHiddenStates(())
 
     def ends(self, part: Part, end: Mark) -> None:
         """It is through."""
@@ -89,6 +90,7 @@ class PipelineRunner(ModelRunner):
         super().__init__(model, kv, logit_rows, threads, speculation=speculation, halves=False, host=host)
         self._pipe = model.ranks
         self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
+        self._aux_layers = speculation.aux_layers if speculation else ()
         self.busy, self.seconds = [0.0] * self._stages, 0.0
         self._sampling = 0.0  # seconds in the last slot, of which the others have not been told yet
 
@@ -121,13 +123,31 @@ class PipelineRunner(ModelRunner):
         """The plan's step, with its drafts."""
         begin, spans = self.device.mark(), plan.spans
         drafts: Mapping[int, Drafts] = {}
-        self._drafting_ends(plan)
-        self._take_in_rows(plan)
-        self._drafting_starts(plan)
+        bad_loads, loading = self._move_blocks(plan)
+        bad_loads = self._bad_for_any(plan, bad_loads)
+        self._take_in(plan)
+        if plan.expert_loads:
+            self._tell_loads()
         if isinstance(self._drafter, Drafter) and self._drafter.following:
             spans, drafts = self._drafter.resolve(spans)
         rows = np.array([self._requests[span.request].row for span in spans], np.int64)
-        return PipelinedStep(plan, spans, drafts, rows, begin, self.device.mark())
+        step = PipelinedStep(plan, spans, drafts, rows, begin, self.device.mark())
+        step.bad_loads, step.loading, step.aux = bad_loads, loading, AuxHiddenStates(self._aux_layers)
+        if spans:
+            step.batches = self._forward.batches(spans, rows, step.row_starts, branches_of(spans, drafts))
+        return step
+
+    def _take_in_ends(self, plan: StepPlan) -> None:
+        """Steps before it may still be on their way, of requests that have ended: see `_sample_all`."""
+
+    def _tell_loads(self) -> None:
+        """To all stages, how many tokens the experts of each have got."""
+        model, own = self.model, self.model.expert_layers
+        for index in model.expert_loads:
+            brings = index in own and model.stage.rank == 0
+            parts = self._pipe.exchange([own[index].load] if brings else [], index)
+            if index not in own:
+                model.loads_elsewhere[index] = torch.cat(parts).view(torch.int64)
 
     def drain(self) -> None:
         """A slot without a plan: what is on its way goes on by a stage. Raises what `launch` does.
@@ -159,6 +179,8 @@ class PipelineRunner(ModelRunner):
             own = self._flow[self._stage] if len(self._flow) > self._stage else None
             made = [] if own is None else self._through_layers(own)
             self._pass_on(made, time.monotonic() - begin + self._sampling)
+            for layer in self._aux_layers:
+                self._tell_features(layer)
             through = time.monotonic()
             last = self._flow.pop() if len(self._flow) == self._stages else None
             if last is not None:
@@ -168,15 +190,12 @@ class PipelineRunner(ModelRunner):
 
     def _through_layers(self, own: PipelinedStep) -> list[Tensor]:
         """This stage's layers of a step: x and residual, or what the last norm makes of them."""
-        model, spans = self.model, own.spans
-        own.bad_loads, own.loading = self._move_blocks(own.plan)
-        if not spans:
+        model, batches = self.model, own.batches
+        if not batches:
             return []
-        self._take_in_blocks(own.plan)
-        batches = self._forward.batches(spans, own.rows, own.row_starts)
         x: Tensor | None
         x, residual = self._entering if self._stage else (None, model.embedding(batches[0].token_ids))
-        x, residual = model.run_layers(x, residual, batches, self.kv)
+        x, residual = model.run_layers(x, residual, batches, self.kv, own.aux)
         if x is None:
             raise RuntimeError("a stage without layers")
         return [model.norm.with_residual(x, residual)[0]] if self._stage == self._stages - 1 else [x, residual]
@@ -196,13 +215,22 @@ class PipelineRunner(ModelRunner):
             self._entering = parts[self._stage - 1][8:].clone().view(dtype).view(2, -1, hidden)
         self._hidden = parts[-1][8:].clone().view(dtype).view(-1, hidden)
 
+    def _tell_features(self, layer: int) -> None:
+        """To all stages, what has entered this layer in the step that its stage has computed."""
+        stage = stage_of(layer, self._stages, self.model.config.num_layers)
+        step = self._flow[stage] if stage < len(self._flow) else None
+        if step is None or not step.batches:
+            return
+        brings = stage == self._stage and self.model.stage.rank == 0
+        parts = self._pipe.exchange([step.aux.taken[layer]] if brings else [], layer)
+        step.aux.taken[layer] = torch.cat(parts).view(self.model.dtype).view(step.row_starts[-1], -1)
+
     def _sample_all(self, step: PipelinedStep) -> None:
         """What follows the forward pass of a step that is through all layers, on every stage."""
-        plan, hidden = step.plan, self._hidden
-        step.bad_loads = self._bad_for_any(plan, step.bad_loads)
-        self._take_in_ends(plan)
-        self._take_in_starts(plan)
-        made = Forwarded(hidden, self.model.kernels.finite_rows(hidden), hidden)
+        hidden = self._hidden
+        super()._take_in_ends(step.plan)
+        features = step.aux.features() if self._aux_layers and step.batches else hidden
+        made = Forwarded(hidden, self.model.kernels.finite_rows(hidden), features)
         step.ends(self._finish(step.spans, step.rows, step.row_starts, made, step.drafts), self.device.mark())
         self._pipe.check(step.digest())
         if self._drafter is not None and self._drafter.following:

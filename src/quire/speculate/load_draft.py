@@ -46,7 +46,7 @@ def load_eagle3(folder: Path | str, target: Model) -> Eagle3:
         checkpoint = _open_head(Path(folder))
         if HIDDEN_NORM not in checkpoint.entries:
             raise ConfigError("it has no 'hidden_norm', so it is no EAGLE-3 head; for an older one say method: eagle")
-        config = Eagle3.read_config(checkpoint.config, checkpoint.entries, target.num_layers)
+        config = Eagle3.read_config(checkpoint.config, checkpoint.entries, target.config.num_layers)
         _check_made_for(config, target)
         tables = (MOVES, CHOSEN)
         weights = Weights(checkpoint, config.shapes, target.dtype, target.kernels, tied=False, skipped=tables)
