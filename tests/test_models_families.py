@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import re
@@ -69,6 +70,7 @@ ATTENTION_ALONE = {**MULTIPLIERS, "layer_types": ["full_attention"] * 3}
 SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2]}
 ALPHA = {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"sliding_window": 20, "layer_types": MIXED, "query_pre_attn_scalar": 24}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral3", {"text": "mistral", "sliding_window": None}),
@@ -77,6 +79,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k25": ("kimi_k25", {"text": "deepseek_v3"}),
     "qwen3_vl": ("qwen3_vl", {"text": "qwen3_vl_text", "rope_parameters": SECTIONS | {"mrope_interleaved": True}}),
     "qwen2_5_vl": ("qwen2_5_vl", {"text": "qwen2_5_vl_text", "rope_parameters": SECTIONS}),
+    "gemma3": ("gemma3", {"text": "gemma3_text", **GEMMA}),
+    "gemma3_text": ("gemma3_text", GEMMA),
+    "gemma3_text-untied": ("gemma3_text", {**GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3_text-older": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "sliding_window_pattern": 2,
+            "layer_types": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 7000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+            "edit": {
+                "rope_parameters": ...,
+                "rope_theta": 7000.0,
+                "rope_local_base_freq": 300.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "layer_types": ...,
+                "sliding_window_pattern": 2,
+            },
+        },
+    ),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite-layer-types": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "ministral3": ("ministral3", GROWING),
@@ -160,6 +185,20 @@ def test_what_is_special_shows_in_the_logits(tmp_path: Path) -> None:
         assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, name
 
 
+def test_what_is_gemmas_shows_in_the_logits(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "gemma3_text", **GEMMA)
+    before = chunked_logits(load_model(folder), PROMPT, 90)
+    fields = json.loads((folder / "config.json").read_text())
+    turned = {kind: {"rope_theta": 500.0} for kind in fields["rope_parameters"]}
+    for edit in (
+        {"query_pre_attn_scalar": 16},
+        {"sliding_window": 40},
+        *({"rope_parameters": fields["rope_parameters"] | {kind: turned[kind]}} for kind in turned),
+    ):
+        edit_json(folder / "config.json", fields | edit)
+        assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, edit
+
+
 def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "granite", **MULTIPLIERS)
     before = chunked_logits(load_model(folder), PROMPT, 90)
@@ -169,9 +208,15 @@ def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
         edit_json(folder / "config.json", {name: value})
 
 
-@pytest.mark.parametrize("architecture", ["exaone4", "glm4", "granite", "hunyuan_v1_dense", "olmo3", "phi3"])
+@pytest.mark.parametrize(
+    "architecture", ["exaone4", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense", "olmo3", "phi3"]
+)
 def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str, tmp_path: Path) -> None:
-    options = {"granite": MULTIPLIERS, "exaone4": {"sliding_window": 20, "layer_types": MIXED}}.get(architecture, {})
+    options = {
+        "granite": MULTIPLIERS,
+        "gemma3_text": GEMMA,
+        "exaone4": {"sliding_window": 20, "layer_types": MIXED},
+    }.get(architecture, {})
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
     exact = reference_logits(load_reference(folder), PROMPT)
     theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
@@ -267,6 +312,29 @@ def test_a_published_models_shape_has_as_many_numbers_as_in_transformers(archite
     assert sum(math.prod(shape) for shape in shapes.values()) == expected > 2e9
 
 
+def test_fields_that_gemma_3s_published_configurations_leave_out_are_those_of_transformers() -> None:
+    published = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": published}
+    filled = json.loads(transformers.Gemma3TextConfig(**copy.deepcopy(published)).to_json_string(use_diff=False))
+    del filled["eos_token_id"]  # the outer one's are meant
+    configs = [
+        read_config(Fields(outer | {"text_config": text}, "config.json"), Fields({}, "none"))
+        for text in (published, filled)
+    ]
+    assert configs[0] == configs[1]
+    assert configs[0].windows == (1024, 1024, 1024, 1024, 1024, None) * 5 + (1024,) * 4
+    assert configs[0].max_position_embeddings == 131072 and configs[0].eos_token_ids == (1, 106)
+    assert configs[0].ropes is not None
+    assert [(rope.theta, rope.factor) for rope in configs[0].ropes[4:6]] == [(1e4, 1.0), (1e6, 8.0)]
+
+
 def test_what_is_tied_is_what_the_outer_configuration_says(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "mistral3", text="mistral", sliding_window=None, tie_word_embeddings=True)
     fields = json.loads((folder / "config.json").read_text())
@@ -322,7 +390,7 @@ def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: 
     assert torch.equal(chunked_logits(load_model(fp8), PROMPT, 37), chunked_logits(load_model(plain), PROMPT, 37))
 
 
-@pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4"])
+@pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4", "gemma3"])
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
@@ -332,7 +400,7 @@ def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "case", ["mistral3-ministral3", "mistral4", "glm4_moe-qk-norm", "phi3-longrope", "hy_v3", "olmo3"]
+    "case", ["mistral3-ministral3", "mistral4", "glm4_moe-qk-norm", "phi3-longrope", "hy_v3", "olmo3", "gemma3_text"]
 )
 def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
@@ -389,6 +457,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_rope_layers of 2": ("smollm3", {"no_rope_layers": [1, 0, 2]}, "'no_rope_layers' must be a list of whole"),
     "layer_types": ("olmo3", {"layer_types": ["full_attention"]}, "'layer_types' must be 3 of"),
     "rope sections": ("olmo3", {"rope_parameters": {"full_attention": {}, "other": {}}}, "'other' must be absent"),
+    "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
+    "activation": ("gemma3_text", {"hidden_activation": "gelu"}, "'hidden_activation' must be 'gelu_pytorch_tanh'"),
+    "soft cap of logits": ("gemma3_text", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
+    "soft cap of scores": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+    "ropes of layers": ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "'rope_theta' must be absent, beside"),
     "window": ("exaone4", {"sliding_window": None}, "'sliding_window' must be a number, since layer_types"),
     "multiplier": ("granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be a finite number greater"),
     "cla": ("hunyuan_v1_dense", {"use_cla": True}, "'use_cla' is True"),
@@ -440,6 +513,7 @@ def test_a_part_of_each_head_turns_wherever_its_pairs_lie() -> None:
 DETERMINED = {
     "exaone4": {"sliding_window": 100, "layer_types": MIXED[:2]},
     "olmo3": {"sliding_window": 100, "layer_types": MIXED[:2]},
+    "gemma3_text": {**GEMMA, "sliding_window": 100, "layer_types": MIXED[:2]},
     "ministral3": GROWING,
     "mistral4": GROWING,
     "glm4": {},
@@ -451,7 +525,7 @@ DETERMINED = {
     "smollm3": {"no_rope_layers": [0, 1]},
 }
 """Architectures that differ from the others in what is computed, and options that show it within 320 tokens."""
-FAST = {"exaone4", "ministral3"}
+FAST = {"gemma3_text", "ministral3"}
 
 
 def few(fast: set[str]) -> list[Any]:

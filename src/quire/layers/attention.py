@@ -127,7 +127,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 def _head_norm(weights: LayerWeights, num_heads: int, num_kv_heads: int, eps: float) -> HeadNorm:
     """One norm for the query and key heads, which lie side by side: a row of weights for each head."""
-    q, k = weights.tensor("self_attn.q_norm.weight"), weights.tensor("self_attn.k_norm.weight")  # [head_dim] each
+    q, k = (weights.norm(name, eps).weight for name in ("self_attn.q_norm", "self_attn.k_norm"))  # [head_dim] each
     return HeadNorm(torch.cat([q.expand(num_heads, -1), k.expand(num_kv_heads, -1)]), eps)
 
 

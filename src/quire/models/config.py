@@ -18,6 +18,7 @@ from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
 from quire.models.layer_groups import LayerGroup, layer_groups
 from quire.models.layout import Layout
+from quire.ops.elementwise import Activation
 from quire.ops.experts import Routing
 
 UNSUPPORTED = {
@@ -92,6 +93,9 @@ class DecoderConfig:
         mtp: whether the one layer of these is part of the model.
         one_kv_group: its keys and values lie in one group's blocks, whatever its layers see: of a model that drafts.
         embedding_scale: what embeddings are multiplied with.
+        embedding_scale_rounded: after it was rounded to the computation's data type.
+        zero_centered_norms: the checkpoint holds how far norms' weights are from 1. They stay in fp32, since the sum
+            has more digits than a narrower type, and are applied to what is not rounded before.
         logits_divisor: what logits are divided by.
         layout: how the checkpoint's tensors become those that the model asks for; None: they are the same.
     """
@@ -109,6 +113,8 @@ class DecoderConfig:
     one_kv_group: bool = False
     ropes: tuple[RopeConfig, ...] | None = None
     embedding_scale: float = 1.0
+    embedding_scale_rounded: bool = False
+    zero_centered_norms: bool = False
     logits_divisor: float = 1.0
     layout: Layout | None = None
 
@@ -185,6 +191,7 @@ def read_decoder_config(
     mlp_bias: bool = False,
     qk_norm: QKNorm | None = None,
     norms: NormNames = PRE_NORMS,
+    activation: Activation | None = None,
     experts: ExpertsConfig | None = None,
     dense_layers: frozenset[int] = frozenset(),
     default_theta: float = DEFAULT_THETA,
@@ -198,6 +205,7 @@ def read_decoder_config(
     Args:
         fields: of config.json.
         generation: of generation_config.json.
+        activation: of the MLP's gate; None: what `hidden_act` says, which is "silu".
         default_head_dim: head_dim where the field is absent; None is hidden_size / num_attention_heads.
         experts: of the layers that are not among `dense_layers`; None: no layer has any.
         default_theta, default_eps, default_tied: rope_theta, rms_norm_eps and tie_word_embeddings where the field is
@@ -212,7 +220,8 @@ def read_decoder_config(
     if experts is None:
         for name in EXPERT_COUNTS:
             fields.refuse(name, (0,), "experts in an architecture without them")
-    fields.choice("hidden_act", {"silu"}, default="silu")
+    if activation is None:
+        fields.choice("hidden_act", {"silu"}, default="silu")
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads", max=MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, max=MAX_HEADS)
@@ -241,6 +250,7 @@ def read_decoder_config(
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
             norms=norms,
+            activation=activation or "silu",
             experts=experts,
         ),
         vocab_size=vocab_size,

@@ -161,7 +161,10 @@ class Model(ModelSizes):
         # The largest tensor first: memory's peak is then not the whole model and once more this.
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = weights.linear(head, split=Split.VOCABULARY)
-        self.embedding = weights.embedding("model.embed_tokens", config.embedding_scale)
+        scale = config.embedding_scale
+        if config.embedding_scale_rounded:
+            scale = float(torch.tensor(scale, dtype=self.dtype))
+        self.embedding = weights.embedding("model.embed_tokens", scale)
         ropes = config.ropes or (config.rope,) * config.num_layers
         kinds = list(dict.fromkeys([config.rope, *(ropes[index] for index in own)]))
         self._rotaries = [RotaryEmbedding(rope, weights.kernels.device) for rope in kinds]

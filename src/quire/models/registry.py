@@ -29,6 +29,8 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "quire.models.deepseek_v3",
     "Ernie4_5ForCausalLM": "quire.models.ernie4_5",
     "Exaone4ForCausalLM": "quire.models.exaone4",
+    "Gemma3ForCausalLM": "quire.models.gemma3",
+    "Gemma3ForConditionalGeneration": "quire.models.gemma3",
     "Glm4ForCausalLM": "quire.models.glm4",
     "Glm4MoeForCausalLM": "quire.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",
@@ -141,7 +143,7 @@ def build_model(
     if redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + redundant_experts
     of_replicas = stage if stages == 1 else None  # else stages of a pipeline have the head in common
-    stand = progress, quantization, stored, skipped, of_replicas or ranks, slots, ranks
+    stand = progress, quantization, stored, skipped, of_replicas or ranks, slots, ranks, config.zero_centered_norms
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
     with kernels.threads(usable_threads()):
         model = Model(config, weights, ranks, stage, stages)

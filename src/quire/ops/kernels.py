@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.ops import attention, attention_plan, elementwise, experts, latent, logit_edits, sampling, step_inputs
+from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
@@ -59,18 +60,26 @@ class LayerParts:
     """What a decoder layer is made of: see `quire.layers.decoder`.
 
     Attributes:
-        input_norm, post_attention_norm: their weights, [hidden]; a layer that is always first may lack the former.
-        eps: of both.
+        input_norm, mlp_input_norm: weights of the norms before attention and MLP, [hidden]; a layer that is always
+            first may lack the former.
+        attended_norm, mlp_norm: the same of what attention and MLP yield; None: there is none.
+        eps: of all of these.
+        activation: of the MLP's gate.
         qkv, output, gate_up, down: the products.
         head_norm: of each query and key head; None: none.
+        dtype: of the residual stream; norms' weights may be in fp32.
         heads: query heads, of this rank.
         scale, window, layer: see `Kernels.attend`.
         shared: what ranks gather of it; None: one process computes all of it.
     """
 
     input_norm: torch.Tensor | None
-    post_attention_norm: torch.Tensor
+    attended_norm: torch.Tensor | None
+    mlp_input_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     eps: float
+    dtype: torch.dtype
+    activation: Activation
     qkv: Product
     output: Product
     gate_up: Product
@@ -201,6 +210,10 @@ class Kernels:
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See `elementwise.silu_mul`."""
         return elementwise.silu_mul(x)
+
+    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See `elementwise.gelu_tanh_mul`."""
+        return elementwise.gelu_tanh_mul(x)
 
     # -- attention -----------------------------------------------------------------------------------------
 

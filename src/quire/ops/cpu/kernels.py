@@ -84,6 +84,9 @@ class CpuKernels(Kernels):
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         return rows.silu_mul(self._lib, x)
 
+    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.gelu_tanh_mul(self._lib, x)
+
     def rotate_and_store(
         self,
         qkv: torch.Tensor,

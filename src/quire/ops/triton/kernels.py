@@ -92,6 +92,9 @@ class TritonKernels(Kernels):
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         return rows.silu_mul(x)
 
+    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.gelu_tanh_mul(x)
+
     # -- attention -----------------------------------------------------------------------------------------
 
     def rotate_and_store(

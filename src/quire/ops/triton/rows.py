@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.elementwise import GELU_CUBIC, GELU_LINEAR
+
 PART = 1024
 """Numbers of a row that a program works on where nothing is summed: with 4 warps, 16 bytes of bf16 a thread."""
 
@@ -61,11 +63,20 @@ def add_rms_norm(
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """See `Kernels.silu_mul`."""
+    return _gate(x, 1.0, 0.0)
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `Kernels.gelu_tanh_mul`."""
+    return _gate(x, GELU_LINEAR, GELU_CUBIC)
+
+
+def _gate(x: torch.Tensor, linear: float, cubic: float) -> torch.Tensor:
     x = x.contiguous()
     rows, size = len(x), x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     grid = rows, -(-size // PART)
-    _silu_mul[grid](x, out, SIZE=size, PART=PART, num_warps=4, enable_fp_fusion=False)
+    _gate_mul[grid](*(x, out), LINEAR=linear, CUBIC=cubic, SIZE=size, PART=PART, num_warps=4, enable_fp_fusion=False)
     return out
 
 
@@ -86,9 +97,9 @@ def inverse_rms(sum_of_squares, SIZE: tl.constexpr, eps):
 
 
 @triton.jit
-def normalized(x, scale, weight, dtype: tl.constexpr):
-    """x * scale * weight in fp32; the first product is rounded to `dtype`, the second is not yet."""
-    return (x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)
+def normalized(x, scale, weight):
+    """x * scale * weight in fp32; the first product is rounded to the weight's type, the second is not yet."""
+    return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 
 @triton.jit
@@ -107,7 +118,7 @@ def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
     scale = inverse_rms(tl.sum(values * values, 0), SIZE, eps)
     weights = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(out + start + column, normalized(values, scale, weights, x.dtype.element_ty), mask=inside)
+    tl.store(out + start + column, normalized(values, scale, weights), mask=inside)
 
 
 @triton.jit
@@ -122,17 +133,20 @@ def _add_rms_norm(x, residual, weight, eps, SIZE: tl.constexpr, BLOCK: tl.conste
     values = total.to(tl.float32)
     scale = inverse_rms(tl.sum(values * values, 0), SIZE, eps)
     weights = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(x + start + column, normalized(values, scale, weights, dtype), mask=inside)
+    tl.store(x + start + column, normalized(values, scale, weights), mask=inside)
 
 
 @triton.jit
-def _silu_mul(x, out, SIZE: tl.constexpr, PART: tl.constexpr):
+def _gate_mul(x, out, LINEAR: tl.constexpr, CUBIC: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < SIZE
     gate = tl.load(x + 2 * row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (2 * row + 1) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * SIZE + column, silu * up, mask=inside)
+    slope = gate
+    if CUBIC != 0.0:
+        slope = (gate * gate * CUBIC + LINEAR) * gate
+    active = tl.div_rn(gate, 1.0 + tl.exp(-slope)).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + column, active * up, mask=inside)
 
 
 @triton.jit
