@@ -16,7 +16,7 @@ from quire.layers.decoder import PRE_NORMS, LayerConfig, NormNames
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
-from quire.models.layer_groups import LayerGroup, layer_groups
+from quire.models.layer_groups import KVHeads, LayerGroup, layer_groups
 from quire.models.layout import Layout
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Routing
@@ -83,6 +83,7 @@ class DecoderConfig:
     Attributes:
         layer: sizes and options that every layer shares, but that `dense_layers` have no experts.
         windows: per layer, how many tokens back it sees, itself included; None where it sees all of them.
+        kv_heads: per layer, heads of keys and values, where they are not all those of `layer`; None: they are.
         rope: rotary embedding, of most layers.
         ropes: the same for each layer, where they are not all the same; None: they are.
         max_position_embeddings: the longest context, in tokens, with rotary scaling taken into account.
@@ -111,6 +112,7 @@ class DecoderConfig:
     num_mtp_layers: int = 0
     mtp: bool = False
     one_kv_group: bool = False
+    kv_heads: tuple[KVHeads, ...] | None = None
     ropes: tuple[RopeConfig, ...] | None = None
     embedding_scale: float = 1.0
     embedding_scale_rounded: bool = False
@@ -124,8 +126,8 @@ class DecoderConfig:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layers that keep the same positions."""
-        return layer_groups([None] * self.num_layers if self.one_kv_group else self.windows)
+        """Layers that keep the same positions, in the same shape."""
+        return layer_groups([None] * self.num_layers if self.one_kv_group else self.windows, self.kv_heads)
 
     @property
     def routing(self) -> Routing | None:
@@ -134,7 +136,11 @@ class DecoderConfig:
 
     def layer_at(self, index: int) -> LayerConfig:
         """Sizes and options of one layer."""
-        return replace(self.layer, experts=None) if index in self.dense_layers else self.layer
+        layer = replace(self.layer, experts=None) if index in self.dense_layers else self.layer
+        if self.kv_heads is None:
+            return layer
+        own = self.kv_heads[index]
+        return replace(layer, num_kv_heads=own.count, head_dim=own.head_dim)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by name, with its shape."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -52,13 +51,13 @@ class ModelSizes:
 
     Attributes:
         vocab_size: ids run from 0 to vocab_size - 1.
-        num_layers, num_kv_heads, head_dim: the shape of a token's KV.
+        num_layers, num_kv_heads, head_dim: the shape of a token's KV; where layers differ, of most of them.
         windows: per layer, how many tokens back it sees, itself included; None where all.
-        groups: layers that keep the same positions, and so share blocks; most models have one such group.
+        groups: layers that keep the same positions in the same shape, and so share blocks; most models have one group.
         kv_sides: see `LayerConfig`.
         kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
             token; None: they are what is stored.
-        attention_width: numbers of a key and its value that each query head is multiplied with.
+        attention_width: numbers of a key and its value that each query head is multiplied with, the mean of all layers.
         num_parameters: numbers in the checkpoint; a tied head is counted once.
         weight_bytes: what memory holds of them, and a step of many tokens reads. An embedding table is not among
             them: it stays a mapped file, of which a step reads a row a token. A tied one is there as the head.
@@ -66,6 +65,8 @@ class ModelSizes:
             some token chose; 0 where there are none.
         active_parameters: numbers that one token is computed with, and the embedding table.
     """
+
+    stage: Group = OneRank()
 
     def __init__(
         self, config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None = None, expands: bool = False
@@ -76,7 +77,8 @@ class ModelSizes:
         self.vocab_size = config.vocab_size
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
         self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides
-        self.kv_saving, self.attention_width = None, 2 * self.head_dim
+        self.kv_saving = None
+        self.attention_width = sum(2 * config.layer_at(i).head_dim for i in range(self.num_layers)) // self.num_layers
         if layer.latent is not None:
             self.kv_saving = layer.num_heads * (layer.latent.qk_head_dim + layer.latent.v_head_dim) / layer.latent.row
             self.attention_width = layer.latent.row + layer.latent.kv_lora_rank
@@ -96,14 +98,15 @@ class ModelSizes:
             self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
 
     def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
-        """What it keeps of each token, in all layers."""
+        """What it keeps of each token in all layers, if each has the shape of most."""
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
-        """The same by group."""
-        whole = self.kv_shape(kv_cache_dtype)
-        return [replace(whole, layers=len(group.layers)) for group in self.groups]
+        """What each group keeps of a token."""
+        layers = [(len(group.layers), self.config.layer_at(group.layers[0])) for group in self.groups]
+        shapes = [(count, own_heads(layer.num_kv_heads, self.stage), layer.head_dim) for count, layer in layers]
+        return [KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides) for shape in shapes]
 
 
 class Model(ModelSizes):

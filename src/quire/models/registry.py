@@ -172,9 +172,11 @@ def check_ranks(
     checkpoint = Checkpoint(Path(path))
     config = read_config(checkpoint.config, checkpoint.generation)
     layer = config.layer
-    heads, kv_heads = layer.num_heads, layer.num_kv_heads
-    allowed = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
+    layers = [config.layer_at(index) for index in range(config.num_layers)]
+    heads, counts = layer.num_heads, sorted({each.num_kv_heads for each in layers})
+    allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in counts)]
     if size not in allowed:
+        kv_heads = " or ".join(map(str, counts))
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values); allowed: {', '.join(map(str, allowed))}"
@@ -183,7 +185,7 @@ def check_ranks(
         _check_stages(config, stages)
     if redundant_experts is not None:
         _check_slots(layer.experts, size * replicas, redundant_experts)
-    values = layer.latent.v_head_dim if layer.latent else layer.head_dim
+    values = layer.latent.v_head_dim if layer.latent else max(each.head_dim for each in layers)
     experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
     inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
     # What each rank brings to an exchange has an equal part of the room: two matrices, or rows and where they go.
