@@ -140,7 +140,7 @@ class DecoderConfig:
         if self.kv_heads is None:
             return layer
         own = self.kv_heads[index]
-        return replace(layer, num_kv_heads=own.count, head_dim=own.head_dim)
+        return replace(layer, num_kv_heads=own.num_heads, head_dim=own.head_dim)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by name, with its shape."""

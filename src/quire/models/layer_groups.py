@@ -23,11 +23,11 @@ class KVHeads(NamedTuple):
     """What a layer keeps of a position.
 
     Attributes:
-        count: heads of keys and values.
+        num_heads: of keys and values.
         head_dim: width of each.
     """
 
-    count: int
+    num_heads: int
     head_dim: int
 
 
@@ -38,6 +38,6 @@ def layer_groups(windows: Sequence[int | None], heads: Sequence[KVHeads] | None 
         windows: of each layer.
         heads: of each layer; None: all have the same.
     """
-    kinds = list(zip(windows, heads or [None] * len(windows), strict=True))
+    kinds = list(zip(windows, heads or [KVHeads(0, 0)] * len(windows), strict=True))
     distinct = sorted(dict.fromkeys(kinds), key=lambda kind: -math.inf if kind[0] is None else -kind[0])
     return tuple(LayerGroup(kind[0], tuple(i for i, own in enumerate(kinds) if own == kind)) for kind in distinct)

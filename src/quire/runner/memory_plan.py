@@ -79,12 +79,12 @@ class MemoryPlan:
     @property
     def full_length_requests(self) -> float:
         """So many of the longest context fit at once."""
-        return min(group.num_usable / group.peak_blocks for group in self.groups)
+        return min(group.longest_requests for group in self.groups)
 
     def lacking(self, requests: int, tokens: int) -> GroupPlan | None:
         """The group whose pool does not hold so many requests of so many tokens; None: all do."""
         blocks = -(-tokens // self.block_size)
-        return next((g for g in self.groups if requests * min(blocks, g.peak_blocks) > g.num_usable), None)
+        return next((group for group in self.groups if group.needed(requests, blocks) > group.num_usable), None)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows to print: what, and how much."""
