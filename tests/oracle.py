@@ -49,6 +49,7 @@ CLASSES = {
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
@@ -88,6 +89,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "glm4_moe_lite": {name: size for name, size in LATENT.items() if name != "first_k_dense_replace"},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "hy_v3": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "mistral4": LATENT,
@@ -117,6 +119,7 @@ HEAD_DIM_16 = {
     "qwen3",
     "qwen3_moe",
     "glm4",
+    "gpt_oss",
     "hy_v3",
     "minimax_m2",
     "ministral3",
@@ -161,6 +164,8 @@ def save_checkpoint(
                 parameter.normal_(0, 0.5)
             elif "norm" in name:
                 parameter.normal_(0 if zero_centered else 1, 0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_(1, 1)
             elif "embed" in name:
                 parameter.normal_(0, 0.1)  # small, so that the layers decide and not the last token alone
             else:

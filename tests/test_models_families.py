@@ -71,6 +71,10 @@ SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2
 ALPHA = {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"sliding_window": 20, "layer_types": MIXED, "query_pre_attn_scalar": 24}
+OSS = {
+    "sliding_window": 20,
+    "rope_parameters": {**YARN, "truncate": False},
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral3", {"text": "mistral", "sliding_window": None}),
@@ -145,6 +149,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", {"sliding_window": 20, "layer_types": MIXED}),
     "exaone4-all": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "gpt_oss": ("gpt_oss", OSS),
+    "gpt_oss-older": (
+        "gpt_oss",
+        {
+            **OSS,
+            "attention_bias": False,
+            "layer_types": MIXED[::-1],
+            "edit": {"rope_parameters": ..., "rope_theta": 5000.0, "rope_scaling": {**OLDER_YARN, "truncate": False}},
+        },
+    ),
     "granite": ("granite", MULTIPLIERS),
     "granite-tied": ("granite", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
     "granitemoehybrid": ("granitemoehybrid", ATTENTION_ALONE | {"position_embedding_type": "rope"}),
@@ -199,6 +213,47 @@ def test_what_is_gemmas_shows_in_the_logits(tmp_path: Path) -> None:
         assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, edit
 
 
+def test_what_is_gpt_oss_shows_in_the_logits(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "gpt_oss", **OSS)
+    before, stored = chunked_logits(load_model(folder), PROMPT, 90), load_file(folder / "model.safetensors")
+    for part in ("self_attn.sinks", "mlp.router.bias", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"):
+        name = f"model.layers.1.{part}"
+        save_file(stored | {name: stored[name] * 0.5}, folder / "model.safetensors", metadata={"format": "pt"})
+        assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, name
+
+
+def test_experts_in_mxfp4_are_restored_exactly(tmp_path: Path) -> None:
+    """As transformers restores them."""
+    convert = transformers.integrations.mxfp4.convert_moe_packed_tensors
+    plain, packed = (save_checkpoint(tmp_path / name, "gpt_oss", **OSS) for name in ("plain", "packed"))
+    stored = load_file(plain / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    numbers, codes = dict(stored), dict(stored)
+    for name, weight in stored.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = weight.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 127, blocks.shape[:3], dtype=torch.uint8, generator=generator)
+            del codes[name]
+            codes |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            numbers[name] = convert(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(codes, packed / "model.safetensors", metadata={"format": "pt"})
+    edit_json(packed / "config.json", {"quantization_config": {"quant_method": "mxfp4"}})
+    expected = chunked_logits(load_model(plain), PROMPT, 37)
+    assert torch.equal(chunked_logits(load_model(packed), PROMPT, 37), expected) and expected.abs().max() > 0.5
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    changes: list[tuple[dict[str, torch.Tensor], type[Exception]]] = [
+        ({}, MissingTensorError),
+        ({name: codes[name][1:]}, TensorShapeError),
+    ]
+    for change, error in changes:
+        without = {other: tensor for other, tensor in codes.items() if other != name}
+        save_file(without | change, packed / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(error, match="down_proj_blocks"):
+            load_model(packed)
+
+
 def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "granite", **MULTIPLIERS)
     before = chunked_logits(load_model(folder), PROMPT, 90)
@@ -209,12 +264,13 @@ def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["exaone4", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense", "olmo3", "phi3"]
+    "architecture", ["exaone4", "gemma3_text", "glm4", "gpt_oss", "granite", "hunyuan_v1_dense", "olmo3", "phi3"]
 )
 def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str, tmp_path: Path) -> None:
     options = {
         "granite": MULTIPLIERS,
         "gemma3_text": GEMMA,
+        "gpt_oss": OSS,
         "exaone4": {"sliding_window": 20, "layer_types": MIXED},
     }.get(architecture, {})
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
@@ -390,7 +446,7 @@ def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: 
     assert torch.equal(chunked_logits(load_model(fp8), PROMPT, 37), chunked_logits(load_model(plain), PROMPT, 37))
 
 
-@pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4", "gemma3"])
+@pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4", "gemma3", "gpt_oss"])
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
@@ -400,7 +456,17 @@ def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "case", ["mistral3-ministral3", "mistral4", "glm4_moe-qk-norm", "phi3-longrope", "hy_v3", "olmo3", "gemma3_text"]
+    "case",
+    [
+        "mistral3-ministral3",
+        "mistral4",
+        "glm4_moe-qk-norm",
+        "phi3-longrope",
+        "hy_v3",
+        "olmo3",
+        "gemma3_text",
+        "gpt_oss",
+    ],
 )
 def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
@@ -457,6 +523,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_rope_layers of 2": ("smollm3", {"no_rope_layers": [1, 0, 2]}, "'no_rope_layers' must be a list of whole"),
     "layer_types": ("olmo3", {"layer_types": ["full_attention"]}, "'layer_types' must be 3 of"),
     "rope sections": ("olmo3", {"rope_parameters": {"full_attention": {}, "other": {}}}, "'other' must be absent"),
+    "limit": ("gpt_oss", {"swiglu_limit": 6.0}, "'swiglu_limit' is 6.0"),
     "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
     "activation": ("gemma3_text", {"hidden_activation": "gelu"}, "'hidden_activation' must be 'gelu_pytorch_tanh'"),
     "soft cap of logits": ("gemma3_text", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
@@ -518,6 +585,7 @@ DETERMINED = {
     "mistral4": GROWING,
     "glm4": {},
     "glm4_moe": {"use_qk_norm": True},
+    "gpt_oss": {**OSS, "sliding_window": 100, "layer_types": MIXED[:2]},
     "granite": MULTIPLIERS,
     "hunyuan_v1_dense": {},
     "minimax_m2": {"rotary_dim": 8},
@@ -581,6 +649,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
     *((name, {"tensor_parallel_size": 2}) for name in DETERMINED),
     ("olmo3", {"tensor_parallel_size": 4}),  # more ranks than key heads
     ("glm4_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ("gpt_oss", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ("smollm3", {"pipeline_parallel_size": 2}),
     ("granite", {"pipeline_parallel_size": 2}),
 ]

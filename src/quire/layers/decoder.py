@@ -68,6 +68,7 @@ class LayerConfig:
         activation: of the MLP's gate.
         scale: of the scores, where attention is not latent; None: head_dim ** -0.5.
         query_scaling: by position; None: there is none.
+        sinks: each query head has a score that belongs to no key.
         experts: in place of the MLP; None: there are none.
         latent: of latent attention, in place of attention with keys and values of their own; None: it is not latent.
     """
@@ -86,6 +87,7 @@ class LayerConfig:
     activation: Activation = "silu"
     scale: float | None = None
     query_scaling: QueryScaling | None = None
+    sinks: bool = False
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
 
@@ -121,6 +123,8 @@ class LayerConfig:
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
+        if self.sinks:
+            shapes["self_attn.sinks"] = (self.num_heads,)
         return shapes
 
 
@@ -155,7 +159,7 @@ class DecoderLayer:
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
-        if not isinstance(attention.qkv, Linear) or attention.prepares is not None:
+        if not isinstance(attention.qkv, Linear) or attention.prepares or attention.sinks is not None:
             return None
         if attention.output.reduces or mlp.down.reduces:
             return None
@@ -255,4 +259,5 @@ def _attention(
         eps=config.rms_norm_eps,
         scale=config.scale,
         query_scaling=config.query_scaling,
+        sinks=config.sinks,
     )

@@ -95,8 +95,9 @@ class DecoderConfig:
         one_kv_group: its keys and values lie in one group's blocks, whatever its layers see: of a model that drafts.
         embedding_scale: what embeddings are multiplied with.
         embedding_scale_rounded: after it was rounded to the computation's data type.
-        zero_centered_norms: the checkpoint holds how far norms' weights are from 1. They stay in fp32, since the sum
-            has more digits than a narrower type, and are applied to what is not rounded before.
+        norm_offset: norms' weights are what the checkpoint holds and so much more, in fp32 (the sum has more digits
+            than a narrower type), and applied to what is not rounded before. None: in the computation's data type, to
+            what is rounded.
         logits_divisor: what logits are divided by.
         layout: how the checkpoint's tensors become those that the model asks for; None: they are the same.
     """
@@ -116,7 +117,7 @@ class DecoderConfig:
     ropes: tuple[RopeConfig, ...] | None = None
     embedding_scale: float = 1.0
     embedding_scale_rounded: bool = False
-    zero_centered_norms: bool = False
+    norm_offset: float | None = None
     logits_divisor: float = 1.0
     layout: Layout | None = None
 

@@ -86,7 +86,7 @@ def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
         ropes=tuple(ropes[kind] for kind in types),
         embedding_scale=config.layer.hidden_size**0.5,
         embedding_scale_rounded=True,
-        zero_centered_norms=True,
+        norm_offset=1.0,
     )
 
 

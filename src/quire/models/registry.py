@@ -17,6 +17,7 @@ from quire.models.fields import Fields
 from quire.models.fp8 import BlockQuantizedCheckpoint, is_block_quantized
 from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
+from quire.models.mxfp4 import Mxfp4Checkpoint, is_mxfp4
 from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Weights
 from quire.ops import Kernels, Quantization, choose_kernels
@@ -34,6 +35,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "quire.models.glm4",
     "Glm4MoeForCausalLM": "quire.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",
+    "GptOssForCausalLM": "quire.models.gpt_oss",
     "GraniteForCausalLM": "quire.models.granite",
     "GraniteMoeHybridForCausalLM": "quire.models.granitemoehybrid",
     "HunYuanDenseV1ForCausalLM": "quire.models.hunyuan_v1_dense",
@@ -128,6 +130,8 @@ def build_model(
     notes = [note, _own_code_note(checkpoint.config)]
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
+    elif is_mxfp4(checkpoint):
+        checkpoint = Mxfp4Checkpoint(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # what is stored quantized is as the model asks for it
@@ -143,7 +147,7 @@ def build_model(
     if redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + redundant_experts
     of_replicas = stage if stages == 1 else None  # else stages of a pipeline have the head in common
-    stand = progress, quantization, stored, skipped, of_replicas or ranks, slots, ranks, config.zero_centered_norms
+    stand = progress, quantization, stored, skipped, of_replicas or ranks, slots, ranks, config.norm_offset
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
     with kernels.threads(usable_threads()):
         model = Model(config, weights, ranks, stage, stages)

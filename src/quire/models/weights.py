@@ -61,7 +61,7 @@ class Weights:
         skipped: how the names of tensors begin for which the model need not have a place.
         group: the ranks that share the model; this one reads what is its own.
         expert_slots, expert_group: see `LayerWeights`.
-        zero_centered_norms: see `DecoderConfig`.
+        norm_offset: see `DecoderConfig`.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
@@ -85,12 +85,12 @@ class Weights:
         group: Group | None = None,
         expert_slots: int = 0,
         expert_group: Group | None = None,
-        zero_centered_norms: bool = False,
+        norm_offset: float | None = None,
     ) -> None:
         self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
         self.group, self.expert_slots = group or OneRank(), expert_slots
         self.expert_group = expert_group or self.group
-        self._zero_centered_norms = zero_centered_norms
+        self._norm_offset = norm_offset
         self.products: dict[str, QuantizedWeight] = {}
         self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
         self._progress = progress
@@ -243,12 +243,9 @@ class Weights:
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """A norm."""
-        weight = f"{name}.weight"
-        return RMSNorm(
-            1.0 + self.tensor(weight, torch.float32) if self._zero_centered_norms else self.tensor(weight),
-            eps,
-            self.kernels,
-        )
+        dtype, offset = None if self._norm_offset is None else torch.float32, self._norm_offset or 0.0
+        weight = self.tensor(f"{name}.weight", dtype)
+        return RMSNorm(weight + offset if offset else weight, eps, self.kernels)
 
     def embedding(self, name: str, scale: float = 1.0) -> Embedding:
         """An embedding table, which stays a view of the file on a CPU, where the system is asked to read it ahead."""

@@ -13,13 +13,17 @@ from typing import Literal
 
 import torch
 
-Activation = Literal["silu", "gelu_tanh"]
-"""What the gate of an MLP goes through: both are x * sigmoid(f(x)), SiLU with f(x) = x."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""What the gate of an MLP goes through: all are x * sigmoid(f(x)), SiLU with f(x) = x."""
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
 """GELU's f(x) = GELU_LINEAR * x + GELU_CUBIC * x ** 3, in the approximation by a tanh (https://arxiv.org/abs/1606.08415):
 (1 + tanh(y)) / 2 is the sigmoid of 2 * y."""
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""gpt-oss's: the gate is at most the limit, f(x) = alpha * x, and it multiplies 1 + what is above it, that within both
+limits (https://arxiv.org/abs/2508.10925)."""
 
 PART = 1 << 17
 """About how many numbers are worked on at a time: intermediate results stay in the processor's cache."""
@@ -58,6 +62,14 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return _gate(x, _gelu_tanh)
 
 
+def clamped_swiglu_mul(x: torch.Tensor) -> torch.Tensor:
+    """The same as gpt-oss has it, see `SWIGLU_LIMIT`."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.float().clamp(max=SWIGLU_LIMIT)
+    active = (gate / (gate * -SWIGLU_ALPHA).exp_().add_(1.0)).to(x.dtype)
+    return (active.float() * up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1.0)).to(x.dtype)
+
+
 def _gate(x: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     if x.numel() <= 2 * PART:
@@ -77,6 +89,13 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     slope = (wide * wide).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(wide)
     return (wide / slope.neg_().exp_().add_(1.0)).to(x.dtype)
+
+
+GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_tanh_mul,
+    "clamped_swiglu": clamped_swiglu_mul,
+}
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -245,10 +245,17 @@ class Kernels:
         return qk[:, : -kv.kv_heads]
 
     def attend(
-        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attention.paged_attention`. Returns [tokens, heads * head_dim]."""
-        return attention.paged_attention(q, kv, batch, layer, scale, window).flatten(1)
+        return attention.paged_attention(q, kv, batch, layer, scale, window, sinks).flatten(1)
 
     # -- mixture of experts --------------------------------------------------------------------------------
 
@@ -263,15 +270,20 @@ class Kernels:
         experts.count_experts(ids, batch, load)
 
     def experts(
-        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
     ) -> Experts:
         """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`).
 
         Args:
+            activation: of the gates.
             shared: how ranks share them. Each expert: brings together the columns that they have between the products.
                 Or slots: the products are those of this rank's, and the result is whole. None: all are here.
         """
-        return experts.LoopedExperts(gate_up, down, shared)
+        return experts.LoopedExperts(gate_up, down, shared, activation)
 
     # -- latent attention ----------------------------------------------------------------------------------
 

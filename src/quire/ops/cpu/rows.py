@@ -17,7 +17,7 @@ from quire.ops.kernels import HeadNorm
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import RaggedBatch
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 """Their numbers in gate.h."""
 
 PROTOTYPES: dict[str, Prototype] = {

@@ -12,7 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.elementwise import GELU_CUBIC, GELU_LINEAR
+from quire.ops.elementwise import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+
+LINEAR, CUBIC = tl.constexpr(GELU_LINEAR), tl.constexpr(GELU_CUBIC)
+LIMIT, ALPHA = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_ALPHA)
 
 PART = 1024
 """Numbers of a row that a program works on where nothing is summed: with 4 warps, 16 bytes of bf16 a thread."""
@@ -63,20 +66,21 @@ def add_rms_norm(
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """See `Kernels.silu_mul`."""
-    return _gate(x, 1.0, 0.0)
+    return gate_mul(x, "silu")
 
 
 def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     """See `Kernels.gelu_tanh_mul`."""
-    return _gate(x, GELU_LINEAR, GELU_CUBIC)
+    return gate_mul(x, "gelu_tanh")
 
 
-def _gate(x: torch.Tensor, linear: float, cubic: float) -> torch.Tensor:
+def gate_mul(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` for x [rows, 2 * n] = gate | up: see `elementwise.GATES`."""
     x = x.contiguous()
     rows, size = len(x), x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     grid = rows, -(-size // PART)
-    _gate_mul[grid](*(x, out), LINEAR=linear, CUBIC=cubic, SIZE=size, PART=PART, num_warps=4, enable_fp_fusion=False)
+    _gate_mul[grid](*(x, out), ACTIVATION=activation, SIZE=size, PART=PART, num_warps=4, enable_fp_fusion=False)
     return out
 
 
@@ -137,15 +141,25 @@ def _add_rms_norm(x, residual, weight, eps, SIZE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _gate_mul(x, out, LINEAR: tl.constexpr, CUBIC: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
+def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """(activation(gate), rounded to `dtype`; what it is multiplied with), all fp32: see `elementwise.GATES`."""
+    slope = gate
+    if ACTIVATION == "gelu_tanh":
+        slope = (gate * gate * CUBIC + LINEAR) * gate
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # what is not a number stays so
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        slope = gate * ALPHA
+    return tl.div_rn(gate, 1.0 + tl.exp(-slope)).to(dtype).to(tl.float32), up
+
+
+@triton.jit
+def _gate_mul(x, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < SIZE
     gate = tl.load(x + 2 * row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (2 * row + 1) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    slope = gate
-    if CUBIC != 0.0:
-        slope = (gate * gate * CUBIC + LINEAR) * gate
-    active = tl.div_rn(gate, 1.0 + tl.exp(-slope)).to(x.dtype.element_ty).to(tl.float32)
+    active, up = activated(gate, up, x.dtype.element_ty, ACTIVATION)
     tl.store(out + row * SIZE + column, active * up, mask=inside)
 
 

@@ -51,7 +51,8 @@ QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, int32_t weight_dtype, vo
                                          const void* weight, float eps, const float* cos, const float* sin,
                                          const int64_t* slots, int64_t tokens, int64_t heads, int64_t layer,
                                          int64_t blocks, const KvCache* kv);
-QUIRE_API void quire_attend(const AttentionStep*, int64_t layer, const void* q, int64_t q_stride, void* out);
+QUIRE_API void quire_attend(const AttentionStep*, int64_t layer, const void* q, int64_t q_stride, const float* sinks,
+                            void* out);
 QUIRE_API void quire_gate(int32_t activation, int32_t dtype, const void* x, void* out, int64_t rows, int64_t size);
 
 namespace {
@@ -127,7 +128,7 @@ QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t
     if (quire_rotate_and_store(l.dtype, l.norm_dtype, qkv, queries, l.head_norm, l.head_eps, s.cos, s.sin, s.slots,
                                s.tokens, l.heads, l.layer, s.blocks, s.kv))
         return OUTSIDE;
-    quire_attend(s.attention, l.layer, queries, room.query_width, attended);
+    quire_attend(s.attention, l.layer, queries, room.query_width, nullptr, attended);
     if (const Outcome outcome = shared_linear(l.output, attended, l.attended, x); outcome != DONE) return outcome;
     norm(l.attended_norm, x);
     add_norm(l.mlp_input_norm);

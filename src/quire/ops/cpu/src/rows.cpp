@@ -211,8 +211,7 @@ QUIRE_API void quire_gate(int32_t activation, int32_t dtype, const void* x, void
         for_each(rows * parts, std::min(size, GATE_PART), [=](int64_t i) {
             const int64_t row = i / parts, first = i % parts * GATE_PART, some = std::min(size - first, GATE_PART);
             const T gate = (T)x + row * 2 * size + first, to = (T)out + row * size + first;
-            activation == SILU ? gate_part<SILU>(gate, gate + size, to, some)
-                               : gate_part<GELU_TANH>(gate, gate + size, to, some);
+            with_activation(activation, [&](auto which) { gate_part<which>(gate, gate + size, to, some); });
         });
     });
 }
