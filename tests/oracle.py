@@ -44,9 +44,12 @@ CLASSES = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
@@ -86,6 +89,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "glm4_moe_lite": {name: size for name, size in LATENT.items() if name != "first_k_dense_replace"},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "hy_v3": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "mistral4": LATENT,
@@ -95,6 +99,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **VISION},
+        "mm_tokens_per_image": 4,
+    },
     "kimi_k25": {"vision_config": VISION},
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14, **VISION}
@@ -105,11 +113,13 @@ TOWERS: dict[str, dict[str, Any]] = {
 """Architectures that nest the text model, which the option `text` names: what stands beside it."""
 HEAD_DIM_16 = {
     "ernie4_5",
+    "gemma3_text",
     "seed_oss",
     "qwen3_vl_text",
     "qwen3",
     "qwen3_moe",
     "glm4",
+    "gpt_oss",
     "hy_v3",
     "minimax_m2",
     "ministral3",
@@ -142,17 +152,20 @@ def save_checkpoint(
     torch.manual_seed(seed)
     if architecture in TOWERS:
         text = {**sizes_of(text), **options, "model_type": text}
-        tied = options.get("tie_word_embeddings", False)
+        tied = options.get("tie_word_embeddings", architecture == "gemma3")
         config = getattr(transformers, config_name)(**TOWERS[architecture], text_config=text, tie_word_embeddings=tied)
     else:
         config = getattr(transformers, config_name)(**{**sizes_of(architecture), **options})
     model = getattr(transformers, model_name)(config)
+    zero_centered = architecture.startswith("gemma")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.5)
             elif "norm" in name:
-                parameter.normal_(1, 0.3)
+                parameter.normal_(0 if zero_centered else 1, 0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_(1, 1)
             elif "embed" in name:
                 parameter.normal_(0, 0.1)  # small, so that the layers decide and not the last token alone
             else:

@@ -23,6 +23,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "window": ("mistral", {"sliding_window": 20}),
+    "norms after, too": ("glm4", {}),
+    "gelu, norms in fp32": (
+        "gemma3_text",
+        {"sliding_window": 20, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
     "odd sizes": ("qwen3", {"hidden_size": 72, "intermediate_size": 100, "head_dim": 24}),
 }
 

@@ -135,13 +135,38 @@ def test_short_and_long_requests_lose_the_same_share_to_the_division(mixed):
     for tokens in (512, 1024, 4096):
         size = 2**26
         full, windowed = pools.within(size, tokens)
-        peaks = pools.peaks(tokens)
+        kept = pools.kept(tokens)
         short = min(full, windowed) / (size / (16 * 4 * LAYER_BYTES))
-        alone = size / (16 * LAYER_BYTES * (peaks[0] + 3 * peaks[1]))
-        longest = min(full / peaks[0], windowed / peaks[1]) / alone
+        alone = size / (16 * LAYER_BYTES * (kept[0] + 3 * kept[1]))
+        longest = min(full / kept[0], windowed / kept[1]) / alone
         assert short == pytest.approx(longest, rel=0.01)
-        assert pools.shares(tokens)[1] == (1 + Fraction(peaks[1], peaks[0]) * 3) / 4
-    assert pools.shares(128) == [1, 1], "a request that no window passes needs as much of each"
+        assert pools.shares(tokens)[1] == (1 + Fraction(kept[1], kept[0]) * 3) / 4
+    assert pools.shares(48) == [1, 1], "a request that no window passes needs as much of each"
+
+
+@pytest.mark.parametrize("batched", [512, 2048])
+def test_at_32k_five_windowed_layers_to_one_leave_room_for_three_times_the_tokens(batched, tmp_path):
+    """Of one group that keeps everything, in the same memory; layers as Gemma 3's, a window of 1,024."""
+    options = {"num_hidden_layers": 12, "sliding_window": 1024, "max_position_embeddings": 32768}
+    folder = save_checkpoint(tmp_path, "gemma3_text", dtype=torch.bfloat16, **options)
+    config = EngineConfig(model="m", kv_cache_memory="256MiB", max_num_batched_tokens=batched)
+    made, one = (plan_memory(config, load_model(folder, one_kv_group=one), GIB) for one in (False, True))
+    assert [group.num_layers for group in made.groups] == [2, 10] and made.max_model_len == one.max_model_len == 32768
+    assert made.kv_bytes <= 2**28 and made.kv_bytes_per_token == one.kv_bytes_per_token
+    assert made.kv_tokens >= 3 * one.kv_tokens
+    assert made.full_length_requests >= 3 * one.full_length_requests
+
+
+def test_beside_what_requests_keep_there_is_room_for_one_step(mixed):
+    """Requests of the longest context, and a step of prompt tokens that the windows have not passed yet."""
+    config = EngineConfig(model="m", max_num_batched_tokens=128, max_num_seqs=8)
+    pools = Pools(config, mixed, None)
+    for tokens in (64, 512, 4096):
+        kept, peaks = pools.kept(tokens), pools.peaks(tokens)
+        for count in (1, 2, 7):
+            full, windowed = pools.plans(pools.of_first(count * kept[0] + 1, tokens), tokens)
+            assert windowed.num_usable >= min(count * kept[1] + peaks[1] - kept[1], full.num_usable)
+            assert min(full.longest_requests, windowed.longest_requests) >= count
 
 
 @pytest.mark.parametrize("windows", [(None, 64, 16), (64, 16), (2000, None, 2000, 8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import re
@@ -69,6 +70,11 @@ ATTENTION_ALONE = {**MULTIPLIERS, "layer_types": ["full_attention"] * 3}
 SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2]}
 ALPHA = {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"sliding_window": 20, "layer_types": MIXED, "query_pre_attn_scalar": 24}
+OSS = {
+    "sliding_window": 20,
+    "rope_parameters": {**YARN, "truncate": False},
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral3", {"text": "mistral", "sliding_window": None}),
@@ -77,6 +83,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k25": ("kimi_k25", {"text": "deepseek_v3"}),
     "qwen3_vl": ("qwen3_vl", {"text": "qwen3_vl_text", "rope_parameters": SECTIONS | {"mrope_interleaved": True}}),
     "qwen2_5_vl": ("qwen2_5_vl", {"text": "qwen2_5_vl_text", "rope_parameters": SECTIONS}),
+    "gemma3": ("gemma3", {"text": "gemma3_text", **GEMMA}),
+    "gemma3_text": ("gemma3_text", GEMMA),
+    "gemma3_text-untied": ("gemma3_text", {**GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3_text-older": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "sliding_window_pattern": 2,
+            "layer_types": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 7000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+            "edit": {
+                "rope_parameters": ...,
+                "rope_theta": 7000.0,
+                "rope_local_base_freq": 300.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "layer_types": ...,
+                "sliding_window_pattern": 2,
+            },
+        },
+    ),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite-layer-types": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "ministral3": ("ministral3", GROWING),
@@ -120,6 +149,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", {"sliding_window": 20, "layer_types": MIXED}),
     "exaone4-all": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "gpt_oss": ("gpt_oss", OSS),
+    "gpt_oss-older": (
+        "gpt_oss",
+        {
+            **OSS,
+            "attention_bias": False,
+            "layer_types": MIXED[::-1],
+            "edit": {"rope_parameters": ..., "rope_theta": 5000.0, "rope_scaling": {**OLDER_YARN, "truncate": False}},
+        },
+    ),
     "granite": ("granite", MULTIPLIERS),
     "granite-tied": ("granite", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
     "granitemoehybrid": ("granitemoehybrid", ATTENTION_ALONE | {"position_embedding_type": "rope"}),
@@ -160,6 +199,61 @@ def test_what_is_special_shows_in_the_logits(tmp_path: Path) -> None:
         assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, name
 
 
+def test_what_is_gemmas_shows_in_the_logits(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "gemma3_text", **GEMMA)
+    before = chunked_logits(load_model(folder), PROMPT, 90)
+    fields = json.loads((folder / "config.json").read_text())
+    turned = {kind: {"rope_theta": 500.0} for kind in fields["rope_parameters"]}
+    for edit in (
+        {"query_pre_attn_scalar": 16},
+        {"sliding_window": 40},
+        *({"rope_parameters": fields["rope_parameters"] | {kind: turned[kind]}} for kind in turned),
+    ):
+        edit_json(folder / "config.json", fields | edit)
+        assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, edit
+
+
+def test_what_is_gpt_oss_shows_in_the_logits(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "gpt_oss", **OSS)
+    before, stored = chunked_logits(load_model(folder), PROMPT, 90), load_file(folder / "model.safetensors")
+    for part in ("self_attn.sinks", "mlp.router.bias", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"):
+        name = f"model.layers.1.{part}"
+        save_file(stored | {name: stored[name] * 0.5}, folder / "model.safetensors", metadata={"format": "pt"})
+        assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, name
+
+
+def test_experts_in_mxfp4_are_restored_exactly(tmp_path: Path) -> None:
+    """As transformers restores them."""
+    convert = transformers.integrations.mxfp4.convert_moe_packed_tensors
+    plain, packed = (save_checkpoint(tmp_path / name, "gpt_oss", **OSS) for name in ("plain", "packed"))
+    stored = load_file(plain / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    numbers, codes = dict(stored), dict(stored)
+    for name, weight in stored.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = weight.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 127, blocks.shape[:3], dtype=torch.uint8, generator=generator)
+            del codes[name]
+            codes |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            numbers[name] = convert(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(codes, packed / "model.safetensors", metadata={"format": "pt"})
+    edit_json(packed / "config.json", {"quantization_config": {"quant_method": "mxfp4"}})
+    expected = chunked_logits(load_model(plain), PROMPT, 37)
+    assert torch.equal(chunked_logits(load_model(packed), PROMPT, 37), expected) and expected.abs().max() > 0.5
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    changes: list[tuple[dict[str, torch.Tensor], type[Exception]]] = [
+        ({}, MissingTensorError),
+        ({name: codes[name][1:]}, TensorShapeError),
+    ]
+    for change, error in changes:
+        without = {other: tensor for other, tensor in codes.items() if other != name}
+        save_file(without | change, packed / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(error, match="down_proj_blocks"):
+            load_model(packed)
+
+
 def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "granite", **MULTIPLIERS)
     before = chunked_logits(load_model(folder), PROMPT, 90)
@@ -169,9 +263,16 @@ def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
         edit_json(folder / "config.json", {name: value})
 
 
-@pytest.mark.parametrize("architecture", ["exaone4", "glm4", "granite", "hunyuan_v1_dense", "olmo3", "phi3"])
+@pytest.mark.parametrize(
+    "architecture", ["exaone4", "gemma3_text", "glm4", "gpt_oss", "granite", "hunyuan_v1_dense", "olmo3", "phi3"]
+)
 def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str, tmp_path: Path) -> None:
-    options = {"granite": MULTIPLIERS, "exaone4": {"sliding_window": 20, "layer_types": MIXED}}.get(architecture, {})
+    options = {
+        "granite": MULTIPLIERS,
+        "gemma3_text": GEMMA,
+        "gpt_oss": OSS,
+        "exaone4": {"sliding_window": 20, "layer_types": MIXED},
+    }.get(architecture, {})
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
     exact = reference_logits(load_reference(folder), PROMPT)
     theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
@@ -267,6 +368,29 @@ def test_a_published_models_shape_has_as_many_numbers_as_in_transformers(archite
     assert sum(math.prod(shape) for shape in shapes.values()) == expected > 2e9
 
 
+def test_fields_that_gemma_3s_published_configurations_leave_out_are_those_of_transformers() -> None:
+    published = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": published}
+    filled = json.loads(transformers.Gemma3TextConfig(**copy.deepcopy(published)).to_json_string(use_diff=False))
+    del filled["eos_token_id"]  # the outer one's are meant
+    configs = [
+        read_config(Fields(outer | {"text_config": text}, "config.json"), Fields({}, "none"))
+        for text in (published, filled)
+    ]
+    assert configs[0] == configs[1]
+    assert configs[0].windows == (1024, 1024, 1024, 1024, 1024, None) * 5 + (1024,) * 4
+    assert configs[0].max_position_embeddings == 131072 and configs[0].eos_token_ids == (1, 106)
+    assert configs[0].ropes is not None
+    assert [(rope.theta, rope.factor) for rope in configs[0].ropes[4:6]] == [(1e4, 1.0), (1e6, 8.0)]
+
+
 def test_what_is_tied_is_what_the_outer_configuration_says(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "mistral3", text="mistral", sliding_window=None, tie_word_embeddings=True)
     fields = json.loads((folder / "config.json").read_text())
@@ -322,7 +446,7 @@ def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: 
     assert torch.equal(chunked_logits(load_model(fp8), PROMPT, 37), chunked_logits(load_model(plain), PROMPT, 37))
 
 
-@pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4"])
+@pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4", "gemma3", "gpt_oss"])
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
@@ -332,7 +456,17 @@ def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "case", ["mistral3-ministral3", "mistral4", "glm4_moe-qk-norm", "phi3-longrope", "hy_v3", "olmo3"]
+    "case",
+    [
+        "mistral3-ministral3",
+        "mistral4",
+        "glm4_moe-qk-norm",
+        "phi3-longrope",
+        "hy_v3",
+        "olmo3",
+        "gemma3_text",
+        "gpt_oss",
+    ],
 )
 def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
@@ -389,6 +523,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_rope_layers of 2": ("smollm3", {"no_rope_layers": [1, 0, 2]}, "'no_rope_layers' must be a list of whole"),
     "layer_types": ("olmo3", {"layer_types": ["full_attention"]}, "'layer_types' must be 3 of"),
     "rope sections": ("olmo3", {"rope_parameters": {"full_attention": {}, "other": {}}}, "'other' must be absent"),
+    "limit": ("gpt_oss", {"swiglu_limit": 6.0}, "'swiglu_limit' is 6.0"),
+    "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
+    "activation": ("gemma3_text", {"hidden_activation": "gelu"}, "'hidden_activation' must be 'gelu_pytorch_tanh'"),
+    "soft cap of logits": ("gemma3_text", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
+    "soft cap of scores": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+    "ropes of layers": ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "'rope_theta' must be absent, beside"),
     "window": ("exaone4", {"sliding_window": None}, "'sliding_window' must be a number, since layer_types"),
     "multiplier": ("granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be a finite number greater"),
     "cla": ("hunyuan_v1_dense", {"use_cla": True}, "'use_cla' is True"),
@@ -440,10 +580,12 @@ def test_a_part_of_each_head_turns_wherever_its_pairs_lie() -> None:
 DETERMINED = {
     "exaone4": {"sliding_window": 100, "layer_types": MIXED[:2]},
     "olmo3": {"sliding_window": 100, "layer_types": MIXED[:2]},
+    "gemma3_text": {**GEMMA, "sliding_window": 100, "layer_types": MIXED[:2]},
     "ministral3": GROWING,
     "mistral4": GROWING,
     "glm4": {},
     "glm4_moe": {"use_qk_norm": True},
+    "gpt_oss": {**OSS, "sliding_window": 100, "layer_types": MIXED[:2]},
     "granite": MULTIPLIERS,
     "hunyuan_v1_dense": {},
     "minimax_m2": {"rotary_dim": 8},
@@ -451,7 +593,7 @@ DETERMINED = {
     "smollm3": {"no_rope_layers": [0, 1]},
 }
 """Architectures that differ from the others in what is computed, and options that show it within 320 tokens."""
-FAST = {"exaone4", "ministral3"}
+FAST = {"gemma3_text", "ministral3"}
 
 
 def few(fast: set[str]) -> list[Any]:
@@ -507,6 +649,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
     *((name, {"tensor_parallel_size": 2}) for name in DETERMINED),
     ("olmo3", {"tensor_parallel_size": 4}),  # more ranks than key heads
     ("glm4_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ("gpt_oss", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ("smollm3", {"pipeline_parallel_size": 2}),
     ("granite", {"pipeline_parallel_size": 2}),
 ]

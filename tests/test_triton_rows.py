@@ -84,6 +84,15 @@ def test_norms_are_the_reference_s_bits_where_the_mean_is_exact(dtype: torch.dty
     assert all(map(torch.equal, out, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norms_weight_in_fp32_is_applied_to_what_is_not_rounded(dtype: torch.dtype) -> None:
+    x = torch.randint(-8, 9, (9, 1000), generator=torch.Generator().manual_seed(3)).to(dtype)
+    weight, residual = 1 + draw(1000, seed=1), x.flip(0) / 2
+    assert torch.equal(TRITON.rms_norm(x, weight, 1e-6), Kernels().rms_norm(x, weight, 1e-6))
+    expected = Kernels().add_rms_norm(x, residual, weight, 1e-5)
+    assert all(map(torch.equal, TRITON.add_rms_norm(x, residual, weight, 1e-5), expected))
+
+
 def test_a_sum_is_rounded_before_it_is_normalized() -> None:
     """Sums of 10 binary digits, of which bf16 keeps 8; the sum of their squares is exact."""
     generator = torch.Generator().manual_seed(4)
@@ -99,6 +108,7 @@ def test_a_sum_is_rounded_before_it_is_normalized() -> None:
 def test_the_gate_equals_the_reference(dtype: torch.dtype, size: int) -> None:
     x = torch.cat([draw(3, size, dtype=dtype) * 10, draw(3, size, dtype=dtype, seed=1)], dim=1)
     assert_close(TRITON.silu_mul(x), Kernels().silu_mul(x))
+    assert_close(TRITON.gelu_tanh_mul(x), Kernels().gelu_tanh_mul(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,8 +120,9 @@ def test_the_gate_is_rounded_before_the_product(dtype: torch.dtype) -> None:
 
 def test_the_gate_is_finite_for_large_inputs_and_keeps_what_is_not_a_number() -> None:
     gate = [-1e30, -200.0, 200.0, torch.inf, torch.nan]
-    out = TRITON.silu_mul(torch.tensor([gate + [1.0] * 5]))[0].tolist()
-    assert out[:4] == [0.0, 0.0, 200.0, torch.inf] and out[4] != out[4]
+    for mul in (TRITON.silu_mul, TRITON.gelu_tanh_mul):
+        out = mul(torch.tensor([gate + [1.0] * 5]))[0].tolist()
+        assert out[:4] == [0.0, 0.0, 200.0, torch.inf] and out[4] != out[4]
 
 
 @pytest.mark.parametrize("table_dtype", DTYPES)
@@ -143,7 +154,7 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other() -> None:
     for bad in (torch.nan, torch.inf):
         x = draw(3, 100)
         x[1, 27] = bad
-        for out in (TRITON.rms_norm(x, torch.ones(100), 1e-6), TRITON.silu_mul(x)):
+        for out in (TRITON.rms_norm(x, torch.ones(100), 1e-6), TRITON.silu_mul(x), TRITON.gelu_tanh_mul(x)):
             assert TRITON.finite_rows(out).tolist() == [True, False, True]
 
 
@@ -186,6 +197,7 @@ def launch_all() -> None:
             rows.rms_norm(x, weight, 1e-6)
             rows.add_rms_norm(x, x.clone(), weight, 1e-5)
             rows.silu_mul(torch.empty(count, 2 * inner, dtype=dtype))
+            rows.gelu_tanh_mul(torch.empty(count, 2 * inner, dtype=dtype))
             rows.finite_rows(x)
             rows.embed(torch.zeros(count, dtype=torch.int64), table, dtype)
 
@@ -193,6 +205,6 @@ def launch_all() -> None:
 @EACH_ARCHITECTURE
 def test_kernels_compile_for_gpus_once_a_model_without_spills(arch: int) -> None:
     kernels = compile_all("tests.test_triton_rows", arch)
-    names = ("_rms_norm", "_add_rms_norm", "_silu_mul", "_finite_rows", "_embed")
+    names = ("_rms_norm", "_add_rms_norm", "_gate_mul", "_finite_rows", "_embed")
     assert Counter(kernel["kernel"] for kernel in kernels) == dict.fromkeys(names, 3)
     assert all(kernel["stack"] == 0 and kernel["shared"] <= 4096 for kernel in kernels), kernels

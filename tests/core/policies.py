@@ -99,7 +99,8 @@ class Policies:
     def _windows_bound_what_is_held(self) -> None:
         """Beyond its window, a request holds no more than what its steps in flight, and this one, may write."""
         kv, config = self.scheduler.kv, self.scheduler.config
-        chunk = min(config.long_prefill_token_threshold or 2**30, config.max_num_batched_tokens)
+        drafted = config.speculation.num_speculative_tokens if config.speculation else 0
+        chunk = max(min(config.long_prefill_token_threshold or 2**30, config.max_num_batched_tokens), 1 + drafted)
         for number, group in enumerate(kv.groups):
             if group.window is None:
                 continue

@@ -177,6 +177,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.kv.cache.evict(number, count) >= len(first)
         assert not group.cached.keys() & set(first)
 
+    @rule(which=st.integers(0, 1000), place=st.integers(0, 1000))
+    def evict_any(self, which, place):
+        """A part that nobody holds, whatever was used before it."""
+        number = which % len(self.windows)
+        group = self.scheduler.kv.groups[number]
+        if group.idle:
+            block = list(group.idle)[place % len(group.idle)]
+            group.idle.move_to_end(block, last=False)
+            assert self.scheduler.kv.cache.evict(number, 1) >= 1
+            assert block not in group.cached
+
     @rule(like=st.integers(0, 100), length=st.integers(0, 40), back=st.booleans())
     def match(self, like, length, back):
         """A match ends as late as every group has all that the next token will see."""

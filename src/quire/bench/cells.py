@@ -85,7 +85,7 @@ def refusal(cell: Cell, llm: LLM) -> str | None:
     plan = llm.memory_plan
     group = plan.lacking(cell.batch, length)
     if group is not None:
-        blocks, usable = cell.batch * min(-(-length // plan.block_size), group.peak_blocks), group.num_usable
+        blocks, usable = group.needed(cell.batch, -(-length // plan.block_size)), group.num_usable
         size = (blocks + 1) * plan.kv_bytes // group.num_blocks
         return (
             f"needs {blocks} KV blocks of {plan.block_size} tokens, but the memory plan has {usable}; "

@@ -68,6 +68,7 @@ class Attention:
         eps: of these.
         scale: of the scores; None: head_dim ** -0.5.
         query_scaling: by position; None: none.
+        sinks: each query head has a score that belongs to no key: see `ops.attention.paged_attention`.
 
     Attributes:
         prepares: queries and keys are worked on before they are rotated and stored, by more than a norm of each head.
@@ -89,6 +90,7 @@ class Attention:
         eps: float = 0.0,
         scale: float | None = None,
         query_scaling: QueryScaling | None = None,
+        sinks: bool = False,
     ) -> None:
         heads = (num_heads, num_kv_heads, num_kv_heads)
         self.heads, kv_heads = own_heads(num_heads, weights.group), own_heads(num_kv_heads, weights.group)
@@ -106,6 +108,10 @@ class Attention:
         self.norm = _head_norm(weights, self.heads, kv_heads, eps) if qk_norm == "head" else None
         self.scale, self.window, self.layer = scale or head_dim**-0.5, window, layer
         self.query_factors = QueryFactors(query_scaling, weights.kernels) if query_scaling else None
+        self.sinks: torch.Tensor | None = None
+        if sinks:
+            own = share(num_heads, weights.group, num_heads)
+            self.sinks = weights.tensor("self_attn.sinks")[own.start : own.stop].float().clone()
         self._kernels = weights.kernels
 
     def __call__(self, x: torch.Tensor, tables: Tables, kv: KVCache, batch: RaggedBatch) -> torch.Tensor:
@@ -117,7 +123,8 @@ class Attention:
         factors = self.query_factors.of(batch) if self.query_factors else None
         if factors is not None:
             q = q.mul_(factors)
-        out = self._kernels.attend(q, kv, batch, self.layer, self.scale, self.window)  # [tokens, heads * head_dim]
+        sinks = () if self.sinks is None else (self.sinks,)
+        out = self._kernels.attend(q, kv, batch, self.layer, self.scale, self.window, *sinks)
         kv.pulse[0] += 1
         return self.output(out)
 
@@ -127,7 +134,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 def _head_norm(weights: LayerWeights, num_heads: int, num_kv_heads: int, eps: float) -> HeadNorm:
     """One norm for the query and key heads, which lie side by side: a row of weights for each head."""
-    q, k = weights.tensor("self_attn.q_norm.weight"), weights.tensor("self_attn.k_norm.weight")  # [head_dim] each
+    q, k = (weights.norm(name, eps).weight for name in ("self_attn.q_norm", "self_attn.k_norm"))  # [head_dim] each
     return HeadNorm(torch.cat([q.expand(num_heads, -1), k.expand(num_kv_heads, -1)]), eps)
 
 

@@ -17,6 +17,7 @@ from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.norm import RMSNorm
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
+from quire.ops.elementwise import Activation
 from quire.ops.kernels import SharedLayer, WholeLayer
 
 
@@ -42,6 +43,10 @@ class NormNames:
 
 PRE_NORMS = NormNames()
 """Llama's, and most others'."""
+SANDWICH_NORMS = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+"""Gemma's, from the second one on."""
 POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 """Those of OLMo 2 and 3, and of EXAONE 4."""
 
@@ -60,8 +65,10 @@ class LayerConfig:
         qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
         qk_norm: which norms queries and keys have; None: none.
         norms: of the residual stream, and of what is added to it.
+        activation: of the MLP's gate.
         scale: of the scores, where attention is not latent; None: head_dim ** -0.5.
         query_scaling: by position; None: there is none.
+        sinks: each query head has a score that belongs to no key.
         experts: in place of the MLP; None: there are none.
         latent: of latent attention, in place of attention with keys and values of their own; None: it is not latent.
     """
@@ -77,8 +84,10 @@ class LayerConfig:
     mlp_bias: bool = False
     qk_norm: QKNorm | None = None
     norms: NormNames = PRE_NORMS
+    activation: Activation = "silu"
     scale: float | None = None
     query_scaling: QueryScaling | None = None
+    sinks: bool = False
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
 
@@ -114,6 +123,8 @@ class LayerConfig:
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
+        if self.sinks:
+            shapes["self_attn.sinks"] = (self.num_heads,)
         return shapes
 
 
@@ -137,27 +148,31 @@ class DecoderLayer:
         self._query_factors = self.attention.query_factors
         self.mlp: GatedMLP | ExpertsLayer
         if config.experts is None:
-            self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
+            self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias, config.activation)
         else:
             self.mlp = ExpertsLayer(config.experts, weights)
-        parts = self._parts()
+        parts = self._parts(weights.dtype)
         self._whole: WholeLayer | None = weights.kernels.whole_layer(parts) if parts else None
 
-    def _parts(self) -> LayerParts | None:
+    def _parts(self, dtype: torch.dtype) -> LayerParts | None:
         """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
-        if not isinstance(attention.qkv, Linear) or attention.prepares is not None:
+        if not isinstance(attention.qkv, Linear) or attention.prepares or attention.sinks is not None:
             return None
         if attention.output.reduces or mlp.down.reduces:
             return None
-        if self.before_mlp is None or self.after_attention is not None or self.after_mlp is not None:
+        if self.before_mlp is None:
             return None
         return LayerParts(
-            input_norm=None if self.before_attention is None else self.before_attention.weight,
-            post_attention_norm=self.before_mlp.weight,
+            input_norm=_weight(self.before_attention),
+            attended_norm=_weight(self.after_attention),
+            mlp_input_norm=self.before_mlp.weight,
+            mlp_norm=_weight(self.after_mlp),
             eps=self.before_mlp.eps,
+            dtype=dtype,
+            activation=mlp.activation,
             qkv=attention.qkv.product,
             output=attention.output.product,
             gate_up=mlp.gate_up.product,
@@ -204,6 +219,10 @@ def _norm(weights: LayerWeights, name: str | None, config: LayerConfig) -> RMSNo
     return None if name is None else weights.norm(name, config.rms_norm_eps)
 
 
+def _weight(norm: RMSNorm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
+
+
 def _added(norm: RMSNorm | None, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x added to the residual, and what the next part of the layer reads of the sum: (that, the sum)."""
     if x is None:
@@ -240,4 +259,5 @@ def _attention(
         eps=config.rms_norm_eps,
         scale=config.scale,
         query_scaling=config.query_scaling,
+        sinks=config.sinks,
     )

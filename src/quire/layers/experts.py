@@ -10,8 +10,9 @@ import torch
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import Product, RaggedBatch
+from quire.ops.elementwise import Activation
 from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
-from quire.parallel.group import Group, Split
+from quire.parallel.group import Gather, Group, Split
 
 ROUTING_BYTES = 32
 """Of a token for each expert: its logit, its score, and in plain torch what both are sorted by."""
@@ -38,6 +39,8 @@ class ExpertsConfig:
             as wide as all of them); 0: there is none.
         selection_bias: whether the router has one (`e_score_correction_bias`).
         names: what the checkpoint calls them.
+        bias: whether the router's logits, and both products of each expert, have one.
+        activation: of the gates.
     """
 
     routing: Routing
@@ -45,6 +48,8 @@ class ExpertsConfig:
     shared_intermediate_size: int = 0
     selection_bias: bool = False
     names: ExpertNames = ExpertNames()
+    bias: bool = False
+    activation: Activation = "silu"
 
     def tensor_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The tensors of a layer's experts by name, with their shapes."""
@@ -56,6 +61,11 @@ class ExpertsConfig:
             prefix = f"{block}.experts.{expert}."
             shapes[f"{prefix}{names.gate}.weight"] = shapes[f"{prefix}{names.up}.weight"] = (inner, hidden)
             shapes[f"{prefix}{names.down}.weight"] = (hidden, inner)
+            if self.bias:
+                shapes[f"{prefix}{names.gate}.bias"] = shapes[f"{prefix}{names.up}.bias"] = (inner,)
+                shapes[f"{prefix}{names.down}.bias"] = (hidden,)
+        if self.bias:
+            shapes[f"{block}.gate.bias"] = (self.routing.num_experts,)
         if self.shared_intermediate_size:
             shapes |= mlp_shapes(f"{block}.shared_experts.", hidden, self.shared_intermediate_size)
         return shapes
@@ -126,7 +136,9 @@ class ExpertsLayer:
         self.routing = config.routing
         self._shared_size = config.shared_intermediate_size
         self._kernels = weights.kernels
-        self._router = weights.kernels.pack([weights.tensor(f"{block}.gate.weight")])
+        self._activation: Activation = config.activation
+        of_router = weights.tensor(f"{block}.gate.bias") if config.bias else None
+        self._router = weights.kernels.pack([weights.tensor(f"{block}.gate.weight")], of_router)
         self._bias = None
         if config.selection_bias:
             self._bias = weights.tensor(f"{block}.gate.e_score_correction_bias", torch.float32).clone()
@@ -136,16 +148,20 @@ class ExpertsLayer:
             self._outputs, self._group = None, weights.expert_group
             self._own: dict[int, tuple[Product, Product]] = {}  # by expert
             self._read: Callable[[int], tuple[Product, Product]] = lambda expert: _whole(
-                weights, prefixes[expert], names
+                weights, prefixes[expert], config
             )
             self.use(self.arranged(first_slots(count, weights.expert_slots)))
             for prefix in (prefix for expert, prefix in enumerate(prefixes) if expert not in self._own):
                 weights.elsewhere(prefix)
         else:
-            up = [weights.linear(prefix + names.gate, prefix + names.up, split=Split.OUTPUTS) for prefix in prefixes]
-            down = [weights.linear(prefix + names.down, split=Split.INPUTS) for prefix in prefixes]
+            bias = config.bias
+            up = [
+                weights.linear(prefix + names.gate, prefix + names.up, bias=bias, split=Split.OUTPUTS)
+                for prefix in prefixes
+            ]
+            down = [weights.linear(prefix + names.down, bias=bias, split=Split.INPUTS) for prefix in prefixes]
             products = [each.product for each in up], [each.product for each in down]
-            self._experts, self._outputs = weights.kernels.experts(*products, down[0].inputs), down[0].outputs
+            self._experts, self._outputs = self._computed(*products, down[0].inputs), down[0].outputs
         shared = weights.expert_slots and weights.expert_group.size > weights.group.size
         self._everybody = Everybody(weights.expert_group, weights.group.size) if shared else None
         self._shared = GatedMLP(weights, f"{block}.shared_experts.") if config.shared_intermediate_size else None
@@ -162,6 +178,10 @@ class ExpertsLayer:
             out = self._experts(x, ids, weights)
             out = out if self._outputs is None else self._outputs(out)
         return out if self._shared is None else out + self._shared(x)
+
+    def _computed(self, up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None) -> Experts:
+        other = () if self._activation == "silu" else (self._activation,)
+        return self._kernels.experts(up, down, shared, *other)
 
     def without_rows(self, x: torch.Tensor) -> None:
         """A step of other replicas alone; x: [0, hidden], in the type of theirs."""
@@ -184,7 +204,7 @@ class ExpertsLayer:
         wanted = [slots.experts[slot] for slot in slots.own]
         own = {expert: self._own.get(expert) or self._read(expert) for expert in dict.fromkeys(wanted)}
         up, down = zip(*(own[expert] for expert in wanted), strict=True)
-        return Arranged(slots.experts, own, self._kernels.experts(up, down, slots))
+        return Arranged(slots.experts, own, self._computed(up, down, slots))
 
     def use(self, arranged: Arranged) -> None:
         """From now on; all ranks at the same step."""
@@ -209,6 +229,8 @@ def first_slots(experts: int, slots: int) -> tuple[int, ...]:
     return tuple(slot % experts for slot in range(slots))
 
 
-def _whole(weights: LayerWeights, prefix: str, names: ExpertNames) -> tuple[Product, Product]:
+def _whole(weights: LayerWeights, prefix: str, config: ExpertsConfig) -> tuple[Product, Product]:
     """An expert's two products, read from the checkpoint."""
-    return weights.linear(prefix + names.gate, prefix + names.up).product, weights.linear(prefix + names.down).product
+    names, bias = config.names, config.bias
+    up = weights.linear(prefix + names.gate, prefix + names.up, bias=bias)
+    return up.product, weights.linear(prefix + names.down, bias=bias).product

@@ -5,26 +5,30 @@ from __future__ import annotations
 import torch
 
 from quire.layers.weights import LayerWeights
+from quire.ops.elementwise import Activation
 from quire.parallel.group import Split
 
 
 class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`. The two weights that read the same input are one product.
+    """`down(activation(gate(x)) * up(x))`. The two weights that read the same input are one product.
 
     Args:
         weights: gives the parts by name.
         prefix: what `gate_proj`, `up_proj` and `down_proj` lie under, such as "mlp.".
         bias: whether each has one.
+        activation: of the gate.
     """
 
-    def __init__(self, weights: LayerWeights, prefix: str, bias: bool = False) -> None:
+    def __init__(self, weights: LayerWeights, prefix: str, bias: bool = False, activation: Activation = "silu") -> None:
         self.gate_up = weights.linear(f"{prefix}gate_proj", f"{prefix}up_proj", bias=bias, split=Split.OUTPUTS)
         self.down = weights.linear(f"{prefix}down_proj", bias=bias, split=Split.INPUTS)
-        self._kernels = weights.kernels
+        self.activation, self._kernels = activation, weights.kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]. Same shape and type."""
-        return self.down(self._kernels.silu_mul(self.gate_up(x)))
+        gate_up = self.gate_up(x)
+        gelu = self.activation == "gelu_tanh"
+        return self.down(self._kernels.gelu_tanh_mul(gate_up) if gelu else self._kernels.silu_mul(gate_up))
 
 
 def mlp_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, tuple[int, ...]]:

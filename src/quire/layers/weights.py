@@ -17,6 +17,8 @@ class LayerWeights(Protocol):
     """Gives a layer's parts by their names in the checkpoint, such as "mlp.up_proj"."""
 
     kernels: Kernels
+    dtype: torch.dtype
+    """Of the computation."""
     group: Group
     """Of the ranks that compute these layers together."""
     expert_group: Group

@@ -16,8 +16,9 @@ from quire.layers.decoder import PRE_NORMS, LayerConfig, NormNames
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
-from quire.models.layer_groups import LayerGroup, layer_groups
+from quire.models.layer_groups import KVHeads, LayerGroup, layer_groups
 from quire.models.layout import Layout
+from quire.ops.elementwise import Activation
 from quire.ops.experts import Routing
 
 UNSUPPORTED = {
@@ -82,6 +83,7 @@ class DecoderConfig:
     Attributes:
         layer: sizes and options that every layer shares, but that `dense_layers` have no experts.
         windows: per layer, how many tokens back it sees, itself included; None where it sees all of them.
+        kv_heads: per layer, heads of keys and values, where they are not all those of `layer`; None: they are.
         rope: rotary embedding, of most layers.
         ropes: the same for each layer, where they are not all the same; None: they are.
         max_position_embeddings: the longest context, in tokens, with rotary scaling taken into account.
@@ -92,6 +94,10 @@ class DecoderConfig:
         mtp: whether the one layer of these is part of the model.
         one_kv_group: its keys and values lie in one group's blocks, whatever its layers see: of a model that drafts.
         embedding_scale: what embeddings are multiplied with.
+        embedding_scale_rounded: after it was rounded to the computation's data type.
+        norm_offset: norms' weights are what the checkpoint holds and so much more, in fp32 (the sum has more digits
+            than a narrower type), and applied to what is not rounded before. None: in the computation's data type, to
+            what is rounded.
         logits_divisor: what logits are divided by.
         layout: how the checkpoint's tensors become those that the model asks for; None: they are the same.
     """
@@ -107,8 +113,11 @@ class DecoderConfig:
     num_mtp_layers: int = 0
     mtp: bool = False
     one_kv_group: bool = False
+    kv_heads: tuple[KVHeads, ...] | None = None
     ropes: tuple[RopeConfig, ...] | None = None
     embedding_scale: float = 1.0
+    embedding_scale_rounded: bool = False
+    norm_offset: float | None = None
     logits_divisor: float = 1.0
     layout: Layout | None = None
 
@@ -118,8 +127,8 @@ class DecoderConfig:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layers that keep the same positions."""
-        return layer_groups([None] * self.num_layers if self.one_kv_group else self.windows)
+        """Layers that keep the same positions, in the same shape."""
+        return layer_groups([None] * self.num_layers if self.one_kv_group else self.windows, self.kv_heads)
 
     @property
     def routing(self) -> Routing | None:
@@ -128,7 +137,11 @@ class DecoderConfig:
 
     def layer_at(self, index: int) -> LayerConfig:
         """Sizes and options of one layer."""
-        return replace(self.layer, experts=None) if index in self.dense_layers else self.layer
+        layer = replace(self.layer, experts=None) if index in self.dense_layers else self.layer
+        if self.kv_heads is None:
+            return layer
+        own = self.kv_heads[index]
+        return replace(layer, num_kv_heads=own.num_heads, head_dim=own.head_dim)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by name, with its shape."""
@@ -185,6 +198,7 @@ def read_decoder_config(
     mlp_bias: bool = False,
     qk_norm: QKNorm | None = None,
     norms: NormNames = PRE_NORMS,
+    activation: Activation | None = None,
     experts: ExpertsConfig | None = None,
     dense_layers: frozenset[int] = frozenset(),
     default_theta: float = DEFAULT_THETA,
@@ -198,6 +212,7 @@ def read_decoder_config(
     Args:
         fields: of config.json.
         generation: of generation_config.json.
+        activation: of the MLP's gate; None: what `hidden_act` says, which is "silu".
         default_head_dim: head_dim where the field is absent; None is hidden_size / num_attention_heads.
         experts: of the layers that are not among `dense_layers`; None: no layer has any.
         default_theta, default_eps, default_tied: rope_theta, rms_norm_eps and tie_word_embeddings where the field is
@@ -212,7 +227,8 @@ def read_decoder_config(
     if experts is None:
         for name in EXPERT_COUNTS:
             fields.refuse(name, (0,), "experts in an architecture without them")
-    fields.choice("hidden_act", {"silu"}, default="silu")
+    if activation is None:
+        fields.choice("hidden_act", {"silu"}, default="silu")
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads", max=MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, max=MAX_HEADS)
@@ -241,6 +257,7 @@ def read_decoder_config(
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
             norms=norms,
+            activation=activation or "silu",
             experts=experts,
         ),
         vocab_size=vocab_size,

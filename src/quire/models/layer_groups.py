@@ -1,4 +1,4 @@
-"""Which layers keep the same positions of a request: they share blocks and block tables (see `core.kv_group`)."""
+"""Which layers keep the same of a request: they share blocks and block tables (see `core.kv_group`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,25 @@ class LayerGroup(NamedTuple):
         return self._replace(layers=tuple(layer for layer in self.layers if layer in layers))
 
 
-def layer_groups(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
-    """A group for each window of the layers `windows`, the one that keeps most first."""
-    distinct = sorted(set(windows), key=lambda window: -math.inf if window is None else -window)
-    return tuple(LayerGroup(window, tuple(i for i, own in enumerate(windows) if own == window)) for window in distinct)
+class KVHeads(NamedTuple):
+    """What a layer keeps of a position.
+
+    Attributes:
+        num_heads: of keys and values.
+        head_dim: width of each.
+    """
+
+    num_heads: int
+    head_dim: int
+
+
+def layer_groups(windows: Sequence[int | None], heads: Sequence[KVHeads] | None = None) -> tuple[LayerGroup, ...]:
+    """A group for each window, and each shape of a position, that layers have; the one that keeps most first.
+
+    Args:
+        windows: of each layer.
+        heads: of each layer; None: all have the same.
+    """
+    kinds = list(zip(windows, heads or [KVHeads(0, 0)] * len(windows), strict=True))
+    distinct = sorted(dict.fromkeys(kinds), key=lambda kind: -math.inf if kind[0] is None else -kind[0])
+    return tuple(LayerGroup(kind[0], tuple(i for i, own in enumerate(kinds) if own == kind)) for kind in distinct)

@@ -24,7 +24,7 @@ from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What a layer's experts are called where they lie in one tensor, "PREFIX.experts.gate_up_proj" [experts, outputs,
 inputs], and apart, "PREFIX.experts.0.gate_proj.weight"."""
-JOINED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
+JOINED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias)?")
 HEADS = re.compile(r".*\.self_attn\.(q|k)_(proj|norm)\.(weight|bias)")
 
 
@@ -37,12 +37,16 @@ class Layout:
             must stay as it is.
         skipped: how names begin of tensors that are not the text's; they are counted, and told at start.
         joined: by the end of a tensor's name, the parts that lie in it one after another, with their rows: "qkv_proj".
+        experts_by_turns: where all experts lie in one tensor, gate and up have by turns a row of it.
+        experts_transposed: and its weights are [experts, inputs, outputs].
         order: of a head's dimensions: the i-th is the checkpoint's order[i]; None: the checkpoint's.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
     joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    experts_by_turns: bool = False
+    experts_transposed: bool = False
     order: tuple[int, ...] | None = None
 
     def name(self, stored: str) -> str:
@@ -86,6 +90,7 @@ class LaidOutCheckpoint(Checkpoint):
         self.folder, self.config, self.generation = base.folder, base.config, base.generation
         self.entries: dict[str, TensorEntry] = {}
         self.passed_over: list[TensorEntry] = []
+        self._transposed: set[str] = set()
         self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}  # by name: a stored tensor, and where in it
         for stored, entry in base.entries.items():
             if stored.startswith(layout.skipped):
@@ -96,7 +101,8 @@ class LaidOutCheckpoint(Checkpoint):
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
         """A tensor: see `Checkpoint`. A copy where dimensions of heads change places."""
         stored, where = self._parts[name]
-        tensor = self._base.tensor(stored, dtypes)[where]
+        tensor = self._base.tensor(stored, dtypes)
+        tensor = (tensor.mT if stored in self._transposed else tensor)[where].contiguous()
         order = self._layout.order
         if order is None or not HEADS.fullmatch(name):
             return tensor
@@ -109,14 +115,26 @@ class LaidOutCheckpoint(Checkpoint):
                 names = [(f"{found[1]}{part}.{found[2]}", rows) for part, rows in parts]
                 self._add_parts(names, stored, entry, ())
                 return
-        if (found := JOINED_EXPERTS.fullmatch(name)) is not None and len(entry.shape) == 3:
-            called = EXPERTS[found[2]]
-            rows, rest = divmod(entry.shape[1], len(called))
-            for expert in range(entry.shape[0]):
-                names = [(f"{found[1]}{expert}.{part}.weight", rows + rest) for part in called]
-                self._add_parts(names, stored, entry, (expert,))
+        found = JOINED_EXPERTS.fullmatch(name)
+        if found is not None and len(entry.shape) == (2 if found[3] else 3):
+            self._add_experts(found[1], EXPERTS[found[2]], "bias" if found[3] else "weight", stored, entry)
             return
         self._add_part(name, stored, entry, ())
+
+    def _add_experts(self, prefix: str, called: Sequence[str], kind: str, stored: str, entry: TensorEntry) -> None:
+        """All experts of a layer, which lie in one tensor."""
+        if self._layout.experts_transposed and kind == "weight":
+            self._transposed.add(stored)
+            entry = replace(entry, shape=(entry.shape[0], *entry.shape[:0:-1]))
+        rows, rest = divmod(entry.shape[1], len(called))
+        for expert in range(entry.shape[0]):
+            if self._layout.experts_by_turns and not rest:
+                for place, part in enumerate(called):
+                    turns = (expert, slice(place, None, len(called)))
+                    self._add_part(f"{prefix}{expert}.{part}.{kind}", stored, entry, turns)
+                continue
+            names = [(f"{prefix}{expert}.{part}.{kind}", rows + rest) for part in called]
+            self._add_parts(names, stored, entry, (expert,))
 
     def _add_parts(
         self, names: Sequence[tuple[str, int]], stored: str, entry: TensorEntry, where: tuple[int, ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -55,14 +54,14 @@ class ModelSizes:
 
     Attributes:
         vocab_size: ids run from 0 to vocab_size - 1.
-        num_layers, num_kv_heads, head_dim: the shape of a token's KV.
+        num_layers, num_kv_heads, head_dim: the shape of a token's KV; where layers differ, of most of them.
         windows: per layer, how many tokens back it sees, itself included; None where all.
-        groups: layers that keep the same positions, and so share blocks; most models have one such group.
+        groups: layers that keep the same positions in the same shape, and so share blocks; most models have one group.
         stages: how many have some of the layers each; 1: it is whole.
         kv_sides: see `LayerConfig`.
         kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
             token; None: they are what is stored.
-        attention_width: numbers of a key and its value that each query head is multiplied with.
+        attention_width: numbers of a key and its value that each query head is multiplied with, the mean of all layers.
         num_parameters: numbers in the checkpoint; a tied head is counted once.
         weight_bytes: what memory holds of them, and a step of many tokens reads. An embedding table is not among
             them: it stays a mapped file, of which a step reads a row a token. A tied one is there as the head.
@@ -70,6 +69,8 @@ class ModelSizes:
             some token chose; 0 where there are none.
         active_parameters: numbers that one token is computed with, and the embedding table.
     """
+
+    stage: Group = OneRank()
 
     def __init__(
         self, config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None = None, expands: bool = False
@@ -80,7 +81,8 @@ class ModelSizes:
         self.vocab_size = config.vocab_size
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
         self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides
-        self.kv_saving, self.attention_width = None, 2 * self.head_dim
+        self.kv_saving = None
+        self.attention_width = sum(2 * config.layer_at(i).head_dim for i in range(self.num_layers)) // self.num_layers
         if layer.latent is not None:
             self.kv_saving = layer.num_heads * (layer.latent.qk_head_dim + layer.latent.v_head_dim) / layer.latent.row
             self.attention_width = layer.latent.row + layer.latent.kv_lora_rank
@@ -100,18 +102,20 @@ class ModelSizes:
             self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
 
     def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
-        """What it keeps of each token, in all layers."""
+        """What it keeps of each token in all layers, if each has the shape of most."""
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
-        """The same by group. All stages have the same blocks: they are as large as the one with most layers needs."""
-        whole = self.kv_shape(kv_cache_dtype)
+        """What each group keeps of a token. All stages have the same blocks: a group's are as large as the stage with
+        most of its layers needs."""
         own = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
-        return [
-            replace(whole, layers=max(len(group.within(layers).layers) for layers in own))
-            for group in self.config.groups
-        ]
+        shapes = []
+        for group in self.config.groups:
+            layer, most = self.config.layer_at(group.layers[0]), max(len(group.within(each).layers) for each in own)
+            heads = own_heads(layer.num_kv_heads, self.stage)
+            shapes.append(KVShape(most, heads, layer.head_dim, self.dtype, kv_cache_dtype, self.kv_sides))
+        return shapes
 
 
 class Model(ModelSizes):
@@ -172,7 +176,10 @@ class Model(ModelSizes):
         # The largest tensor first: memory's peak is then not the whole model and once more this.
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = weights.linear(head, split=Split.VOCABULARY)
-        self.embedding = weights.embedding("model.embed_tokens", config.embedding_scale)
+        scale = config.embedding_scale
+        if config.embedding_scale_rounded:
+            scale = float(torch.tensor(scale, dtype=self.dtype))
+        self.embedding = weights.embedding("model.embed_tokens", scale)
         ropes = config.ropes or (config.rope,) * config.num_layers
         kinds = list(dict.fromkeys([config.rope, *(ropes[index] for index in own)]))
         self._rotaries = [RotaryEmbedding(rope, weights.kernels.device) for rope in kinds]

@@ -17,6 +17,7 @@ from quire.models.fields import Fields
 from quire.models.fp8 import BlockQuantizedCheckpoint, is_block_quantized
 from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
+from quire.models.mxfp4 import Mxfp4Checkpoint, is_mxfp4
 from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Weights
 from quire.ops import Kernels, Quantization, choose_kernels
@@ -29,9 +30,12 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "quire.models.deepseek_v3",
     "Ernie4_5ForCausalLM": "quire.models.ernie4_5",
     "Exaone4ForCausalLM": "quire.models.exaone4",
+    "Gemma3ForCausalLM": "quire.models.gemma3",
+    "Gemma3ForConditionalGeneration": "quire.models.gemma3",
     "Glm4ForCausalLM": "quire.models.glm4",
     "Glm4MoeForCausalLM": "quire.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",
+    "GptOssForCausalLM": "quire.models.gpt_oss",
     "GraniteForCausalLM": "quire.models.granite",
     "GraniteMoeHybridForCausalLM": "quire.models.granitemoehybrid",
     "HunYuanDenseV1ForCausalLM": "quire.models.hunyuan_v1_dense",
@@ -126,6 +130,8 @@ def build_model(
     notes = [note, _own_code_note(checkpoint.config)]
     if is_block_quantized(checkpoint):
         checkpoint = BlockQuantizedCheckpoint(checkpoint)
+    elif is_mxfp4(checkpoint):
+        checkpoint = Mxfp4Checkpoint(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # what is stored quantized is as the model asks for it
@@ -142,7 +148,7 @@ def build_model(
         slots = config.routing.num_experts + redundant_experts
     # Stages of a pipeline have the head in common, and replicas the experts.
     have_head, have_experts = (stage or ranks, ranks) if stages == 1 else (ranks, stage)
-    stand = progress, quantization, stored, skipped, have_head, slots, have_experts
+    stand = progress, quantization, stored, skipped, have_head, slots, have_experts, config.norm_offset
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
     with kernels.threads(usable_threads()):
         model = Model(config, weights, ranks, stage, stages)
@@ -171,9 +177,11 @@ def check_ranks(
     checkpoint = Checkpoint(Path(path))
     config = read_config(checkpoint.config, checkpoint.generation)
     layer = config.layer
-    heads, kv_heads = layer.num_heads, layer.num_kv_heads
-    allowed = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
+    layers = [config.layer_at(index) for index in range(config.num_layers)]
+    heads, counts = layer.num_heads, sorted({each.num_kv_heads for each in layers})
+    allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in counts)]
     if size not in allowed:
+        kv_heads = " or ".join(map(str, counts))
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values); allowed: {', '.join(map(str, allowed))}"
@@ -184,7 +192,7 @@ def check_ranks(
         )
     if redundant_experts is not None:
         _check_slots(layer.experts, size * replicas, redundant_experts)
-    values = layer.latent.v_head_dim if layer.latent else layer.head_dim
+    values = layer.latent.v_head_dim if layer.latent else max(each.head_dim for each in layers)
     experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
     inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
     # What each rank brings to an exchange has an equal part of the room: two matrices, or rows and where they go.

@@ -61,6 +61,7 @@ class Weights:
         skipped: how the names of tensors begin for which the model need not have a place.
         group: the ranks that share the model; this one reads what is its own.
         expert_slots, expert_group: see `LayerWeights`.
+        norm_offset: see `DecoderConfig`.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
@@ -84,10 +85,12 @@ class Weights:
         group: Group | None = None,
         expert_slots: int = 0,
         expert_group: Group | None = None,
+        norm_offset: float | None = None,
     ) -> None:
         self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
         self.group, self.expert_slots = group or OneRank(), expert_slots
         self.expert_group = expert_group or self.group
+        self._norm_offset = norm_offset
         self.products: dict[str, QuantizedWeight] = {}
         self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
         self._progress = progress
@@ -240,7 +243,9 @@ class Weights:
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """A norm."""
-        return RMSNorm(self.tensor(f"{name}.weight"), eps, self.kernels)
+        dtype, offset = None if self._norm_offset is None else torch.float32, self._norm_offset or 0.0
+        weight = self.tensor(f"{name}.weight", dtype)
+        return RMSNorm(weight + offset if offset else weight, eps, self.kernels)
 
     def embedding(self, name: str, scale: float = 1.0) -> Embedding:
         """An embedding table, which stays a view of the file on a CPU, where the system is asked to read it ahead."""
@@ -258,7 +263,8 @@ class WeightsUnder:
 
     def __init__(self, weights: Weights, prefix: str, group: Group) -> None:
         self._weights, self._prefix = weights, prefix
-        self.kernels, self.group, self.expert_group = weights.kernels, group, weights.expert_group
+        self.kernels, self.dtype = weights.kernels, weights.dtype
+        self.group, self.expert_group = group, weights.expert_group
         self.expert_slots = weights.expert_slots if group in (weights.group, weights.expert_group) else 0
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:

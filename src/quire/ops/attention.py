@@ -38,12 +38,19 @@ def _store_quantized(
 
 
 def paged_attention(
-    q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+    q: torch.Tensor,
+    kv: KVCache,
+    batch: RaggedBatch,
+    layer: int,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [tokens, heads, head_dim] over what each span's request has in the cache.
 
     With a `window`, a row at position p sees the keys at p - window + 1 .. p. A row of a tree sees those of its
-    path there: see `Trees`.
+    path there: see `Trees`. With `sinks` [heads] fp32, the softmax of a row has one more score, that of no key
+    (https://arxiv.org/abs/2309.17453).
     Returns [tokens, heads, head_dim], contiguous, in q's data type.
     """
     if kv.scales is not None:
@@ -60,9 +67,18 @@ def paged_attention(
         bucket.q.mul_(scale)
         for tile in bucket.tiles:
             _attend(tile, cache)
+        if sinks is not None:
+            bucket.total.add_((_by_row(sinks, bucket, kv.kv_heads) - bucket.top).exp_())
         bucket.out.div_(bucket.total)
         bucket.result.copy_(bucket.out_by_row)
     return step.result.index_select(0, step.plan.order).view(q.shape)
+
+
+def _by_row(sinks: torch.Tensor, bucket: _Bucket, kv_heads: int) -> torch.Tensor:
+    """A bucket's rows' sinks, of the shape of its `top`, contiguous."""
+    tiles, rows, _, group, _ = bucket.q_by_row.shape
+    by_head = sinks.view(1, kv_heads, 1, group).expand(tiles, kv_heads, rows, group)
+    return by_head.reshape(bucket.top.shape)
 
 
 def _runs(kv: KVCache, layer: int, size: int) -> torch.Tensor:

@@ -7,7 +7,23 @@ place of a contiguous tensor. `silu` and `sigmoid` do not: the last elements of 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Literal
+
 import torch
+
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""What the gate of an MLP goes through: all are x * sigmoid(f(x)), SiLU with f(x) = x."""
+
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715 * GELU_LINEAR
+"""GELU's f(x) = GELU_LINEAR * x + GELU_CUBIC * x ** 3, in the approximation by a tanh (https://arxiv.org/abs/1606.08415):
+(1 + tanh(y)) / 2 is the sigmoid of 2 * y."""
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""gpt-oss's: the gate is at most the limit, f(x) = alpha * x, and it multiplies 1 + what is above it, that within both
+limits (https://arxiv.org/abs/2508.10925)."""
 
 PART = 1 << 17
 """About how many numbers are worked on at a time: intermediate results stay in the processor's cache."""
@@ -16,20 +32,21 @@ PART = 1 << 17
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / rms(x) * weight` over the last dimension, in x's data type.
 
-    Statistics are in fp32, and the quotient is rounded before the weight is applied, as Hugging Face does.
+    Statistics are in fp32, and the quotient is rounded to the weight's type before that is applied, as Hugging Face
+    does; a weight in fp32, as Gemma's norms have, is applied to what is not rounded.
     """
     if x.numel() <= 2 * PART:
-        return _normalized(x, eps).mul_(weight)
+        return _normalized(x, eps, weight.dtype).mul_(weight).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
     for rows in _parts(x):
-        torch.mul(_normalized(x[rows], eps), weight, out=out[rows])
+        torch.mul(_normalized(x[rows], eps, weight.dtype), weight, out=out[rows])
     return out
 
 
-def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
+def _normalized(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype)
+    return (wide * scale).to(dtype)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -37,18 +54,48 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
     `silu` is rounded to x's data type before the product, as Hugging Face does.
     """
+    return _gate(x, _silu)
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """The same with GELU, in the approximation by a tanh, in place of `silu`."""
+    return _gate(x, _gelu_tanh)
+
+
+def clamped_swiglu_mul(x: torch.Tensor) -> torch.Tensor:
+    """The same as gpt-oss has it, see `SWIGLU_LIMIT`."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.float().clamp(max=SWIGLU_LIMIT)
+    active = (gate / (gate * -SWIGLU_ALPHA).exp_().add_(1.0)).to(x.dtype)
+    return (active.float() * up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1.0)).to(x.dtype)
+
+
+def _gate(x: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     if x.numel() <= 2 * PART:
-        return _silu(gate).mul_(up)
+        return activation(gate).mul_(up)
     out = torch.empty(up.shape, dtype=x.dtype)
     for rows in _parts(gate):
-        torch.mul(_silu(gate[rows]), up[rows], out=out[rows])
+        torch.mul(activation(gate[rows]), up[rows], out=out[rows])
     return out
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    slope = (wide * wide).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(wide)
+    return (wide / slope.neg_().exp_().add_(1.0)).to(x.dtype)
+
+
+GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_tanh_mul,
+    "clamped_swiglu": clamped_swiglu_mul,
+}
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

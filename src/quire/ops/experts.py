@@ -11,7 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from quire.ops.elementwise import silu_mul
+from quire.ops.elementwise import GATES, Activation, silu_mul
 from quire.ops.linear import Product
 from quire.ops.ragged import RaggedBatch
 from quire.parallel.group import Gather, Group
@@ -151,7 +151,7 @@ class ExpertSlots:
 
 
 class Experts(Protocol):
-    """All experts of a layer: `down(silu(gate) * up)` each."""
+    """All experts of a layer: `down(activation(gate) * up)` each."""
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts.
@@ -181,13 +181,17 @@ class LoopedExperts:
     Args:
         gate_up: per expert, the product [2 * intermediate, hidden]: gate and up side by side.
         down: per expert, the product [hidden, intermediate].
-        shared: see `Kernels.experts`.
+        shared, activation: see `Kernels.experts`.
     """
 
     def __init__(
-        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
     ) -> None:
-        self._gate_up, self._down = gate_up, down
+        self._gate_up, self._down, self._activation = gate_up, down, activation
         self._inner = shared if isinstance(shared, Gather) else None
         self._slots = shared if isinstance(shared, ExpertSlots) else None
 
@@ -199,7 +203,8 @@ class LoopedExperts:
         parts = x.new_zeros(*ids.shape, hidden, dtype=torch.float32)  # [tokens, top_k, hidden]
         for slot in sorted({*slots.flatten().tolist()} & {*own}):
             token, place = (slots == slot).nonzero(as_tuple=True)
-            inner = silu_mul(self._gate_up[slot - own.start].matmul(x[token]))
+            gate_up = self._gate_up[slot - own.start].matmul(x[token])
+            inner = silu_mul(gate_up) if self._activation == "silu" else GATES[self._activation](gate_up)
             inner = inner if self._inner is None else self._inner(inner)
             parts[token, place] = (
                 self._down[slot - own.start].matmul(inner, torch.float32) * weights[token, place, None]

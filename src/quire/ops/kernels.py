@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.ops import attention, attention_plan, elementwise, experts, latent, logit_edits, sampling, step_inputs
+from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
@@ -59,18 +60,26 @@ class LayerParts:
     """What a decoder layer is made of: see `quire.layers.decoder`.
 
     Attributes:
-        input_norm, post_attention_norm: their weights, [hidden]; a layer that is always first may lack the former.
-        eps: of both.
+        input_norm, mlp_input_norm: weights of the norms before attention and MLP, [hidden]; a layer that is always
+            first may lack the former.
+        attended_norm, mlp_norm: the same of what attention and MLP yield; None: there is none.
+        eps: of all of these.
+        activation: of the MLP's gate.
         qkv, output, gate_up, down: the products.
         head_norm: of each query and key head; None: none.
+        dtype: of the residual stream; norms' weights may be in fp32.
         heads: query heads, of this rank.
         scale, window, layer: see `Kernels.attend`.
         shared: what ranks gather of it; None: one process computes all of it.
     """
 
     input_norm: torch.Tensor | None
-    post_attention_norm: torch.Tensor
+    attended_norm: torch.Tensor | None
+    mlp_input_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     eps: float
+    dtype: torch.dtype
+    activation: Activation
     qkv: Product
     output: Product
     gate_up: Product
@@ -202,6 +211,10 @@ class Kernels:
         """See `elementwise.silu_mul`."""
         return elementwise.silu_mul(x)
 
+    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See `elementwise.gelu_tanh_mul`."""
+        return elementwise.gelu_tanh_mul(x)
+
     # -- attention -----------------------------------------------------------------------------------------
 
     def rotate_and_store(
@@ -232,10 +245,17 @@ class Kernels:
         return qk[:, : -kv.kv_heads]
 
     def attend(
-        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attention.paged_attention`. Returns [tokens, heads * head_dim]."""
-        return attention.paged_attention(q, kv, batch, layer, scale, window).flatten(1)
+        return attention.paged_attention(q, kv, batch, layer, scale, window, sinks).flatten(1)
 
     # -- mixture of experts --------------------------------------------------------------------------------
 
@@ -250,15 +270,20 @@ class Kernels:
         experts.count_experts(ids, batch, load)
 
     def experts(
-        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
     ) -> Experts:
         """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`).
 
         Args:
+            activation: of the gates.
             shared: how ranks share them. Each expert: brings together the columns that they have between the products.
                 Or slots: the products are those of this rank's, and the result is whole. None: all are here.
         """
-        return experts.LoopedExperts(gate_up, down, shared)
+        return experts.LoopedExperts(gate_up, down, shared, activation)
 
     # -- latent attention ----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 from quire.config import EngineConfig
 from quire.core.kv_group import peak_blocks
@@ -24,6 +25,8 @@ class GroupPlan:
         bytes_per_token: of them, and of what drafts where that lies in the same blocks.
         num_blocks: of its pool, the null block included.
         peak_blocks: most that one request of the longest context holds at once.
+        step_blocks: so many of these a step's tokens add, and they go when a window has passed them. Since a step's
+            tokens are bounded, all requests together hold no more beyond what each keeps.
     """
 
     window: int | None
@@ -31,11 +34,21 @@ class GroupPlan:
     bytes_per_token: int
     num_blocks: int
     peak_blocks: int
+    step_blocks: int
 
     @property
     def num_usable(self) -> int:
         """Blocks without the null block."""
         return self.num_blocks - 1
+
+    def needed(self, requests: int, blocks: int) -> int:
+        """Most blocks that so many requests, of so many blocks of tokens each, hold at once."""
+        return min(requests * blocks, requests * (self.peak_blocks - self.step_blocks) + self.step_blocks)
+
+    @property
+    def longest_requests(self) -> float:
+        """So many requests of the longest context fit at once."""
+        return (self.num_usable - self.step_blocks) / (self.peak_blocks - self.step_blocks)
 
 
 def retentions(model: Model, speculation: Speculation | None) -> list[int | None]:
@@ -48,8 +61,9 @@ def retentions(model: Model, speculation: Speculation | None) -> list[int | None
 class Pools:
     """The pools of an engine: how large each is, where the first one's size is given or the memory for all.
 
-    A short request needs as many blocks of each group, a long one fewer of those with windows (`peaks`). No division
-    suits both: the one of `shares` takes the same part from either of what pools made for it alone would give.
+    A short request keeps as many blocks of each group, a long one fewer of those with windows (`kept`). No division
+    suits both: the one of `shares` takes the same part from either of what pools made for it alone would give. What a
+    step adds until its windows have passed it has room beside that, once.
 
     Args:
         config: block size, and what bounds a chunk.
@@ -66,26 +80,36 @@ class Pools:
 
     def peaks(self, tokens: int) -> list[int]:
         """Most blocks of each group that a request of so many tokens holds at once."""
-        chunk = int(min(self._chunk, tokens))
+        return self._blocks(tokens, int(min(self._chunk, tokens)))
+
+    def kept(self, tokens: int) -> list[int]:
+        """Most blocks of each group that such a request holds when its steps are of one token."""
+        return self._blocks(tokens, 1)
+
+    def _blocks(self, tokens: int, chunk: int) -> list[int]:
         return [peak_blocks(window, tokens, chunk, self.block_size) for window in self.windows]
 
     def shares(self, tokens: int) -> list[Fraction]:
         """Blocks of each pool to those of the first one, where the longest context has so many tokens.
 
-        With a group's bytes B a token, p its peak to that of the first group, and the smallest share r, short requests
-        get r * sum(B) / sum(share * B) of what pools in equal shares would give them, and longest ones sum(p * B) /
-        sum(share * B) of what pools in shares p would. Both are the same for r = sum(p * B) / sum(B); a group of which
-        the longest need more has so much more.
+        With a group's bytes B a token, p what it keeps to what the first group does, and the smallest share r, short
+        requests get r * sum(B) / sum(share * B) of what pools in equal shares would give them, and longest ones
+        sum(p * B) / sum(share * B) of what pools in shares p would. Both are the same for r = sum(p * B) / sum(B); a
+        group of which the longest need more has so much more.
         """
-        peaks = self.peaks(tokens)
-        parts = [Fraction(peak, peaks[0]) for peak in peaks]
+        kept = self.kept(tokens)
+        parts = [Fraction(own, kept[0]) for own in kept]
         weighted = sum(part * size for part, size in zip(parts, self.token_bytes, strict=True))
         least = Fraction(weighted) / sum(self.token_bytes)
         return [max(part, least) for part in parts]
 
     def of_first(self, num_blocks: int, tokens: int) -> list[int]:
         """Blocks of each pool, null blocks included, where the first one has `num_blocks`."""
-        return [max(0, math.ceil(share * (num_blocks - 1)) + 1) for share in self.shares(tokens)]
+        usable = max(num_blocks - 1, -1)
+        steps = [peak - kept for peak, kept in zip(self.peaks(tokens), self.kept(tokens), strict=True)]
+        shares = zip(self.shares(tokens), steps, strict=True)
+        sizes = (min(usable, math.ceil(share * usable) + step) + 1 for share, step in shares)
+        return list(accumulate(sizes, min))  # who keeps less needs no more
 
     def within(self, size: int, tokens: int) -> list[int]:
         """The most blocks of each pool that so many bytes hold."""
@@ -106,7 +130,9 @@ class Pools:
 
     def plans(self, num_blocks: Sequence[int], tokens: int) -> tuple[GroupPlan, ...]:
         """What each group has, where the longest context has so many tokens."""
-        columns = self.windows, self._layers, self.token_bytes, num_blocks, self.peaks(tokens)
+        peaks, kept = self.peaks(tokens), self.kept(tokens)
+        steps = [peak - own for peak, own in zip(peaks, kept, strict=True)]
+        columns = self.windows, self._layers, self.token_bytes, num_blocks, peaks, steps
         return tuple(GroupPlan(*row) for row in zip(*columns, strict=True))
 
 

@@ -79,12 +79,12 @@ class MemoryPlan:
     @property
     def full_length_requests(self) -> float:
         """So many of the longest context fit at once."""
-        return min(group.num_usable / group.peak_blocks for group in self.groups)
+        return min(group.longest_requests for group in self.groups)
 
     def lacking(self, requests: int, tokens: int) -> GroupPlan | None:
         """The group whose pool does not hold so many requests of so many tokens; None: all do."""
         blocks = -(-tokens // self.block_size)
-        return next((g for g in self.groups if requests * min(blocks, g.peak_blocks) > g.num_usable), None)
+        return next((group for group in self.groups if group.needed(requests, blocks) > group.num_usable), None)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows to print: what, and how much."""
@@ -218,11 +218,12 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     in fp32 (the sampler copies and sorts).
     """
     layer, tokens, itemsize = model.config.layer, config.max_num_batched_tokens, model.dtype.itemsize
-    heads = layer.num_heads + 2 * layer.num_kv_heads
-    per_token = (4 * layer.hidden_size + 2 * heads * layer.head_dim) * itemsize
-    per_token += 3 * 4 * layer.num_heads * layer.head_dim
+    layers = [model.config.layer_at(index) for index in range(model.config.num_layers)]
+    heads = max((each.num_heads + 2 * each.num_kv_heads) * each.head_dim for each in layers)
+    per_token = (4 * layer.hidden_size + 2 * heads) * itemsize
+    per_token += 3 * 4 * max(each.num_heads * each.head_dim for each in layers)
     if layer.qk_norm in ("whole", "turned"):  # normed apart: copies, and of what is turned in plain torch fp32 ones
-        per_token += 4 * 4 * heads * layer.head_dim
+        per_token += 4 * 4 * heads
     restored = RESTORED_BYTES if layer.latent and may_expand(model.kernels) else 0
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
     return body + restored + _logits(config, model, logit_rows, 0)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.step import RequestInfo
+from quire.errors import ConfigError
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.runner.draft_context import DraftContext
@@ -66,6 +67,11 @@ class DraftModel:
     """
 
     def __init__(self, model: Model, vocab_size: int) -> None:
+        if model.config.kv_heads is not None:
+            raise ConfigError(
+                "speculative_config: the draft model's layers have keys and values of unlike shapes, which cannot "
+                "lie in the blocks of one group; choose another model"
+            )
         self._model = model
         self._more = vocab_size - model.vocab_size  # rows that the target has more
         self.kv_shape = model.kv_shape()

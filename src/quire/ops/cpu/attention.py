@@ -14,7 +14,7 @@ from quire.ops.ragged import RaggedBatch, Trees
 
 PROTOTYPES: dict[str, Prototype] = {
     "attention_scratch_bytes": (I64, (POINTER,)),
-    "attend": (None, (POINTER, I64, POINTER, I64, POINTER)),
+    "attend": (None, (POINTER, I64, POINTER, I64, POINTER, POINTER)),
 }
 
 KV_FORMATS = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -142,7 +142,14 @@ def describe(kv: KVCache) -> CCache:
 
 
 def attend(
-    lib: Library, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+    lib: Library,
+    q: torch.Tensor,
+    kv: KVCache,
+    batch: RaggedBatch,
+    layer: int,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Kernels.attend`."""
     tokens, heads, head_dim = q.shape
@@ -155,7 +162,8 @@ def attend(
         q = q.contiguous()
     step = prepare(lib, heads, q.dtype, scale, window, kv, batch)
     out = q.new_empty(tokens, heads * head_dim)
-    lib.attend(step.pointer, layer, q.data_ptr(), q.stride(0), out.data_ptr())
+    of_heads = None if sinks is None else sinks.data_ptr()
+    lib.attend(step.pointer, layer, q.data_ptr(), q.stride(0), of_heads, out.data_ptr())
     return out
 
 

@@ -12,6 +12,8 @@ import torch
 from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct, gather
+from quire.ops.cpu.rows import ACTIVATIONS
+from quire.ops.elementwise import Activation
 from quire.ops.experts import ExpertSlots, Routing
 from quire.ops.linear import Product
 from quire.ops.memory import Scratch
@@ -54,7 +56,7 @@ class _Experts(ctypes.Structure):
     """`Experts` in experts.h."""
 
     _fields_ = (
-        ("dtype", I32),
+        *((name, I32) for name in ("dtype", "activation")),
         *((name, I64) for name in ("count", "hidden", "out")),
         *(("group", POINTER), ("inner", Share)),
         *((name, POINTER) for name in ("slots", "gate_up", "down")),
@@ -145,7 +147,7 @@ class CpuExperts:
         gate_up: per expert, the product [2 * intermediate, hidden].
         down: per expert, the product [hidden, intermediate].
         scratch: room for intermediate results, shared by all layers.
-        shared: see `Kernels.experts`.
+        shared, activation: see `Kernels.experts`.
 
     Raises:
         TypeError: a product is not this implementation's.
@@ -159,8 +161,9 @@ class CpuExperts:
         down: Sequence[Product],
         scratch: Scratch,
         shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
     ) -> None:
-        self._lib, self._scratch, self._shared = lib, scratch, shared
+        self._lib, self._scratch, self._shared, self._activation = lib, scratch, shared, ACTIVATIONS[activation]
         self._gate_up, self._down = up, out = _Products(gate_up), _Products(down)
         self._inner = share_of(shared) if isinstance(shared, Gather) else Share(0, out.in_features, out.in_features)
         self._slots = _described(shared) if isinstance(shared, ExpertSlots) else None
@@ -210,6 +213,7 @@ class CpuExperts:
         """The experts as C++ sees them, for rows in `dtype`."""
         return _Experts(
             dtype=DTYPES[dtype],
+            activation=self._activation,
             count=self._count,
             hidden=self._gate_up.in_features,
             out=self._down.out_features,

@@ -10,6 +10,7 @@ import torch
 from quire.ops.cpu import attention, experts, latent, layer, linear, quantize, rows, sampling
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
+from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, LoopedExperts, Routing
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
 from quire.ops.kv_cache import KVCache
@@ -84,6 +85,9 @@ class CpuKernels(Kernels):
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         return rows.silu_mul(self._lib, x)
 
+    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.gelu_tanh_mul(self._lib, x)
+
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
@@ -96,9 +100,16 @@ class CpuKernels(Kernels):
         return rows.rotate_and_store(self._lib, qkv, norm, tables, kv, batch, layer)
 
     def attend(
-        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return attention.attend(self._lib, q, kv, batch, layer, scale, window)
+        return attention.attend(self._lib, q, kv, batch, layer, scale, window, sinks)
 
     def route(
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
@@ -106,11 +117,15 @@ class CpuKernels(Kernels):
         return experts.route(self._lib, logits, routing, bias)
 
     def experts(
-        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
     ) -> Experts:
         if shared is not None and shared.group.address is None:  # C++ cannot gather by itself
-            return LoopedExperts(gate_up, down, shared)
-        return experts.CpuExperts(self._lib, gate_up, down, self._workspace, shared)
+            return LoopedExperts(gate_up, down, shared, activation)
+        return experts.CpuExperts(self._lib, gate_up, down, self._workspace, shared, activation)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
         return experts.CpuHeads(self._lib, products, self._scratch)

@@ -11,6 +11,7 @@ from quire.ops.cpu import attention
 from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct
+from quire.ops.cpu.rows import ACTIVATIONS
 from quire.ops.kernels import LayerParts
 from quire.ops.kv_cache import KVCache
 from quire.ops.memory import Scratch
@@ -26,15 +27,23 @@ OUTSIDE = -1
 """A slot lies outside the cache: `OUTSIDE` in layer.cpp."""
 
 
+NORMS = ("input_norm", "attended_norm", "mlp_input_norm", "mlp_norm")
+
+
+def _address(weight: torch.Tensor | None) -> int | None:
+    return None if weight is None else weight.data_ptr()
+
+
 class _Layer(ctypes.Structure):
     """`Layer` in layer.cpp."""
 
     _fields_ = (
-        *(("dtype", I32), ("eps", F32), ("head_eps", F32)),
+        *((name, I32) for name in ("dtype", "norm_dtype", "activation")),
+        *(("eps", F32), ("head_eps", F32)),
         *((name, I64) for name in ("layer", "heads")),
         ("group", POINTER),
         *((name, Share) for name in ("hidden", "attended", "active")),
-        *((name, POINTER) for name in ("input_norm", "head_norm", "post_attention_norm")),
+        *((name, POINTER) for name in ("input_norm", "head_norm", "attended_norm", "mlp_input_norm", "mlp_norm")),
         *((name, POINTER) for name in ("qkv", "output", "gate_up", "down")),
     )
 
@@ -79,7 +88,7 @@ def _shares(parts: LayerParts) -> dict[str, Any]:
     if parts.shared is not None:
         shares = {name: share_of(gather) for name, gather in parts.shared._asdict().items()}
         return {"group": parts.shared.hidden.group.address, **shares}
-    widths = {"hidden": len(parts.post_attention_norm), "active": parts.down.in_features}
+    widths = {"hidden": len(parts.mlp_input_norm), "active": parts.down.in_features}
     widths["attended"] = parts.output.in_features
     return {name: Share(0, width, width) for name, width in widths.items()}
 
@@ -98,25 +107,26 @@ class CpuLayer:
         if not all(isinstance(product, CpuProduct) for product in products.values()):
             raise TypeError(f"the layer's products are {[type(product).__name__ for product in products.values()]}")
         self._struct = _Layer(
-            dtype=DTYPES[parts.post_attention_norm.dtype],
+            dtype=DTYPES[parts.dtype],
+            norm_dtype=DTYPES[parts.mlp_input_norm.dtype],
+            activation=ACTIVATIONS[parts.activation],
             eps=parts.eps,
             head_eps=parts.head_norm.eps if parts.head_norm else 0.0,
             layer=parts.layer,
             heads=parts.heads,
             **_shares(parts),
-            input_norm=None if parts.input_norm is None else parts.input_norm.data_ptr(),
             head_norm=parts.head_norm.weight.data_ptr() if parts.head_norm else None,
-            post_attention_norm=parts.post_attention_norm.data_ptr(),
+            **{name: _address(getattr(parts, name)) for name in NORMS},
             **{name: product.address for name, product in products.items()},
         )
         self._pointer = ctypes.addressof(self._struct)
-        self._dtype = parts.post_attention_norm.dtype
+        self._dtype = parts.dtype
         self._key = (
             "layer",
             parts.heads,
             parts.scale,
             parts.window,
-            len(parts.post_attention_norm),
+            len(parts.mlp_input_norm),
             parts.down.in_features,
         )
 

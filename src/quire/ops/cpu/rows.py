@@ -12,18 +12,22 @@ import torch
 
 from quire.ops.cpu.attention import describe
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
+from quire.ops.elementwise import Activation
 from quire.ops.kernels import HeadNorm
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import RaggedBatch
 
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+"""Their numbers in gate.h."""
+
 PROTOTYPES: dict[str, Prototype] = {
     "embed": (I32, (I32, I32, POINTER, POINTER, POINTER, I64, I64, I64)),
-    "rms_norm": (None, (I32, POINTER, POINTER, POINTER, I64, I64, F32)),
-    "add_rms_norm": (None, (I32, POINTER, POINTER, POINTER, I64, I64, F32)),
-    "silu_mul": (None, (I32, POINTER, POINTER, I64, I64)),
+    "rms_norm": (None, (I32, I32, POINTER, POINTER, POINTER, I64, I64, F32)),
+    "add_rms_norm": (None, (I32, I32, POINTER, POINTER, POINTER, I64, I64, F32)),
+    "gate": (None, (I32, I32, POINTER, POINTER, I64, I64)),
     "rotate_and_store": (
         I32,
-        (I32, POINTER, POINTER, POINTER, F32, POINTER, POINTER, POINTER, I64, I64, I64, I64, POINTER),
+        (I32, I32, POINTER, POINTER, POINTER, F32, POINTER, POINTER, POINTER, I64, I64, I64, I64, POINTER),
     ),
 }
 
@@ -49,7 +53,9 @@ def rms_norm(lib: Library, x: torch.Tensor, weight: torch.Tensor, eps: float) ->
     x = x.contiguous()
     out = torch.empty_like(x)
     rows, size = x.shape
-    lib.rms_norm(DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps)
+    lib.rms_norm(
+        DTYPES[x.dtype], DTYPES[weight.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps
+    )
     return out
 
 
@@ -59,16 +65,26 @@ def add_rms_norm(
     """See `Kernels.add_rms_norm`. The results take the places of `x` and `residual`."""
     x, residual = x.contiguous(), residual.contiguous()
     rows, size = x.shape
-    lib.add_rms_norm(DTYPES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, size, eps)
+    types = DTYPES[x.dtype], DTYPES[weight.dtype]
+    lib.add_rms_norm(*types, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, size, eps)
     return x, residual
 
 
 def silu_mul(lib: Library, x: torch.Tensor) -> torch.Tensor:
     """See `Kernels.silu_mul`."""
+    return _gate(lib, x, "silu")
+
+
+def gelu_tanh_mul(lib: Library, x: torch.Tensor) -> torch.Tensor:
+    """See `Kernels.gelu_tanh_mul`."""
+    return _gate(lib, x, "gelu_tanh")
+
+
+def _gate(lib: Library, x: torch.Tensor, activation: Activation) -> torch.Tensor:
     x = x.contiguous()
     rows, width = x.shape
     out = x.new_empty(rows, width // 2)
-    lib.silu_mul(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, width // 2)
+    lib.gate(ACTIVATIONS[activation], DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, width // 2)
     return out
 
 
@@ -87,9 +103,10 @@ def rotate_and_store(
     heads = width // kv.head_dim - 2 * kv.kv_heads
     queries = qkv.new_empty(tokens, heads, kv.head_dim)
     weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+    weight_dtype = qkv.dtype if norm is None else norm.weight.dtype
     slots, cache = batch.once(("rotate_and_store", kv), lambda: (batch.slots.contiguous(), describe(kv)))
     outside = lib.rotate_and_store(
-        *(DTYPES[qkv.dtype], qkv.data_ptr(), queries.data_ptr(), weight, eps),
+        *(DTYPES[qkv.dtype], DTYPES[weight_dtype], qkv.data_ptr(), queries.data_ptr(), weight, eps),
         *(tables[0].data_ptr(), tables[1].data_ptr(), slots.data_ptr()),
         *(tokens, heads, layer, kv.num_blocks, ctypes.byref(cache)),
     )

@@ -56,6 +56,7 @@ A value scale of fp16 numbers is at most 65504 / 127, so they stay finite."""
 SPANS_AT_ONCE = tl.constexpr(256)
 MERGED_AT_ONCE = tl.constexpr(8)
 LOG2_E = 1.4426950408889634
+LOG2 = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -217,6 +218,16 @@ def _take_in(
     return highest, total, out
 
 
+@triton.jit
+def _begin(sinks, head):
+    """Maximum and sum of rows of the query heads `head` before their first split: those of the sinks, if any."""
+    top = tl.full(head.shape, LOWEST, tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    if sinks is not None:
+        top, total = tl.load(sinks + head) * LOG2, total + 1.0
+    return top, total
+
+
 @triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer", "path_width"])
 def _attend(
     q,
@@ -229,6 +240,7 @@ def _attend(
     result,
     split_out,
     split_sums,
+    sinks,
     bases,
     depths,
     paths,
@@ -293,8 +305,7 @@ def _attend(
         position = tl.where(base < 0, start + token, base + depth)[:, None]
     table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
 
-    all_top = tl.full((ROWS,), LOWEST, tl.float32)
-    all_total = tl.zeros((ROWS,), tl.float32)
+    all_top, all_total = _begin(sinks, head)
     all_out = tl.zeros((ROWS, DIM), tl.float32)
     for split in range(first_split + lane, last_split, stride):
         top = tl.full((ROWS,), LOWEST, tl.float32)
@@ -357,6 +368,7 @@ def _merge_splits(
     row_starts,
     starts,
     result,
+    sinks,
     bases,
     depths,
     context_lens,
@@ -385,8 +397,7 @@ def _merge_splits(
 
     one, dim = tl.arange(0, 1), tl.arange(0, DIM)
     first_slot = (tl.program_id(0) * HEADS + head) * slots
-    top = tl.full((1,), LOWEST, tl.float32)
-    total = tl.zeros((1,), tl.float32)
+    top, total = _begin(sinks, head + one)
     out = tl.zeros((1, DIM), tl.float32)
     for first in range(0, splits, MERGED_AT_ONCE):
         # Written out, so that all their loads are under way together; a split beyond the last changes nothing.
@@ -497,6 +508,7 @@ def attend(
     scale: float,
     window: int | None,
     deterministic: bool,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Kernels.attend`; reads `batch.spans`. Rows of padding are not written.
 
@@ -535,6 +547,7 @@ def attend(
         result,
         plan.split_out,
         plan.split_sums,
+        sinks,
         paths=spans.trees and spans.trees.paths,
         table_stride=spans.block_tables.stride(0),
         spans=count,
@@ -565,6 +578,7 @@ def attend(
             spans.row_starts,
             spans.starts,
             result,
+            sinks,
             short=plan.short,
             slots=plan.slots,
             HEADS=heads,

@@ -214,8 +214,8 @@ def _rotate_and_store(
     if weight is not None:
         weights, normed = weight + head * DIM + i, (head < QUERIES + KV_HEADS) & in_half
         scale = inverse_rms(tl.sum(a * a + b * b, 1, keep_dims=True), DIM, eps)
-        a = normalized(a, scale, tl.load(weights, mask=normed, other=0.0), dtype).to(dtype).to(tl.float32)
-        b = normalized(b, scale, tl.load(weights + DIM // 2, mask=normed, other=0.0), dtype).to(dtype).to(tl.float32)
+        a = normalized(a, scale, tl.load(weights, mask=normed, other=0.0)).to(dtype).to(tl.float32)
+        b = normalized(b, scale, tl.load(weights + DIM // 2, mask=normed, other=0.0)).to(dtype).to(tl.float32)
     angle = tl.broadcast_to(row * (DIM // 2) + i, (HEADS, HALF))  # loaded for each head, in the heads' layout
     c = tl.load(cos + angle, mask=in_half, other=0.0)
     s = tl.load(sin + angle, mask=in_half, other=0.0)

@@ -17,10 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.elementwise import Activation
 from quire.ops.linear import Product
 from quire.ops.triton.linear import VendorProduct
 from quire.ops.triton.linear_chunks import PROGRAMS, checked, place_of
 from quire.ops.triton.linear_dense import EXACT, SHORT, TALL, DenseProduct, Tile, one_instruction
+from quire.ops.triton.rows import activated
 
 ALIGNMENT = 16
 """Bytes: loads of that width are what kernels take from an address."""
@@ -49,10 +51,11 @@ class Weights:
     """Weights of one shape, each where it lies.
 
     Args:
-        products: made by `linear.pack`, without biases.
+        products: made by `linear.pack`.
 
     Attributes:
         out_features, in_features, dtype, device: of each.
+        bias: [weights, out_features] fp32; None: they have none.
         addresses: [weights] int64, on their device.
 
     Raises:
@@ -62,6 +65,7 @@ class Weights:
     def __init__(self, products: Sequence[Product]) -> None:
         self._tensors = [_aligned(_weight(product)) for product in products]
         self.addresses = addresses_of(self._tensors)
+        self.bias = biases_of(products)
         self.out_features, self.in_features = self._tensors[0].shape
         self.dtype, self.device = self._tensors[0].dtype, self._tensors[0].device
 
@@ -77,9 +81,13 @@ class Weights:
 def _weight(product: Product) -> torch.Tensor:
     if not isinstance(product, DenseProduct | VendorProduct):
         raise ValueError(f"a product is a {type(product).__name__}, where all others are dense")
-    if product.bias is not None:
-        raise ValueError("experts and heads have no biases")
     return product.weight
+
+
+def biases_of(products: Sequence[Product]) -> torch.Tensor | None:
+    """The biases of dense or quantized products of one shape, [products, out] fp32; None: they have none."""
+    biases: list[torch.Tensor] = [bias for product in products if (bias := getattr(product, "bias", None)) is not None]
+    return torch.stack(biases).float() if biases else None
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
@@ -178,6 +186,7 @@ def tile_at(tile_table, tile):
 def _gate_up_kernel(
     x,
     addresses,
+    biases,
     order,
     tile_table,
     inner,
@@ -190,8 +199,9 @@ def _gate_up_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """A tile of `silu(gate) * up`, inner [pairs, intermediate] in the order of `order`.
+    """A tile of `activation(gate) * up`, inner [pairs, intermediate] in the order of `order`.
 
     Columns of the product are by turns of gate and of up, so that a thread has both of what it multiplies.
     """
@@ -210,17 +220,23 @@ def _gate_up_kernel(
     there = (m < end)[:, None]
     total = _multiply(x_tile, weight_tile, there, (n < intermediate)[None, :], hidden, EVEN, ROWS, OUTPUTS, INPUTS)
 
+    if biases is not None:
+        bias = biases + expert.to(tl.int64) * (2 * intermediate) + weight_row
+        total += tl.load(bias, mask=n < intermediate, other=0.0)[None, :]
     dtype: tl.constexpr = inner.dtype.element_ty  # what the reference rounds is rounded here
     gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
+    active, up = activated(gate, up, dtype, ACTIVATION)
     n = (out_tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2))[None, :]
-    tl.store(inner + m.to(tl.int64)[:, None] * intermediate + n, (silu * up).to(dtype), mask=there & (n < intermediate))
+    tl.store(
+        inner + m.to(tl.int64)[:, None] * intermediate + n, (active * up).to(dtype), mask=there & (n < intermediate)
+    )
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _down_kernel(
     inner,
     addresses,
+    biases,
     order,
     tile_table,
     weights,
@@ -246,6 +262,8 @@ def _down_kernel(
     weight_tile = weight + n.to(tl.int64) * intermediate
     there = (m < end)[:, None]
     total = _multiply(x_tile, weight_tile, there, n < hidden, intermediate, EVEN, ROWS, OUTPUTS, INPUTS)
+    if biases is not None:
+        total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
     total *= tl.load(weights + pair, mask=m < end, other=0.0)[:, None]
     tl.store(parts + pair[:, None] * hidden + n, total, mask=there & (n < hidden))
@@ -292,14 +310,15 @@ class GroupedExperts:
     """All experts of a layer in four launches: an `Experts`.
 
     Args:
-        gate_up, down: one dense product of either kind an expert, without biases.
+        gate_up, down: one dense product of either kind an expert.
+        activation: see `Kernels.experts`.
 
     Raises:
-        ValueError: a product is not dense or has a bias, or the experts differ.
+        ValueError: a product is not dense, or the experts differ.
     """
 
-    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product]) -> None:
-        self._gate_up, self._down = Weights(gate_up), Weights(down)
+    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], activation: Activation = "silu") -> None:
+        self._gate_up, self._down, self._activation = Weights(gate_up), Weights(down), activation
         self._hidden, self._intermediate = self._gate_up.in_features, self._down.in_features
         found = (len(self._down), self._down.out_features, self._down.dtype, self._gate_up.out_features)
         if found != (len(self._gate_up), self._hidden, self._gate_up.dtype, 2 * self._intermediate):
@@ -325,6 +344,7 @@ class GroupedExperts:
         _gate_up_kernel[(len(tile_table) * triton.cdiv(self._intermediate, tile.outputs // 2),)](
             x,
             self._gate_up.addresses,
+            self._gate_up.bias,
             order,
             tile_table,
             inner,
@@ -337,6 +357,7 @@ class GroupedExperts:
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,
             ALIGNMENT=ALIGNMENT,
+            ACTIVATION=self._activation,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
@@ -350,6 +371,7 @@ class GroupedExperts:
         _down_kernel[(len(tile_table) * triton.cdiv(self._hidden, tile.outputs),)](
             inner,
             self._down.addresses,
+            self._down.bias,
             order,
             tile_table,
             weights,
@@ -413,6 +435,8 @@ class GroupedHeads:
 
     def __init__(self, products: Sequence[Product]) -> None:
         self._weights = Weights(products)
+        if self._weights.bias is not None:
+            raise ValueError("heads have no biases")
         self._short, self._tall = self._weights.tiles()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

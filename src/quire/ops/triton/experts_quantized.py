@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.elementwise import Activation
 from quire.ops.linear import Product
-from quire.ops.triton.experts import ALIGNMENT, add_places, addresses_of, ordered, pointer_at, tile_at
+from quire.ops.triton.experts import ALIGNMENT, add_places, addresses_of, biases_of, ordered, pointer_at, tile_at
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_quantized import (
     COMPILED,
@@ -31,7 +32,7 @@ from quire.ops.triton.linear_quantized import (
     low_halves,
     quantize_rows,
 )
-from quire.ops.triton.rows import silu_mul
+from quire.ops.triton.rows import gate_mul
 
 # Without weights, the product is gate and up: rows are read from their tokens and left in the order of pairs. With
 # weights, it is down: rows are read in that order and left at their pairs.
@@ -46,13 +47,16 @@ def _source(order, m, end, weights, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, m, end, source, n, row_scales, scales, order, weights, out, out_features):
-    """Scale sums [OUTPUTS, ROWS] as `linear_chunks.finish` does, then by the pairs' weights, and store them."""
+def _finish(total, m, end, source, n, row_scales, scales, biases, expert, order, weights, out, out_features):
+    """Scale sums [OUTPUTS, ROWS] and add biases as `linear_chunks.finish` does, then scale by the pairs' weights, and
+    store them."""
     n, there = n[:, None], m < end
     scale = tl.load(row_scales + source, mask=there, other=0.0)[None, :]
     if scales is not None:
         scale = scale * tl.load(scales + n, mask=n < out_features, other=0.0)
     total = total.to(tl.float32) * scale
+    if biases is not None:
+        total += tl.load(biases + expert.to(tl.int64) * out_features + n, mask=n < out_features, other=0.0)
     target = m
     if weights is not None:  # pairs are read here, for the loop needs the registers
         target = tl.load(order + m, mask=there, other=0).to(tl.int64)
@@ -66,6 +70,7 @@ def _int8_kernel(
     codes,
     addresses,
     scale_addresses,
+    biases,
     row_scales,
     order,
     tile_table,
@@ -97,7 +102,7 @@ def _int8_kernel(
         x_tile += BLOCK
         weight_tile += out_padded * BLOCK
     scales = pointer_at(scale_addresses, expert, tl.float32, ALIGNMENT)
-    _finish(total, m, end, source, n, row_scales, scales, order, weights, out, out_features)
+    _finish(total, m, end, source, n, row_scales, scales, biases, expert, order, weights, out, out_features)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -105,6 +110,7 @@ def _int4_kernel(
     codes,
     addresses,
     scale_addresses,
+    biases,
     row_scales,
     order,
     tile_table,
@@ -153,14 +159,14 @@ def _int4_kernel(
         scale_1, scale_2 = next_1, next_2
         x_tile += 2 * GROUP
         weight_tile += out_padded * GROUP
-    _finish(total, m, end, source, n, row_scales, None, order, weights, out, out_features)
+    _finish(total, m, end, source, n, row_scales, None, biases, expert, order, weights, out, out_features)
 
 
 class QuantizedWeights:
     """Quantized weights of one shape and format, each where it lies.
 
     Args:
-        products: made by `linear.pack_quantized`, without biases.
+        products: made by `linear.pack_quantized`.
 
     Raises:
         ValueError: the products are of other kinds, or differ.
@@ -177,6 +183,7 @@ class QuantizedWeights:
             raise ValueError("the weights differ in shape")
         self._addresses = addresses_of([product.blocks for product in self._products])
         self._scale_addresses = addresses_of([product.scales for product in self._products])
+        self._biases = biases_of(self._products)
         self._shape, self._length = first.blocks.shape, first.chunks.length
         self._padded_inputs = len(first.blocks) * first.block_inputs
 
@@ -196,7 +203,17 @@ class QuantizedWeights:
         blocks, padded, width = self._shape
         codes, row_scales = quantize_rows(x, self._padded_inputs)
         out = x.new_empty(len(order), self.out_features, dtype=x.dtype if weights is None else torch.float32)
-        where = (codes, self._addresses, self._scale_addresses, row_scales, order, tile_table, weights, out)
+        where = (
+            codes,
+            self._addresses,
+            self._scale_addresses,
+            self._biases,
+            row_scales,
+            order,
+            tile_table,
+            weights,
+            out,
+        )
         sizes = (len(tile_table), self.out_features, padded, blocks)
         grid = (len(tile_table) * (padded // OUTPUTS),)
         shape = {"TOP_K": top_k, "ROWS": tile.rows, "OUTPUTS": OUTPUTS, "ALIGNMENT": ALIGNMENT}
@@ -211,8 +228,6 @@ class QuantizedWeights:
 def _checked(product: Product) -> QuantizedProduct:
     if not isinstance(product, QuantizedProduct):
         raise ValueError(f"a product is a {type(product).__name__}, where all others are quantized")
-    if product.bias is not None:
-        raise ValueError("experts have no biases")
     return product
 
 
@@ -220,13 +235,15 @@ class QuantizedExperts:
     """All experts of a layer, as many launches whatever the tokens: an `Experts`.
 
     Args:
-        gate_up, down: one quantized product of either kind an expert, without biases.
+        gate_up, down: one quantized product of either kind an expert.
+        activation: see `Kernels.experts`.
 
     Raises:
-        ValueError: a product is not quantized or has a bias, or the experts differ.
+        ValueError: a product is not quantized, or the experts differ.
     """
 
-    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product]) -> None:
+    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], activation: Activation = "silu") -> None:
+        self._activation: Activation = activation
         self._gate_up, self._down = QuantizedWeights(gate_up), QuantizedWeights(down)
         found = (len(self._down), self._down.out_features, 2 * self._down.in_features)
         if found != (len(self._gate_up), self._gate_up.in_features, self._gate_up.out_features):
@@ -243,5 +260,7 @@ class QuantizedExperts:
         tile = self._many if ids.numel() >= len(self._gate_up) * self._few.rows else self._few
         order, tile_table = ordered(ids, len(self._gate_up), tile.rows)
         gate_up = self._gate_up.multiply(x, order, tile_table, ids.shape[1], tile, None)
-        parts = self._down.multiply(silu_mul(gate_up), order, tile_table, 1, tile, weights.contiguous())
+        parts = self._down.multiply(
+            gate_mul(gate_up, self._activation), order, tile_table, 1, tile, weights.contiguous()
+        )
         return add_places(parts, out)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kernels import HeadNorm, Kernels
 from quire.ops.kv_cache import KVCache
@@ -92,6 +93,9 @@ class TritonKernels(Kernels):
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         return rows.silu_mul(x)
 
+    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.gelu_tanh_mul(x)
+
     # -- attention -----------------------------------------------------------------------------------------
 
     def rotate_and_store(
@@ -106,9 +110,16 @@ class TritonKernels(Kernels):
         return cache.rotate_and_store(qkv, norm, tables, kv, batch, layer)
 
     def attend(
-        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return attention.attend(q, kv, batch, layer, scale, window, self.deterministic)
+        return attention.attend(q, kv, batch, layer, scale, window, self.deterministic, sinks)
 
     # -- mixture of experts --------------------------------------------------------------------------------
 
@@ -121,13 +132,17 @@ class TritonKernels(Kernels):
         count_experts(ids, batch, load)
 
     def experts(
-        self, gate_up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None = None
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
     ) -> Experts:
         if shared is not None:
             raise ValueError("several ranks cannot share experts on a GPU yet")
         if isinstance(gate_up[0], QuantizedProduct):
-            return experts_quantized.QuantizedExperts(gate_up, down)
-        return experts.GroupedExperts(gate_up, down)
+            return experts_quantized.QuantizedExperts(gate_up, down, activation)
+        return experts.GroupedExperts(gate_up, down, activation)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
         return experts.GroupedHeads(products)

@@ -151,7 +151,7 @@ def _store_latent(
 
     vector = tl.load(start + i, mask=i < WIDTH, other=0.0).to(tl.float32)
     scale = inverse_rms(tl.sum(vector * vector, 1, keep_dims=True), WIDTH, eps)
-    vector = normalized(vector, scale, tl.load(norm + i, mask=i < WIDTH, other=0.0), dtype).to(dtype)
+    vector = normalized(vector, scale, tl.load(norm + i, mask=i < WIDTH, other=0.0)).to(dtype)
     key = _turned(start + WIDTH, row, i, cos, sin, i < ROPE, ROPE).to(dtype)
 
     slot = tl.load(slots + row)

@@ -12,6 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.elementwise import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+
+LINEAR, CUBIC = tl.constexpr(GELU_LINEAR), tl.constexpr(GELU_CUBIC)
+LIMIT, ALPHA = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_ALPHA)
+
 PART = 1024
 """Numbers of a row that a program works on where nothing is summed: with 4 warps, 16 bytes of bf16 a thread."""
 
@@ -61,11 +66,21 @@ def add_rms_norm(
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """See `Kernels.silu_mul`."""
+    return gate_mul(x, "silu")
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `Kernels.gelu_tanh_mul`."""
+    return gate_mul(x, "gelu_tanh")
+
+
+def gate_mul(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` for x [rows, 2 * n] = gate | up: see `elementwise.GATES`."""
     x = x.contiguous()
     rows, size = len(x), x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     grid = rows, -(-size // PART)
-    _silu_mul[grid](x, out, SIZE=size, PART=PART, num_warps=4, enable_fp_fusion=False)
+    _gate_mul[grid](*(x, out), ACTIVATION=activation, SIZE=size, PART=PART, num_warps=4, enable_fp_fusion=False)
     return out
 
 
@@ -86,9 +101,9 @@ def inverse_rms(sum_of_squares, SIZE: tl.constexpr, eps):
 
 
 @triton.jit
-def normalized(x, scale, weight, dtype: tl.constexpr):
-    """x * scale * weight in fp32; the first product is rounded to `dtype`, the second is not yet."""
-    return (x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)
+def normalized(x, scale, weight):
+    """x * scale * weight in fp32; the first product is rounded to the weight's type, the second is not yet."""
+    return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 
 @triton.jit
@@ -107,7 +122,7 @@ def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
     scale = inverse_rms(tl.sum(values * values, 0), SIZE, eps)
     weights = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(out + start + column, normalized(values, scale, weights, x.dtype.element_ty), mask=inside)
+    tl.store(out + start + column, normalized(values, scale, weights), mask=inside)
 
 
 @triton.jit
@@ -122,17 +137,30 @@ def _add_rms_norm(x, residual, weight, eps, SIZE: tl.constexpr, BLOCK: tl.conste
     values = total.to(tl.float32)
     scale = inverse_rms(tl.sum(values * values, 0), SIZE, eps)
     weights = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(x + start + column, normalized(values, scale, weights, dtype), mask=inside)
+    tl.store(x + start + column, normalized(values, scale, weights), mask=inside)
 
 
 @triton.jit
-def _silu_mul(x, out, SIZE: tl.constexpr, PART: tl.constexpr):
+def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """(activation(gate), rounded to `dtype`; what it is multiplied with), all fp32: see `elementwise.GATES`."""
+    slope = gate
+    if ACTIVATION == "gelu_tanh":
+        slope = (gate * gate * CUBIC + LINEAR) * gate
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # what is not a number stays so
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        slope = gate * ALPHA
+    return tl.div_rn(gate, 1.0 + tl.exp(-slope)).to(dtype).to(tl.float32), up
+
+
+@triton.jit
+def _gate_mul(x, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < SIZE
     gate = tl.load(x + 2 * row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (2 * row + 1) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * SIZE + column, silu * up, mask=inside)
+    active, up = activated(gate, up, x.dtype.element_ty, ACTIVATION)
+    tl.store(out + row * SIZE + column, active * up, mask=inside)
 
 
 @triton.jit

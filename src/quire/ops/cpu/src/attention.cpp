@@ -84,6 +84,7 @@ struct Item {
     const AttentionStep& step;
     Scratch<L>& scratch;
     int64_t span, row, tokens, position, head, heads, layer;
+    const float* sinks;  // a score of each query head that belongs to no key; or null
     const int64_t group = step.heads / step.kv.kv_heads;  // query heads of a KV head
     const int64_t base = step.trees.base(span);
     int64_t end = position + tokens;     // behind the last position
@@ -125,7 +126,7 @@ struct Item {
     // For each row of a tree, the tiles from `first` on.
     void attend_paths(int64_t h, int64_t state, int64_t first, Ahead& ahead) {
         for (int64_t t = 0; t < tokens; t++) {
-            Item one{step, scratch, span, row + t, 1, branches[t], head, heads, layer};
+            Item one{step, scratch, span, row + t, 1, branches[t], head, heads, layer, sinks};
             for (int64_t tile = std::max(first, first_seen(one.position) / KEY_TILE); tile * KEY_TILE < one.end; tile++)
                 one.attend(one.source(h, tile), state + t * group, ahead);
         }
@@ -145,8 +146,8 @@ struct Item {
         for (int64_t r = 0; r < rows(); r++) {
             const T* from = q + (row + r / group) * q_stride + query_head(h, r) * size;
             pack_query<L>(from, size, scratch.q + (state + r) * scratch.tile.depth);
-            scratch.top[state + r] = LOWEST;
-            scratch.total[state + r] = f32x16{};
+            scratch.top[state + r] = sinks ? sinks[query_head(h, r)] * LOG2_E : LOWEST;
+            scratch.total[state + r] = f32x16{sinks ? 1.0f : 0.0f};
         }
         std::memset(scratch.out + state * scratch.tile.dims, 0, rows() * scratch.tile.dims * sizeof(float));
     }
@@ -237,22 +238,23 @@ struct Item {
 // -- a layer ----------------------------------------------------------------------------------------------------
 
 template <class T, class L, class S>
-void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stride, T* out) {
+void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stride, const float* sinks, T* out) {
     parallel(step.items, ONE_BY_ONE, step.threads, [&](int64_t i, int64_t, int thread) {
         Scratch<L> scratch;
         scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv);
         std::memset(scratch.tile.zeros, 0, step.kv.row_bytes());
         const int64_t* item = step.item + i * 6;
-        Item<T, L, S>{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], layer}.run(q, q_stride, out);
+        Item<T, L, S>{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], layer, sinks}.run(
+            q, q_stride, out);
     });
 }
 
 template <class T>
-void attend(const AttentionStep& step, int64_t layer, const void* q, int64_t q_stride, void* out) {
+void attend(const AttentionStep& step, int64_t layer, const void* q, int64_t q_stride, const float* sinks, void* out) {
     using L = typename LanesOf<T>::type;
-    if (step.kv.format == KV_INT8) return attend<T, L, int8>(step, layer, (const T*)q, q_stride, (T*)out);
-    if (step.kv.format == KV_FP8) return attend<T, L, fp8>(step, layer, (const T*)q, q_stride, (T*)out);
-    attend<T, L, T>(step, layer, (const T*)q, q_stride, (T*)out);
+    if (step.kv.format == KV_INT8) return attend<T, L, int8>(step, layer, (const T*)q, q_stride, sinks, (T*)out);
+    if (step.kv.format == KV_FP8) return attend<T, L, fp8>(step, layer, (const T*)q, q_stride, sinks, (T*)out);
+    attend<T, L, T>(step, layer, (const T*)q, q_stride, sinks, (T*)out);
 }
 
 template <class T>
@@ -273,9 +275,10 @@ QUIRE_API int64_t quire_attention_scratch_bytes(const AttentionStep* step) {
 }
 
 // One layer: q [tokens, heads, head_dim] with `q_stride` numbers from token to token; out is contiguous.
-// A plain cache has q's data type.
-QUIRE_API void quire_attend(const AttentionStep* step, int64_t layer, const void* q, int64_t q_stride, void* out) {
-    if (step->dtype == F32) attend<float>(*step, layer, q, q_stride, out);
-    if (step->dtype == BF16) attend<bf16>(*step, layer, q, q_stride, out);
-    if (step->dtype == F16) attend<f16>(*step, layer, q, q_stride, out);
+// A plain cache has q's data type. A row's running softmax begins with its head's sink [heads], where there are any.
+QUIRE_API void quire_attend(const AttentionStep* step, int64_t layer, const void* q, int64_t q_stride,
+                            const float* sinks, void* out) {
+    if (step->dtype == F32) attend<float>(*step, layer, q, q_stride, sinks, out);
+    if (step->dtype == BF16) attend<bf16>(*step, layer, q, q_stride, sinks, out);
+    if (step->dtype == F16) attend<f16>(*step, layer, q, q_stride, sinks, out);
 }

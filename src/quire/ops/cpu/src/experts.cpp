@@ -192,7 +192,8 @@ Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
         const int64_t first = plan.groups[g].first, inner = e.inner.own;
         for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++) {
             const T* gate = (const T*)gate_up + turn * 2 * inner;
-            silu_mul_part(gate, gate + inner, (T*)active + turn * inner, inner);
+            T* to = (T*)active + turn * inner;
+            with_activation(e.activation, [&](auto which) { gate_part<which>(gate, gate + inner, to, inner); });
         }
     };
     const char* inner = active;

@@ -19,6 +19,7 @@ struct Slots {
 // has some of the inner columns, which are gathered between the products, and some of the result's), or the slots.
 struct Experts {
     int32_t dtype;  // of x and of the result
+    int32_t activation;
     int64_t count, hidden, out;
     Group* group;  // or null
     Share inner;

@@ -1,16 +1,41 @@
 // The gate of an MLP.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace quire {
 
-// silu(gate) * up; silu is rounded to the data type before the product.
-template <class T>
-inline void silu_mul_part(const T* gate, const T* up, T* out, int64_t size) {
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
+
+// What the sigmoid is taken of, by which an activation multiplies its input. GELU's is that of `gelu_tanh_mul` in
+// elementwise.py.
+template <Activation ACTIVATION>
+INLINE f32x16 sigmoid_input(f32x16 g) {
+    if constexpr (ACTIVATION == SILU) return g;
+    if constexpr (ACTIVATION == CLAMPED_SWIGLU) return g * 1.702f;
+    return (g * g * 0.07135481627f + 1.5957691216f) * g;
+}
+
+// Calls body with the activation as a constant.
+template <class Body>
+inline void with_activation(int32_t activation, const Body& body) {
+    if (activation == SILU) body(std::integral_constant<Activation, SILU>());
+    if (activation == GELU_TANH) body(std::integral_constant<Activation, GELU_TANH>());
+    if (activation == CLAMPED_SWIGLU) body(std::integral_constant<Activation, CLAMPED_SWIGLU>());
+}
+
+// activation(gate) * up; the former is rounded to the data type before the product.
+template <Activation ACTIVATION, class T>
+inline void gate_part(const T* gate, const T* up, T* out, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         f32x16 g = load_some(gate + i, size - i), u = load_some(up + i, size - i);
-        store_some(out + i, rounded(g / (1.0f + exp(-g)), out) * u, size - i);
+        if constexpr (ACTIVATION == CLAMPED_SWIGLU) {
+            g = -max(-g, splat(-7.0f));
+            u = -max(-max(u, splat(-7.0f)), splat(-7.0f)) + 1.0f;
+        }
+        store_some(out + i, rounded(g / (1.0f + exp(-sigmoid_input<ACTIVATION>(g))), out) * u, size - i);
     }
 }
 

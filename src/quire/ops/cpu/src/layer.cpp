@@ -15,15 +15,16 @@ namespace quire {
 struct Weight;
 struct AttentionStep;
 
-// What a layer is made of. Norm weights are in the layer's data type; `head_norm` may be null, `input_norm` in a layer
-// that is always first, and `group` where nobody shares it. `heads` are this rank's.
+// What a layer is made of. Norm weights are in the layer's data type or in fp32. Null may be `head_norm`, `input_norm` in
+// a layer that is always first, the norms of what attention and MLP yield (`attended_norm`, `mlp_norm`), and `group` where
+// nobody shares it. `heads` are this rank's.
 struct Layer {
-    int32_t dtype;
+    int32_t dtype, norm_dtype, activation;
     float eps, head_eps;
     int64_t layer, heads;
     Group* group;
     Share hidden, attended, active;
-    const void *input_norm, *head_norm, *post_attention_norm;
+    const void *input_norm, *head_norm, *attended_norm, *mlp_input_norm, *mlp_norm;
     const Weight *qkv, *output, *gate_up, *down;
 };
 
@@ -42,15 +43,17 @@ using namespace quire;
 
 QUIRE_API int64_t quire_linear_scratch(const Weight*, int64_t rows);
 QUIRE_API void quire_linear(const Weight*, const void* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype, void*);
-QUIRE_API void quire_rms_norm(int32_t dtype, const void* x, const void* weight, void* out, int64_t rows, int64_t size,
-                              float eps);
-QUIRE_API void quire_add_rms_norm(int32_t dtype, void* x, void* residual, const void* weight, int64_t rows,
-                                  int64_t size, float eps);
-QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, void* qkv, void* queries, const void* weight, float eps,
-                                         const float* cos, const float* sin, const int64_t* slots, int64_t tokens,
-                                         int64_t heads, int64_t layer, int64_t blocks, const KvCache* kv);
-QUIRE_API void quire_attend(const AttentionStep*, int64_t layer, const void* q, int64_t q_stride, void* out);
-QUIRE_API void quire_silu_mul(int32_t dtype, const void* x, void* out, int64_t rows, int64_t size);
+QUIRE_API void quire_rms_norm(int32_t dtype, int32_t weight_dtype, const void* x, const void* weight, void* out,
+                              int64_t rows, int64_t size, float eps);
+QUIRE_API void quire_add_rms_norm(int32_t dtype, int32_t weight_dtype, void* x, void* residual, const void* weight,
+                                  int64_t rows, int64_t size, float eps);
+QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, int32_t weight_dtype, void* qkv, void* queries,
+                                         const void* weight, float eps, const float* cos, const float* sin,
+                                         const int64_t* slots, int64_t tokens, int64_t heads, int64_t layer,
+                                         int64_t blocks, const KvCache* kv);
+QUIRE_API void quire_attend(const AttentionStep*, int64_t layer, const void* q, int64_t q_stride, const float* sinks,
+                            void* out);
+QUIRE_API void quire_gate(int32_t activation, int32_t dtype, const void* x, void* out, int64_t rows, int64_t size);
 
 namespace {
 
@@ -114,18 +117,24 @@ QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t
         std::memcpy(to, all, s.tokens * hidden * number);
         return DONE;
     };
-    if (first && l.input_norm)
-        quire_rms_norm(l.dtype, residual, l.input_norm, x, s.tokens, hidden, l.eps);
-    else if (!first)
-        quire_add_rms_norm(l.dtype, x, residual, l.input_norm, s.tokens, hidden, l.eps);
+    auto norm = [&](const void* weight, const void* from) {
+        if (weight) quire_rms_norm(l.dtype, l.norm_dtype, from, weight, x, s.tokens, hidden, l.eps);
+    };
+    auto add_norm = [&](const void* weight) {
+        quire_add_rms_norm(l.dtype, l.norm_dtype, x, residual, weight, s.tokens, hidden, l.eps);
+    };
+    first ? norm(l.input_norm, residual) : add_norm(l.input_norm);
     linear(l.qkv, l.input_norm ? x : residual, qkv);
-    if (quire_rotate_and_store(l.dtype, qkv, queries, l.head_norm, l.head_eps, s.cos, s.sin, s.slots, s.tokens, l.heads,
-                               l.layer, s.blocks, s.kv))
+    if (quire_rotate_and_store(l.dtype, l.norm_dtype, qkv, queries, l.head_norm, l.head_eps, s.cos, s.sin, s.slots,
+                               s.tokens, l.heads, l.layer, s.blocks, s.kv))
         return OUTSIDE;
-    quire_attend(s.attention, l.layer, queries, room.query_width, attended);
+    quire_attend(s.attention, l.layer, queries, room.query_width, nullptr, attended);
     if (const Outcome outcome = shared_linear(l.output, attended, l.attended, x); outcome != DONE) return outcome;
-    quire_add_rms_norm(l.dtype, x, residual, l.post_attention_norm, s.tokens, hidden, l.eps);
+    norm(l.attended_norm, x);
+    add_norm(l.mlp_input_norm);
     linear(l.gate_up, x, gate_up);
-    quire_silu_mul(l.dtype, gate_up, active, s.tokens, l.active.own);
-    return shared_linear(l.down, active, l.active, x);
+    quire_gate(l.activation, l.dtype, gate_up, active, s.tokens, l.active.own);
+    if (const Outcome outcome = shared_linear(l.down, active, l.active, x); outcome != DONE) return outcome;
+    norm(l.mlp_norm, x);
+    return DONE;
 }

@@ -36,6 +36,12 @@ bool within(const int64_t* ids, int64_t count, int64_t limit) {
     return all;
 }
 
+// Calls body with null pointers of the types of numbers and of a norm's weights: the same, or fp32.
+template <class Body>
+void with_types(int32_t dtype, int32_t weight_dtype, const Body& body) {
+    with_type(dtype, [&](auto* type) { weight_dtype == F32 ? body(type, (float*)nullptr) : body(type, type); });
+}
+
 // -- norms --------------------------------------------------------------------------------------------------------
 
 // 1 / rms from the sums of squares in 16 lanes.
@@ -43,9 +49,9 @@ INLINE float norm_scale(f32x16 squares, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum(squares) / (float)size + eps);
 }
 
-// x * scale * weight, rounded before the weight is applied.
-template <class T>
-INLINE f32x16 normalized(f32x16 x, float scale, const T* weight, int64_t left) {
+// x * scale * weight, rounded to the weight's type before that is applied.
+template <class W>
+INLINE f32x16 normalized(f32x16 x, float scale, const W* weight, int64_t left) {
     return rounded(x * scale, weight) * load_some(weight, left);
 }
 
@@ -59,8 +65,8 @@ INLINE f32x16 sum_of_squares(const T* x, int64_t size) {
     return squares;
 }
 
-template <class T>
-INLINE void apply_norm(const T* x, f32x16 squares, const T* weight, T* out, int64_t size, float eps) {
+template <class T, class W>
+INLINE void apply_norm(const T* x, f32x16 squares, const W* weight, T* out, int64_t size, float eps) {
     const float scale = norm_scale(squares, size, eps);
     for (int64_t i = 0; i < size; i += LANES) {
         f32x16 v = load_some(x + i, size - i);
@@ -68,13 +74,13 @@ INLINE void apply_norm(const T* x, f32x16 squares, const T* weight, T* out, int6
     }
 }
 
-template <class T>
-void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
+template <class T, class W>
+void rms_norm_row(const T* x, const W* weight, T* out, int64_t size, float eps) {
     apply_norm(x, sum_of_squares(x, size), weight, out, size, eps);
 }
 
-template <class T>
-void add_rms_norm_row(T* x, T* residual, const T* weight, int64_t size, float eps) {
+template <class T, class W>
+void add_rms_norm_row(T* x, T* residual, const W* weight, int64_t size, float eps) {
     f32x16 squares = {};
     for (int64_t i = 0; i < size; i += LANES) {
         f32x16 v = rounded(load_some(residual + i, size - i) + load_some(x + i, size - i), x);
@@ -96,8 +102,8 @@ void embed(const int64_t* ids, const From* table, To* out, int64_t tokens, int64
 // -- queries, keys and values -------------------------------------------------------------------------------------
 
 // Turns dimension i with dimension i + size / 2, after the norm where there is one. `out` may be `x`.
-template <class T>
-void turn_head(const T* x, const T* weight, float eps, const float* cos, const float* sin, T* out, int64_t size) {
+template <class T, class W>
+void turn_head(const T* x, const W* weight, float eps, const float* cos, const float* sin, T* out, int64_t size) {
     const int64_t half = size / 2;
     const float scale = weight ? norm_scale(sum_of_squares(x, size), size, eps) : 1.0f;
     for (int64_t i = 0; i < half; i += LANES) {
@@ -114,10 +120,10 @@ void turn_head(const T* x, const T* weight, float eps, const float* cos, const f
 }
 
 // All of a step's rows and one layer of the cache.
-template <class T>
+template <class T, class W>
 struct Rotation {
     T *qkv, *queries;          // [tokens, heads + 2 * kv_heads, head_dim], [tokens, heads, head_dim]
-    const T* weight;           // of the norm, [heads + kv_heads, head_dim], or null
+    const W* weight;           // of the norm, [heads + kv_heads, head_dim], or null
     const float *cos, *sin;    // [tokens, head_dim / 2]
     const int64_t* slots;      // [tokens]
     int64_t heads, layer;
@@ -173,51 +179,54 @@ QUIRE_API int32_t quire_embed(int32_t table_dtype, int32_t dtype, const int64_t*
     return 0;
 }
 
-// x / rms(x) * weight for x [rows, size]; statistics in fp32, the quotient rounded before the weight is applied.
-QUIRE_API void quire_rms_norm(int32_t dtype, const void* x, const void* weight, void* out, int64_t rows, int64_t size,
-                              float eps) {
-    with_type(dtype, [=](auto* type) {
+// x / rms(x) * weight for x [rows, size]; statistics in fp32, the quotient rounded to the weight's type before that is
+// applied. `out` may be `x`.
+QUIRE_API void quire_rms_norm(int32_t dtype, int32_t weight_dtype, const void* x, const void* weight, void* out,
+                              int64_t rows, int64_t size, float eps) {
+    with_types(dtype, weight_dtype, [=](auto* type, auto* weight_type) {
         using T = decltype(type);
         for_each(rows, size, [=](int64_t row) {
-            rms_norm_row((T)x + row * size, (T)weight, (T)out + row * size, size, eps);
+            rms_norm_row((T)x + row * size, (decltype(weight_type))weight, (T)out + row * size, size, eps);
         });
     });
 }
 
 // residual += x, and then its norm takes the place of x; both [rows, size].
-QUIRE_API void quire_add_rms_norm(int32_t dtype, void* x, void* residual, const void* weight, int64_t rows,
-                                  int64_t size, float eps) {
-    with_type(dtype, [=](auto* type) {
+QUIRE_API void quire_add_rms_norm(int32_t dtype, int32_t weight_dtype, void* x, void* residual, const void* weight,
+                                  int64_t rows, int64_t size, float eps) {
+    with_types(dtype, weight_dtype, [=](auto* type, auto* weight_type) {
         using T = decltype(type);
         for_each(rows, size, [=](int64_t row) {
             const int64_t at = row * size;
-            add_rms_norm_row((T)x + at, (T)residual + at, (T)weight, size, eps);
+            add_rms_norm_row((T)x + at, (T)residual + at, (decltype(weight_type))weight, size, eps);
         });
     });
 }
 
-// silu(gate) * up for x [rows, 2 * size] = gate | up; silu is rounded to the data type before the product.
-QUIRE_API void quire_silu_mul(int32_t dtype, const void* x, void* out, int64_t rows, int64_t size) {
+// activation(gate) * up for x [rows, 2 * size] = gate | up; the former is rounded to the data type before the product.
+QUIRE_API void quire_gate(int32_t activation, int32_t dtype, const void* x, void* out, int64_t rows, int64_t size) {
     const int64_t parts = (size + GATE_PART - 1) / GATE_PART;
     with_type(dtype, [=](auto* type) {
         using T = decltype(type);
         for_each(rows * parts, std::min(size, GATE_PART), [=](int64_t i) {
-            const int64_t row = i / parts, first = i % parts * GATE_PART;
-            const T gate = (T)x + row * 2 * size + first;
-            silu_mul_part(gate, gate + size, (T)out + row * size + first, std::min(size - first, GATE_PART));
+            const int64_t row = i / parts, first = i % parts * GATE_PART, some = std::min(size - first, GATE_PART);
+            const T gate = (T)x + row * 2 * size + first, to = (T)out + row * size + first;
+            with_activation(activation, [&](auto which) { gate_part<which>(gate, gate + size, to, some); });
         });
     });
 }
 
 // Normalizes (where `weight` is not null) and turns queries and keys, and stores keys and values in layer `layer` of
 // the cache. `qkv` is overwritten. Returns 1, and does nothing, where a slot is outside the cache's `blocks`.
-QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, void* qkv, void* queries, const void* weight, float eps,
-                                         const float* cos, const float* sin, const int64_t* slots, int64_t tokens,
-                                         int64_t heads, int64_t layer, int64_t blocks, const KvCache* kv) {
+QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, int32_t weight_dtype, void* qkv, void* queries,
+                                         const void* weight, float eps, const float* cos, const float* sin,
+                                         const int64_t* slots, int64_t tokens, int64_t heads, int64_t layer,
+                                         int64_t blocks, const KvCache* kv) {
     if (!within(slots, tokens, blocks * kv->block_size)) return 1;
-    with_type(dtype, [=](auto* type) {
+    with_types(dtype, weight_dtype, [=](auto* type, auto* weight_type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        const Rotation<T> step{(T*)qkv, (T*)queries, (const T*)weight, cos, sin, slots, heads, layer, eps, *kv};
+        using W = std::remove_pointer_t<decltype(weight_type)>;
+        const Rotation<T, W> step{(T*)qkv, (T*)queries, (const W*)weight, cos, sin, slots, heads, layer, eps, *kv};
         const int64_t all = heads + 2 * kv->kv_heads;
         for_each(tokens * all, kv->head_dim, [=](int64_t i) { step.head(i / all, i % all); });
     });

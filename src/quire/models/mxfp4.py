@@ -1,0 +1,102 @@
+"""Checkpoints whose experts are in MXFP4 (https://arxiv.org/abs/2310.10537), as gpt-oss' are.
+
+`quantization_config` says so: `quant_method` mxfp4. All experts of a layer lie in PREFIX.experts.gate_up_proj_blocks
+[experts, outputs, inputs / 32, 16] U8, of which each byte is two 4-bit floating point numbers, the lower half first,
+and gate_up_proj_scales [experts, outputs, inputs / 32] U8, exponents of 2 that 32 numbers share; gate and up have an
+output by turns. So do those of down_proj. Quire computes with the numbers themselves: they are restored, exactly, as
+they are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from quire.errors import MissingTensorError, TensorShapeError
+from quire.models.checkpoint import Checkpoint
+from quire.models.fields import Fields
+from quire.models.layout import EXPERTS
+from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor
+
+SECTION = "quantization_config"
+BLOCKS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)_blocks")
+CODES = {"U8": torch.uint8}
+GROUP = 32
+"""Numbers that share a scale."""
+NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""By their codes."""
+BIAS = 127
+"""Of the exponents."""
+
+
+class Mxfp4Checkpoint(Checkpoint):
+    """Such a checkpoint, presented as one of plain weights, by expert: "PREFIX.experts.0.gate_proj.weight".
+
+    Raises:
+        ModelConfigError: its configuration asks for something else.
+        MissingTensorError, TensorShapeError: blocks without scales, or of shapes that do not fit.
+    """
+
+    def __init__(self, base: Checkpoint) -> None:
+        fields = base.config
+        self.folder, self.generation = base.folder, base.generation
+        self.config = Fields(fields.picked(fields.names() - {SECTION}), fields.source)
+        self.entries = dict(base.entries)
+        self._parts: dict[str, tuple[TensorEntry, TensorEntry, int, slice]] = {}  # by name: blocks, scales, where
+        for name, blocks in base.entries.items():
+            if (found := BLOCKS.fullmatch(name)) is not None:
+                scales = _scales_of(base, blocks, EXPERTS[found[2]])
+                self._add(found[1], EXPERTS[found[2]], blocks, scales)
+                del self.entries[name], self.entries[scales.name]
+
+    def _add(self, prefix: str, called: tuple[str, ...], blocks: TensorEntry, scales: TensorEntry) -> None:
+        experts, outputs, groups, _ = blocks.shape
+        shape = outputs // len(called), groups * GROUP
+        size = blocks.num_bytes // max(experts * len(called), 1)
+        for expert in range(experts):
+            for place, part in enumerate(called):
+                name = f"{prefix}{expert}.{part}.weight"
+                self.entries[name] = replace(blocks, name=name, dtype="F32", shape=shape, num_bytes=size)
+                self._parts[name] = blocks, scales, expert, slice(place, None, len(called))
+
+    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
+        """A tensor: see `Checkpoint`. An expert's is restored in fp32."""
+        if name not in self._parts:
+            return super().tensor(name, dtypes)
+        blocks, scales, expert, rows = self._parts[name]
+        return restore(map_tensor(blocks, CODES)[expert, rows], map_tensor(scales, CODES)[expert, rows])
+
+
+def restore(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Numbers [outputs, inputs] fp32 of blocks [outputs, inputs / 32, 16] and scales [outputs, inputs / 32], uint8."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [outputs, inputs / 32, 32]
+    numbers = torch.ldexp(NUMBERS[codes.int()], (scales.int() - BIAS).unsqueeze(-1))
+    return numbers.flatten(1)
+
+
+def is_mxfp4(checkpoint: Checkpoint) -> bool:
+    """Whether its configuration says that experts are in this format."""
+    section = checkpoint.config.section(SECTION)
+    return section.picked(["quant_method"]) == {"quant_method": "mxfp4"}
+
+
+def _scales_of(checkpoint: Checkpoint, blocks: TensorEntry, called: tuple[str, ...]) -> TensorEntry:
+    """The entry of the scales of some blocks, once both have the shapes that they must have."""
+    name = blocks.name.removesuffix("_blocks") + "_scales"
+    scales = checkpoint.entries.get(name)
+    if scales is None:
+        raise MissingTensorError(
+            f"{blocks.file}: {blocks.name!r} is there, but {name!r}, which holds its scales, is missing from "
+            f"{checkpoint.folder}. Is the download complete?"
+        )
+    fits = len(blocks.shape) == 4 and blocks.shape[3] == GROUP // 2 and blocks.shape[1] % len(called) == 0
+    if not fits or scales.shape != blocks.shape[:3]:
+        raise TensorShapeError(
+            f"{blocks.file}: {blocks.name!r} is {list(blocks.shape)} and its scales {list(scales.shape)}; they must "
+            f"be [experts, outputs, inputs / {GROUP}, {GROUP // 2}] and the same without the last, with outputs a "
+            f"multiple of {len(called)}"
+        )
+    return scales
