@@ -17,6 +17,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ from quire.runner.drafter import Drafter
 from quire.runner.host_forward import Forwarded
 from quire.runner.model_runner import IntArray, LaunchedStep, ModelRunner, Part, check_complete
 from quire.runner.proposer import Drafts, Speculation
+
+if TYPE_CHECKING:
+    from quire.grammar.grammars import Grammars
 
 
 class PipelinedStep(LaunchedStep):
@@ -85,8 +89,11 @@ class PipelineRunner(ModelRunner):
         threads: int,
         speculation: Speculation | None = None,
         host: HostTier | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(model, kv, logit_rows, threads, speculation=speculation, halves=False, host=host)
+        super().__init__(
+            model, kv, logit_rows, threads, speculation=speculation, halves=False, host=host, grammars=grammars
+        )
         self._pipe = model.ranks
         self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
         self.busy, self.seconds = [0.0] * self._stages, 0.0
