@@ -26,6 +26,7 @@ from quire.cli.options import (
 )
 from quire.config import PRESETS, EngineConfig
 from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, SamplingParamsError
 from quire.server.config import ServerConfig
 from quire.speculate.config import SpeculativeConfig
@@ -118,6 +119,7 @@ SAMPLING_VALUES: dict[str, tuple[str, Any]] = {
     "priority": ("-1", -1),
     "cache_salt": ("tenant", "tenant"),
     "kv_transfer_params": ('{"do_remote_decode": true}', {"do_remote_decode": True}),
+    "structured_outputs": ('{"choice": ["a", "b"]}', StructuredOutputsParams(choice=("a", "b"))),
 }
 ENGINE_SWITCHES = (
     "enable_chunked_prefill",

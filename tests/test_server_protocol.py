@@ -116,7 +116,7 @@ def test_every_sampling_field_reaches_the_parameters(name: str, make: Callable[.
 
 
 def test_no_field_of_the_sampling_parameters_is_forgotten() -> None:
-    others = {"max_tokens", "logprobs"}  # by other names, or of another meaning
+    others = {"max_tokens", "logprobs", "structured_outputs"}  # by other names, or of another meaning
     assert {*tables.SAMPLING} == {*SamplingParams.__struct_fields__} - others
 
 
@@ -212,11 +212,12 @@ def test_every_field_that_openai_knows_is_supported_or_refused_by_name() -> None
 
 ASKING: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "functions": [{}],
-    "function_call": {"name": "f"}, "response_format": {"type": "json_object"}, "audio": {"voice": "a"},
+    "function_call": {"name": "f"}, "structural_tag": "{}", "audio": {"voice": "a"},
     "modalities": ["text", "audio"], "prediction": {}, "reasoning_effort": "low", "verbosity": "high",
     "web_search_options": {}, "store": True, "service_tier": "flex", "moderation": {}, "suffix": "x",
-    "prompt_cache_retention": "24h", "chat_template": "{{ x }}", "guided_json": {}, "use_beam_search": True,
-    "truncate_prompt_tokens": 5, "parallel_tool_calls": 1, "best_of": 2, "structured_outputs": {"json": {}},
+    "prompt_cache_retention": "24h", "chat_template": "{{ x }}", "guided_decoding_backend": "x",
+    "use_beam_search": True,
+    "truncate_prompt_tokens": 5, "parallel_tool_calls": 1, "best_of": 2,
     "length_penalty": True, "prompt_embeds": "AAAA",
 }  # fmt: skip
 

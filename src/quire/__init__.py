@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import QuireError, RequestError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

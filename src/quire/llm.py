@@ -72,6 +72,7 @@ class _Base:
             defaults=self._engine.sampling_defaults,
             add=self._add,
             abort=self._abort,
+            compile=self._engine.grammars.compile,
         )
         self._closed = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.inputs import Job, read_jsonl, read_stdin, refuse_same_file, text_jobs
@@ -47,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", action="store_true", help="each line of standard input is a prompt")
     parser.add_argument("--chat", action="store_true", help="prompts are a user's messages, not text to continue")
     parser.add_argument("--demo", action="store_true", help="complete the prompts that ship with Quire")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="outputs are JSON that meets the schema in this file")
+    form.add_argument("--regex", metavar="TEXT", help="outputs match this regular expression")
+    form.add_argument("--grammar", metavar="FILE", help="outputs are of the grammar in this file (Lark or GBNF)")
     parser.add_argument(
         "--output", metavar="FILE.jsonl", help="write JSON lines as prompts finish; - is standard output"
     )
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if model is not None:
         _check_model(model)
     _check_files(args)
-    jobs = _jobs(args, words, given.sampling)
+    jobs = _jobs(args, words, given.sampling | _form(args))
 
     from quire.cli.report import closing_rows
     from quire.cli.start import start
@@ -106,6 +111,30 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ConfigError("--output is empty; give a file, or - for standard output")
     if args.output not in (None, "-"):
         refuse_same_file("-" if args.input is None else args.input, args.output)
+
+
+def _form(args: argparse.Namespace) -> dict[str, Any]:
+    """What outputs must look like, as a sampling parameter, where one of the short flags says so.
+
+    Raises:
+        ConfigError: a file cannot be read, or --structured-outputs says so, too.
+    """
+    given = {"json": args.json_schema, "regex": args.regex, "grammar": args.grammar}
+    for name, value in given.items():
+        if value is not None and hasattr(args, "structured_outputs"):
+            flag = "json-schema" if name == "json" else name
+            raise ConfigError(f"--{flag} and --structured-outputs were both given; give one of them")
+        if value is not None:
+            return {"structured_outputs": {name: value if name == "regex" else _read_text(value)}}
+    return {}
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
 
 
 def _jobs(args: argparse.Namespace, texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Job]:

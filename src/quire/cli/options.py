@@ -200,8 +200,10 @@ _CONVERTERS: dict[str, tuple[Any, str]] = {
     "list": (lambda text: [int(part) for part in text.split(",")], "a list of whole numbers, as in 1,2,3"),
     "dict": (_bias, "a bias a token, as in 17:-100,42:2.5"),
     "mapping": (_mapping, """a JSON object, as in '{"method": "ngram"}'"""),
+    "StructuredOutputsParams": (_mapping, """a JSON object, as in '{"choice": ["yes", "no"]}'"""),
 }
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "list": "ID,ID,...", "dict": "ID:BIAS,...", "mapping": "JSON"}
+_METAVARS["StructuredOutputsParams"] = "JSON"
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:

@@ -251,7 +251,7 @@ class Request:
     @property
     def must_wait(self) -> bool:
         """Its next mask depends on a token that a step in flight is still to sample."""
-        return bool(self.bad_words) and self.num_pending > 0
+        return self.num_pending > 0 and (bool(self.bad_words) or self.params.structured_outputs is not None)
 
     def key_bytes(self, start: int, end: int) -> bytes:
         """Key ids of positions `start` to `end` as bytes."""

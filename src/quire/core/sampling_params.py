@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import force_setattr, replace
 
+from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs
 from quire.errors import SamplingParamsError, TokenOutOfRangeError
 
 MAX_N = 128
@@ -66,7 +67,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -127,6 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         kv_transfer_params: where engines compute prompts for others, as vLLM spells it: `do_remote_decode`: the prompt
             is computed here, whatever its length; `do_remote_prefill`: it is computed by another engine, whatever its
             length, by the one named `remote_engine_id` if that can be reached. It changes speed, not tokens.
+        structured_outputs: what the output must look like; a mapping of its fields will do. It ends where it is
+            complete; a stop string, or a stop token that is text, cuts it before.
 
     Raises:
         SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts
@@ -158,6 +160,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
     cache_salt: str | None = None
     speculate: bool = True
     kv_transfer_params: Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -174,6 +177,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
                 f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
                 "min_tokens must not be the larger one",
                 param="min_tokens",
+            )
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise SamplingParamsError(
+                "ignore_eos goes on after the end that structured_outputs asks for; leave one of them out",
+                param="ignore_eos",
             )
 
     @property
@@ -374,6 +382,7 @@ _CHECKS: dict[str, _Check] = {
     "cache_salt": _salt,
     "speculate": _boolean,
     "kv_transfer_params": _kv_transfer,
+    "structured_outputs": lambda name, value: structured_outputs(value),
 }
 
 _OPTIONAL = frozenset(

@@ -30,11 +30,18 @@ from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
-from quire.engine.loading import load
+from quire.engine.loading import load, open_grammars
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.stats import EngineStats
 from quire.engine.tiers import WAIT_SECONDS, KVTiers
-from quire.errors import ConfigError, EngineClosedError, ModelConfigError, SamplingParamsError, StepFailedError
+from quire.errors import (
+    ConfigError,
+    EngineClosedError,
+    ModelConfigError,
+    RequestError,
+    SamplingParamsError,
+    StepFailedError,
+)
 from quire.kv.host import HostTier
 from quire.kv.layout import Layout
 from quire.models.checkpoint import Checkpoint, resolve
@@ -55,6 +62,12 @@ from quire.runner.start import OnLoad, Started, free_for_each, start_runner
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+GRAMMAR = "grammar"
+"""Kind of the event that a request's grammar is compiled."""
+
+GRAMMAR_SECONDS = 0.005
+"""So long a step waits for one where there is nothing else to do."""
 
 OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
 """Options that change nothing on a CPU."""
@@ -110,6 +123,7 @@ class Engine:
         computing: entered around what may take long and writes no books, so that it may be interrupted there: launching
             steps, and waiting for them.
         path: folder of the checkpoint.
+        grammars: compiles what replies must look like.
         expert_balancer: moves experts between ranks; None: they share every expert, or there are none.
         kv_cache: the device's blocks, a cache a KV group.
         model_name: what the user called it.
@@ -206,9 +220,10 @@ class Engine:
             free = min(free, free_for_each(config, self.model, self._ranks.num_here, neighbours))  # all have loaded
         elif neighbours and config.device == "cpu":
             free = free_for_each(config, self.model, 1, neighbours)
+        self.grammars = open_grammars(self.path, self.model.vocab_size)
         starting = config, self.model, self.device, self.threads, report, self.speculation
         host_fd = self._ranks.host_memory if self._ranks else -1
-        started = start_runner(*starting, free=free, kv_key=hash_key, host_fd=host_fd)
+        started = start_runner(*starting, free=free, kv_key=hash_key, host_fd=host_fd, grammars=self.grammars)
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
@@ -381,10 +396,15 @@ class Engine:
         return scheduler.idle and not moving and not self._in_flight and not self._updates and not scheduler.has_updates
 
     def add(self, request: Request) -> None:
-        """Queue a request; see `Scheduler.add`."""
+        """Queue a request; see `Scheduler.add`. One whose grammar is not compiled yet waits for that."""
         self._check_open()
         self.blocked = False
+        wanted = request.params.structured_outputs
+        if wanted is not None and wanted not in self.grammars:
+            request.awaits = Event(GRAMMAR, wanted)
         self.scheduler.add(request)
+        if request.awaits is not None and wanted is not None:
+            self.grammars.begin(wanted)
         self._stats.prompt_tokens += request.num_prompt
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
@@ -467,6 +487,7 @@ class Engine:
         begin = time.monotonic()
         self.awaits_tiers = False
         self.tiers.exchange(self.scheduler)
+        self._take_grammars()
         plan = self.scheduler.schedule(begin)
         self.tiers.tell(self.scheduler, self._stats.steps)
         # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
@@ -480,6 +501,8 @@ class Engine:
             self._in_flight.append((plan, self._compute(lambda: self.executor.submit(plan))))
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
+        elif not self._in_flight and self.grammars.compiling:
+            self._take_grammars(GRAMMAR_SECONDS)
         elif not self._in_flight and not self.scheduler.idle:
             self.awaits_tiers = self.tiers.waits(self.scheduler, self.wait_seconds)
             self.blocked = not self.awaits_tiers and self.scheduler.expects_others
@@ -493,12 +516,24 @@ class Engine:
             self._commit(*self._in_flight.popleft())
             waits = False
 
+    def _take_grammars(self, seconds: float = 0.0) -> None:
+        """Grammars that have been compiled, or cannot be; where there is none, it is waited for so long."""
+        for wanted, error in self.grammars.ended(seconds) if self.grammars.compiling else ():
+            if error is None:
+                self.scheduler.arrived(Event(GRAMMAR, wanted))
+                continue
+            if not isinstance(error, RequestError):
+                logger.error("a grammar cannot be compiled", exc_info=error)
+            text = str(error) if isinstance(error, RequestError) else "structured_outputs could not be compiled"
+            self.scheduler.failed(Event(GRAMMAR, wanted), time.monotonic(), text)
+
     def close(self) -> None:
         """Free the model and its blocks. Calls after this raise EngineClosedError; a second close does nothing."""
         if not self._closed:
             self._closed = True
             self._in_flight.clear()
             self.executor.close()
+            self.grammars.close()
             self.tiers.tell(self.scheduler, self._stats.steps)
             self.tiers.close()
             if self._timeline:

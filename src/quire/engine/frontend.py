@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from quire.core.request import Request, RequestStats, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.errors import (
     EmptyPromptError,
@@ -95,6 +96,7 @@ class Frontend:
         abort: ends one there, given its number and a reason; returns the terminal update where the engine is
             in this process, and nothing where it comes later.
         first_number: requests are numbered from here on.
+        compile: checks what outputs must look like, see `Grammars.compile`; None: that was done elsewhere.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class Frontend:
         add: Callable[[Request], None],
         abort: Callable[[int, str], list[RequestUpdate]],
         first_number: int = 0,
+        compile: Callable[[StructuredOutputsParams], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._compile = compile
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.default_params = SamplingParams().resolved(defaults)
@@ -139,9 +143,15 @@ class Frontend:
         Raises:
             RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
         """
-        needs_text = "bad_words" if params.bad_words else "stop" if params.stop else None
-        if self.tokenizer is None and needs_text:
-            raise SamplingParamsError(f"{needs_text} needs a tokenizer, and this checkpoint has none")
+        named = [name for name in ("bad_words", "stop", "structured_outputs") if getattr(params, name)]
+        if self.tokenizer is None and named:
+            raise SamplingParamsError(f"{named[0]} needs a tokenizer, and this checkpoint has none", param=named[0])
+        if params.structured_outputs and not (self._eos or params.stop_token_ids):
+            raise SamplingParamsError(
+                "structured_outputs needs a token that ends the output, and this checkpoint names none; "
+                "give stop_token_ids",
+                param="structured_outputs",
+            )
         params = self._with_defaults(params)
         params.check_against(self.vocab_size)
         if not token_ids:
@@ -187,6 +197,8 @@ class Frontend:
             raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams or None")
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
+        if params.structured_outputs is not None and self._compile is not None:
+            self._compile(params.structured_outputs)
         return self.check(text, token_ids, params, self._bad_words(params))
 
     def _with_defaults(self, params: SamplingParams) -> SamplingParams:

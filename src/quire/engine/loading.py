@@ -7,6 +7,8 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.grammar.grammars import Grammars
+from quire.grammar.vocabulary import Vocabulary
 from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.model import Model
 from quire.models.registry import load_model
@@ -103,3 +105,15 @@ def load(
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
     return model, None if spec is None else make_speculation(spec, model, path, config)
+
+
+def open_grammars(path: Path, vocab_size: int) -> Grammars:
+    """What compiles grammars for a model; its tokenizer is loaded when the first one comes."""
+
+    def vocabulary() -> Vocabulary | None:
+        from quire.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load_if_present(path)
+        return None if tokenizer is None else tokenizer.vocabulary(vocab_size)
+
+    return Grammars(vocabulary)

@@ -145,7 +145,7 @@ def _silent(phase: str, share: float) -> None:
 
 def _load(start: RankStart, link: Link) -> ModelRunner | None:
     """What computes plans; None: the first rank has given up."""
-    from quire.engine.loading import check_contents, join, load
+    from quire.engine.loading import check_contents, join, load, open_grammars
     from quire.models.hub import resolve
     from quire.runner.device import open_device
     from quire.runner.start import free_for_each, start_runner
@@ -165,7 +165,8 @@ def _load(start: RankStart, link: Link) -> ModelRunner | None:
         return None
     begin = msgspec.msgpack.decode(message, type=Begin)
     starting = config, model, device, start.threads, _silent, speculation, begin.plan
-    runner = start_runner(*starting, kv_key=begin.kv_key, host_fd=start.host_memory).runner
+    grammars = open_grammars(path, model.vocab_size)
+    runner = start_runner(*starting, kv_key=begin.kv_key, host_fd=start.host_memory, grammars=grammars).runner
     if runner.mover is not None:
         runner.mover.on_prepared = lambda prepared: link.send(msgspec.msgpack.encode(prepared))
     link.send(msgspec.msgpack.encode(Ready()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -85,6 +85,25 @@ class Masks:
 
 
 @dataclass(slots=True)
+class BitMasks:
+    """The tokens that some rows may sample, made anew for each step.
+
+    Attributes:
+        rows: [m] int64, which rows of the logits; all different.
+        words: [m, at least vocab / 32] int32: token i may come where bit i % 32, the lowest first, of word i / 32 is
+            set.
+    """
+
+    rows: Tensor
+    words: Tensor
+
+    @classmethod
+    def none(cls) -> BitMasks:
+        """All may come in all rows."""
+        return cls(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int32))
+
+
+@dataclass(slots=True)
 class Edits:
     """Edits of n rows of logits, in the order in which they act.
 
@@ -96,6 +115,7 @@ class Edits:
         bias: added.
         masks: what stays of requests that allow but some tokens.
         banned: masked, too.
+        bits: masks of rows whose grammar allows but some tokens.
     """
 
     rows: Tensor
@@ -106,6 +126,7 @@ class Edits:
     bias: Lists
     masks: Masks
     banned: Lists
+    bits: BitMasks = field(default_factory=BitMasks.none)
 
 
 def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
@@ -123,7 +144,17 @@ def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
     flat[edits.bias.places(edits.rows, vocab)] += edits.bias.values
     logits[edits.rows] = torch.minimum(logits[edits.rows], edits.masks.masks[edits.masks.requests])
     flat[edits.banned.places(edits.rows, vocab)] = -math.inf
+    mask_by_bits(logits, edits.bits)
     return finite
+
+
+def mask_by_bits(logits: Tensor, bits: BitMasks) -> None:
+    """Masks what the bits of logits' [.., vocab] rows do not allow, in place."""
+    if not len(bits.rows):
+        return
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (bits.words[:, :, None] >> places & 1).view(len(bits.rows), -1)[:, : logits.shape[1]]
+    logits[bits.rows] = logits[bits.rows].masked_fill(allowed == 0, -math.inf)
 
 
 def count_tokens(history: History, tokens: Tensor) -> None:

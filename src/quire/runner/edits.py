@@ -1,4 +1,5 @@
-"""What changes a request's logits before they are filtered: penalties, bias, allowed tokens, `min_tokens`, bad words.
+"""What changes a request's logits before they are filtered: penalties, bias, allowed tokens, `min_tokens`, bad words,
+grammars.
 
 `Edits` (`ops/logit_edits.py`) are these of all edited rows of a step, which a kernel applies; here is what is kept of
 each request, and how a step's are made of it.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,12 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.ops.logit_edits import Edits, Lists, Masks, list_arrays
+from quire.ops.logit_edits import BitMasks, Edits, Lists, Masks, list_arrays
 from quire.runner.device import Device
 from quire.runner.device_rows import DeviceRows
 from quire.runner.penalties import DevicePenalties, ListedPenalties, has_penalties
 
+if TYPE_CHECKING:
+    from quire.grammar.grammars import Matcher
+
 _NO_IDS = np.zeros(0, np.int64)
+
+NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs mask all"
 
 
 @dataclass(slots=True)
@@ -33,6 +39,7 @@ class EditedRequest:
         known: tokens of prompt and output that the host knows of.
         output: tokens so far; kept only for `bad_words`.
         stop_ids: banned before `min_tokens`.
+        matcher: follows the grammar of the output; None: there is none.
     """
 
     prompt_length: int
@@ -43,28 +50,41 @@ class EditedRequest:
     stop_ids: list[int]
     min_tokens: int
     bad_words: list[list[int]]
+    matcher: Matcher | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether what is masked depends on which the tokens before are."""
+        return bool(self.bad_words) or self.matcher is not None
 
     def needs_host(self, length: int) -> bool:
         """Whether what is masked after `length` tokens or more depends on what these are, or how many."""
-        return bool(self.bad_words) or (bool(self.stop_ids) and length - self.prompt_length < self.min_tokens)
+        return self.follows or (bool(self.stop_ids) and length - self.prompt_length < self.min_tokens)
 
     def append(self, token: int) -> None:
         """Learn the next token; a negative one is none, and what comes after it is not used."""
         self.known += 1
-        if self.bad_words and token >= 0:
-            self.output.append(token)
+        if token >= 0:
+            if self.bad_words:
+                self.output.append(token)
+            if self.matcher is not None:
+                self.matcher.append(token)
+
+    def why_nothing_is_left(self) -> str:
+        """Where all tokens are masked."""
+        failed = self.matcher and self.matcher.error
+        return f"structured_outputs: {failed}" if failed else NOTHING_LEFT
+
+    def check_known(self, position: int, ahead: Sequence[int]) -> None:
+        """Raises RuntimeError: this request's edits depend on a token before `position` that is not known yet."""
+        if self.follows and self.known + len(ahead) != position:
+            raise RuntimeError(
+                f"position {position} of a request whose masks depend on its tokens is sampled while only {self.known} "
+                "before it are known: its last launch must be finished first"
+            )
 
     def banned(self, position: int, ahead: Sequence[int]) -> NDArray[np.int64]:
-        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words.
-
-        Raises:
-            RuntimeError: this request's edits depend on a token before `position` that is not known yet.
-        """
-        if self.bad_words and self.known + len(ahead) != position:
-            raise RuntimeError(
-                f"position {position} of a request with bad_words is sampled while only {self.known} tokens before it "
-                "are known: its last launch must be finished first"
-            )
+        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words."""
         ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
         if not self.bad_words and not ids:
             return _NO_IDS
@@ -77,8 +97,11 @@ class EditedRequest:
         return np.array(sorted(found), np.int64)
 
 
-def edited_request(info: RequestInfo, vocab_size: int) -> EditedRequest | None:
+def edited_request(info: RequestInfo, vocab_size: int, matcher: Matcher | None = None) -> EditedRequest | None:
     """None where nothing changes the request's logits.
+
+    Args:
+        matcher: of its grammar, after the output that it has.
 
     Raises:
         ValueError: a token id is not one of the vocabulary's.
@@ -88,7 +111,7 @@ def edited_request(info: RequestInfo, vocab_size: int) -> EditedRequest | None:
     # What cannot be sampled need not be banned, and a word cannot be completed that holds such a token.
     bad_words = [word for word in info.bad_words if word and max(word) < vocab_size]
     penalized = has_penalties(info)
-    if not (penalized or bias or allowed or bad_words or params.min_tokens > 0):
+    if not (penalized or bias or allowed or bad_words or matcher or params.min_tokens > 0):
         return None
     if penalized:
         _check_ids(info, "prompt_token_ids", info.prompt_token_ids, vocab_size)
@@ -104,6 +127,7 @@ def edited_request(info: RequestInfo, vocab_size: int) -> EditedRequest | None:
         stop_ids=sorted(token for token in info.stop_token_ids if 0 <= token < vocab_size),
         min_tokens=params.min_tokens,
         bad_words=bad_words,
+        matcher=matcher,
     )
 
 
@@ -145,13 +169,21 @@ def edit_arrays(
     state: NDArray[Any], rows: NDArray[np.int64], requests: Sequence[EditedRequest], ahead: Sequence[Sequence[int]]
 ) -> list[NDArray[Any]]:
     """What `make_edits` takes, for some of a step's rows, the requests that they belong to, and drafts before them."""
-    positions = state["next"].tolist()
-    banned = [r.banned(position, drafts) for r, position, drafts in zip(requests, positions, ahead, strict=True)]
+    places = list(zip(requests, state["next"].tolist(), ahead, strict=True))
+    for request, position, drafts in places:
+        request.check_known(position, drafts)
+    banned = [request.banned(position, drafts) for request, position, drafts in places]
+    masks = [request.matcher.mask(drafts) for request, _, drafts in places if request.matcher]
+    masked = [row for row, request in zip(rows.tolist(), requests, strict=True) if request.matcher]
     return [
         *(rows, state["repetition"], state["frequency"], state["presence"], state["mask"]),
         *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),
         *list_arrays(banned),
+        *(np.array(masked, np.int64), np.stack(masks) if masks else np.zeros((0, 0), np.int32)),
     ]
+
+
+NUM_EDIT_ARRAYS = 13
 
 
 def make_edits(
@@ -163,5 +195,6 @@ def make_edits(
     """From the tensors of `edit_arrays` and, after them, of `penalties.arrays`; `drafts`: see `penalties.seen`."""
     rows, repetition, frequency, presence, masks = sent[:5]
     bias, banned = Lists(*sent[5:8]), Lists(*sent[8:11])
-    seen = penalties.seen(sent[11:], None if drafts is None else drafts.index_select(0, rows))
-    return Edits(rows, repetition, frequency, presence, seen, bias, Masks(allowed.matrix, masks), banned)
+    bits = BitMasks(*sent[11:NUM_EDIT_ARRAYS])
+    seen = penalties.seen(sent[NUM_EDIT_ARRAYS:], None if drafts is None else drafts.index_select(0, rows))
+    return Edits(rows, repetition, frequency, presence, seen, bias, Masks(allowed.matrix, masks), banned, bits)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,6 +38,9 @@ from quire.runner.host_forward import Forwarded, HostForward
 from quire.runner.proposer import Branch, DeviceProposer, Drafts, Speculation
 from quire.runner.sampler import Sampled, SampledRow, Sampler
 from quire.runner.scores import Scored
+
+if TYPE_CHECKING:
+    from quire.grammar.grammars import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ class ModelRunner:
         forward: how spans get through the model; what suits the kernels, unless said.
         speculation: drafts tokens; None: there are no drafts.
         host: the host tier's memory; None: there is none.
+        grammars: see `Sampler`.
         halves: whether a step that fails is computed again in halves; else it is what `launch` raises.
 
     Attributes:
@@ -82,6 +87,7 @@ class ModelRunner:
         speculation: Speculation | None = None,
         halves: bool = True,
         host: HostTier | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -93,6 +99,7 @@ class ModelRunner:
         self._threads = threads
         self._halves = halves
         self._speculation = speculation
+        self._grammars = grammars
         self._requests: dict[int, _Request] = {}
         self._drafter: Drafter | DeviceDrafter | None = None
         self.mover = ExpertMover(model.expert_layers, model.kernels) if model.expert_slots else None
@@ -105,7 +112,7 @@ class ModelRunner:
             if self._drafter is not None:
                 self._drafter.end(request)
         self._requests = {}
-        self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device)
+        self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device, self._grammars)
         self._drafter = None if self._speculation is None else self._make_drafter(self._speculation)
         self._free_rows: list[int] = []  # of the block tables
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed

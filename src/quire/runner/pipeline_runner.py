@@ -19,6 +19,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from quire.runner.drafter import Drafter
 from quire.runner.host_forward import Forwarded
 from quire.runner.model_runner import IntArray, LaunchedStep, ModelRunner, Part, branches_of, check_complete
 from quire.runner.proposer import Drafts, Speculation
+
+if TYPE_CHECKING:
+    from quire.grammar.grammars import Grammars
 
 
 class PipelinedStep(LaunchedStep):
@@ -86,8 +90,11 @@ class PipelineRunner(ModelRunner):
         threads: int,
         speculation: Speculation | None = None,
         host: HostTier | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(model, kv, logit_rows, threads, speculation=speculation, halves=False, host=host)
+        super().__init__(
+            model, kv, logit_rows, threads, speculation=speculation, halves=False, host=host, grammars=grammars
+        )
         self._pipe = model.ranks
         self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
         self._aux_layers = speculation.aux_layers if speculation else ()

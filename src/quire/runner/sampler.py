@@ -6,6 +6,7 @@ What happens to a request's logits, from top to bottom, and where to read it:
     bias               logit_bias is added                       edits.py            ops/logit_edits.py
     allowed tokens     allowed_token_ids: all others go          edits.py            ops/logit_edits.py
     banned tokens      bad_words; stop tokens before min_tokens  edits.py            ops/logit_edits.py
+    grammar            structured_outputs: all others go         edits.py            ops/logit_edits.py
     temperature        logits are divided; 0 takes the best      sampling_table.py   ops/sampling.py
     min-p              of what is left after each                sampling_table.py   ops/sampling.py
     top-k                                                        sampling_table.py   ops/sampling.py
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,8 +46,10 @@ from quire.runner.sampling_table import NUM_FILTER_ARRAYS, STATE, SamplingTable,
 from quire.runner.scores import Scored, launch_prompt_scores, launch_scores
 from quire.runner.verify import Verified, verify
 
+if TYPE_CHECKING:
+    from quire.grammar.grammars import Grammars, Matcher
+
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias and min_tokens mask all"
 
 CANDIDATES = 64
 """Tokens among which a tree's branches are chosen."""
@@ -72,7 +75,7 @@ class Sampled:
     tokens: Tensor
     _on_host: Tensor  # the same
     _finite: Tensor  # [edited rows] bool, on the host: whether each was finite before its edits
-    _edited: NDArray[np.int64]  # which rows were
+    _edited: list[tuple[int, EditedRequest]]  # which rows were, and whose they are
     _told: list[tuple[int, EditedRequest]]  # rows whose requests must know their token on the host
     _asked: NDArray[np.int64]  # rows that want log-probabilities
     _scored: Scored | None  # of these
@@ -88,9 +91,9 @@ class Sampled:
         """One entry a row; to be called once the device has come past the launch (`Device.mark`)."""
         self.tell()
         sampled = [SampledRow(token, error=None if token >= 0 else NOT_FINITE) for token in self._on_host.tolist()]
-        for i, finite in zip(self._edited.tolist(), self._finite.tolist(), strict=True):
+        for (i, request), finite in zip(self._edited, self._finite.tolist(), strict=True):
             if finite and sampled[i].error is not None:
-                sampled[i].error = NOTHING_LEFT
+                sampled[i].error = request.why_nothing_is_left()
         for i, entry in zip(self._asked.tolist(), self._scored.finish() if self._scored else (), strict=True):
             if sampled[i].error is None:
                 sampled[i].logprobs = entry
@@ -107,10 +110,18 @@ class Sampler:
         vocab_size: width of the logits.
         kernels: what computes; the best that this machine has, unless said.
         device: where the logits are; the CPU, unless said.
+        grammars: compiles what requests ask for; None: they may not.
     """
 
-    def __init__(self, vocab_size: int, kernels: Kernels | None = None, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        kernels: Kernels | None = None,
+        device: Device | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._kernels = kernels or choose_kernels()
         self._device = device or Device()
         self._table = SamplingTable(vocab_size)
@@ -128,11 +139,19 @@ class Sampler:
         params = info.params.resolved()
         if params.seed is None and not params.greedy:
             raise ValueError(f"request {info.request} has no seed; the engine sets one at admission")
-        edited = edited_request(info, self._vocab_size)
+        edited = edited_request(info, self._vocab_size, self._matcher(info))
         history, mask = self._penalties.start(info), self._allowed.start(params.allowed_token_ids or ())
         self._table.start(info, edited is not None, history, mask)
         if edited is not None:
             self._edited[info.request] = edited
+
+    def _matcher(self, info: RequestInfo) -> Matcher | None:
+        wanted = info.params.structured_outputs
+        if wanted is None:
+            return None
+        if self._grammars is None:
+            raise ValueError(f"request {info.request} has structured_outputs, and there is nothing that compiles them")
+        return self._grammars.matcher(wanted, info.stop_token_ids, info.output_token_ids)
 
     def end(self, request: int) -> None:
         """Forgets a request; one that is not known is ignored."""
@@ -147,8 +166,8 @@ class Sampler:
     def launch(self, logits: Tensor, rows: Sequence[tuple[int, int]]) -> Sampled:
         """Queues the sampling of one token a row, and remembers that each row's request has gone on.
 
-        The next launch need not wait until this one is finished, but where a request has `bad_words`: what they
-        mask depends on tokens that the host must know.
+        The next launch need not wait until this one is finished, but where a request has `bad_words` or a grammar:
+        what they mask depends on tokens that the host must know.
 
         Args:
             logits: [rows, vocab] fp32, contiguous. They may be overwritten.
@@ -332,12 +351,10 @@ class Sampler:
         if len(asked):
             of_rows = tokens[asked_rows].clamp_(min=0)
             scored = launch_scores(self._kernels, self._device, raw, raw_rows, of_rows, state["logprobs"][asked])
-        told = []
-        if ahead is None:
-            held = [(i, self._edited[requests[i]]) for i in edited.tolist()]
-            told = [(i, request) for i, request in held if request.bad_words]
+        held = [(i, self._edited[requests[i]]) for i in edited.tolist()]
+        told = [(i, request) for i, request in held if request.follows] if ahead is None else []
         on_host, finite = self._device.download(tokens, finite)
-        return Sampled(tokens, on_host, finite, edited, told, asked, scored), edits
+        return Sampled(tokens, on_host, finite, held, told, asked, scored), edits
 
     def _prepare_with_drafts(self, places: Sequence[Row]) -> tuple[ops.Filters, Edits | None]:
         ahead, requests = [place.ahead for place in places], [place.request for place in places]

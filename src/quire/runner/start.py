@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Speculation
+
+if TYPE_CHECKING:
+    from quire.grammar.grammars import Grammars
 
 OnLoad = Callable[[str, float], None]
 """Told (phase, share done from 0 to 1) while an engine starts."""
@@ -51,6 +55,7 @@ def start_runner(
     free: int | None = None,
     kv_key: bytes = bytes(32),
     host_fd: int = -1,
+    grammars: Grammars | None = None,
 ) -> Started:
     """Plan the memory and make the runner.
 
@@ -60,6 +65,7 @@ def start_runner(
         free: bytes that each rank may take; None: of a CPU, what this process finds.
         kv_key: 32 secret bytes, with which blocks outside the pool are checked.
         host_fd: of the host tier's memory, which ranks have in common; -1: there is one rank.
+        grammars: see `Sampler`.
 
     Raises:
         ConfigError: what was asked for does not fit; see `plan_memory`.
@@ -75,10 +81,10 @@ def start_runner(
     if not model.kernels.reads_spans:
         if model.stages > 1:
             return Started(
-                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host), kv, plan, tuple(notes)
+                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host, grammars), kv, plan, tuple(notes)
             )
         halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
-        runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host)
+        runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host, grammars)
         return Started(runner, kv, plan, tuple(notes))
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
@@ -91,7 +97,9 @@ def start_runner(
         with torch.inference_mode(), device.active():
             forward.record_all(lambda share: report("recording CUDA graphs", share))
         notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
-    runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation, host=host)
+    runner = ModelRunner(
+        model, kv, plan.logit_rows, threads, device, forward, speculation, host=host, grammars=grammars
+    )
     return Started(runner, kv, plan, tuple(notes))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.core import sampling_params as limit
+from quire.core.structured_outputs import MAX_CHOICES
 
 Schema = dict[str, Any]
 
@@ -88,6 +89,53 @@ SAMPLING: dict[str, Schema] = {
 }
 """Fields of both routes that go into `SamplingParams` under their own names."""
 
+_ANY_SCHEMA: Schema = {"description": "A JSON Schema, or its text.", "type": ["object", "string", "boolean", "null"]}
+_TEXT: Schema = {"type": ["string", "null"], "minLength": 1}
+_CHOICES: Schema = _list({"type": "string", "minLength": 1}, MAX_CHOICES, "The answer is one of these.", minItems=1)
+
+FORMATS: dict[str, Schema] = {
+    "response_format": _schema(
+        "object",
+        "What the answer must look like: text, any JSON object, or JSON that meets a schema. All of the schema is "
+        "enforced, or it is refused.",
+        properties={
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "description": {"type": "string"},
+                    "schema": {"type": "object"},
+                    "strict": {"type": ["boolean", "null"], "description": "It is enforced anyway."},
+                },
+            },
+        },
+        required=["type"],
+    ),
+    "structured_outputs": _schema(
+        "object",
+        "The same as vLLM spells it: exactly one of json, regex, choice, grammar and json_object.",
+        properties={
+            "json": _ANY_SCHEMA,
+            "regex": {**_TEXT, "description": "The whole answer matches it (Rust's syntax, without look-around)."},
+            "choice": _CHOICES,
+            "grammar": {**_TEXT, "description": "Lark, or llama.cpp's GBNF."},
+            "json_object": {"type": ["boolean", "null"], "description": "Any JSON object."},
+            "whitespace_pattern": {**_TEXT, "description": "White space of JSON."},
+            "disable_any_whitespace": {"type": "boolean", "description": "JSON without white space."},
+        },
+    ),
+    "guided_json": _ANY_SCHEMA,
+    "guided_regex": {**_TEXT, "description": "structured_outputs.regex, as vLLM spelled it before."},
+    "guided_choice": _CHOICES,
+    "guided_grammar": {**_TEXT, "description": "structured_outputs.grammar, as vLLM spelled it before."},
+    "guided_whitespace_pattern": {**_TEXT, "description": "structured_outputs.whitespace_pattern, the same."},
+    "ebnf": {**_TEXT, "description": "structured_outputs.grammar, as SGLang spells it."},
+    "grammar": {**_TEXT, "description": "structured_outputs.grammar, as llama.cpp spells it."},
+}
+"""Fields of both routes that say what the answer must look like."""
+
 STREAM_OPTIONS: dict[str, Schema] = {
     "include_usage": _flag(False, "End the stream with a chunk of no choices that holds the usage."),
     "continuous_usage_stats": _flag(False, "Every chunk holds the usage so far."),
@@ -127,6 +175,7 @@ COMPLETION: dict[str, Schema] = {
     "add_special_tokens": _flag(True, "Tokenize with the tokens that the model wants around a text."),
     **_COMMON,
     **SAMPLING,
+    **FORMATS,
     **_LABELS,
 }
 """The fields of POST /v1/completions."""
@@ -161,6 +210,7 @@ CHAT: dict[str, Schema] = {
     "top_logprobs": _integer(0, limit.MAX_LOGPROBS, "Also those of so many best tokens; needs `logprobs`."),
     **_COMMON,
     **SAMPLING,
+    **FORMATS,
     **_LABELS,
 }
 """The fields of POST /v1/chat/completions."""
@@ -192,7 +242,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -204,12 +253,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **limit.UNSUPPORTED,
     "chat_template": (),
     "documents": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),

@@ -20,9 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
-from quire.errors import RequestError
+from quire.errors import (
+    RequestError,
+    SamplingParamsError,
+    TokenizerFailedError,
+    TokenizerTimeoutError,
+    TokenizerUnavailableError,
+)
 from quire.log import event
 from quire.server.accounts import Account
 from quire.server.admission import Admission, QueueFullError
@@ -219,6 +226,8 @@ class Generation:
         """
         words = call.params.bad_words
         bad_words = await self._shared.pool.bad_words(list(words)) if words else []
+        if call.params.structured_outputs is not None:
+            await self._compile(call.params.structured_outputs)
         prompts = await self._tokenize(call)
         prepared = []
         for index, (text, token_ids) in enumerate(prompts):
@@ -230,6 +239,21 @@ class Generation:
                 prompt = dataclasses.replace(prompt, text=await self._shared.pool.decode(token_ids))
             prepared.append(prompt)
         return prepared
+
+    async def _compile(self, wanted: StructuredOutputsParams) -> None:
+        """Whether a grammar can be used: tried where it can do no harm, before an engine compiles it."""
+        try:
+            await self._shared.pool.compile_grammar(wanted)
+        except SamplingParamsError as error:
+            error.param = "structured_outputs"
+            raise
+        except TokenizerUnavailableError:
+            raise
+        except (TokenizerTimeoutError, TokenizerFailedError) as error:
+            raise SamplingParamsError(
+                f"structured_outputs.{wanted.kind} takes too long, or too much memory, to compile; make it smaller",
+                param="structured_outputs",
+            ) from error
 
     async def _tokenize(self, call: Call) -> list[tuple[str | None, list[int]]]:
         """Each prompt's text, if it came as text, and tokens."""

@@ -28,6 +28,7 @@ from quire.server.limits import (
     Limits,
 )
 from quire.server.prompts import Prompt, read_prompts, read_token_ids
+from quire.server.response_format import read_structured_outputs
 from quire.server.schemas import openapi_bodies
 
 __all__ = [
@@ -342,6 +343,7 @@ def _params(
     options["allowed_token_ids"] = given.get("allowed_token_ids", MAX_ID_LIST_BYTES)
     options["logit_bias"] = _logit_bias(given.get("logit_bias"))
     options["max_tokens"] = _max_tokens(given, max_tokens)
+    options["structured_outputs"] = read_structured_outputs(given)
     options["logprobs"] = logprobs
     shown = given.integer("prompt_logprobs", 0, MAX_LOGPROBS)
     if echo and logprobs is not None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
+from quire.grammar.vocabulary import Vocabulary
 from quire.models.fields import has_file
 from quire.text.chat_template import (
     ChatTemplate,
@@ -41,6 +42,16 @@ TOKENIZER_FILE = "tokenizer.json"
 PRIVATE_USE = range(0xE000, 0xF900)
 PLAIN_TEXTS = ("a", "A", "0", ".")
 """One of these is in any vocabulary, nearly."""
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that spell bytes in byte-level vocabularies (Radford et al. 2019): those that print are their own."""
+    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_letters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +205,25 @@ class Tokenizer:
         if token_id in self.special_ids or not self._anchor:
             return self.decode([token_id], skip_special_tokens=False)
         return self.decode([*self._anchor, token_id], skip_special_tokens=False)[self._anchor_length :]
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """What each of a model's `size` ids adds to a text, in bytes; a part of a character is one, too."""
+        spelled = BYTE_OF if self._text.spells_bytes else {}
+        tokens = [self._token_bytes(token, spelled) for token in range(size)]
+        special = [token for token in sorted(self.special_ids) if token < size]
+        return Vocabulary(tokens, special, lambda text: self.encode(text, add_special_tokens=False))
+
+    def _token_bytes(self, token: int, spelled: Mapping[str, int]) -> bytes:
+        name = self._text.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._text.added:
+            return name.encode()
+        if token in self.byte_ids:
+            return bytes([int(name[3:5], 16)])
+        if spelled and spelled.keys() >= set(name):
+            return bytes(spelled[letter] for letter in name)
+        return self.token_text(token).encode()
 
     @property
     def anchor(self) -> list[int]:

@@ -60,6 +60,7 @@ class Backend:
     """One tokenizer of the library. Safe to use from several threads.
 
     Attributes:
+        added: text of the tokens that are not of the model's own vocabulary, by id.
         special: the special tokens' text, by id.
         vocab_size: how many ids there are, those of added tokens among them.
 
@@ -92,7 +93,7 @@ class Backend:
                 f"{name} is not a valid tokenizer ({error}); download it again, or save it anew with "
                 "transformers' save_pretrained"
             ) from error
-        self._added = {token: about.content for token, about in added.items()}
+        self.added = {token: about.content for token, about in added.items()}
         self.special = {token: about.content for token, about in added.items() if about.special}
 
     # -- use -----------------------------------------------------------------------------------------------
@@ -117,6 +118,11 @@ class Backend:
         """What the vocabulary calls an id. Raises TokenizerFailedError."""
         return _call(self._library.id_to_token, token)
 
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether the decoder takes each letter of a token for a byte."""
+        return any(decoder.get("type") == "ByteLevel" for decoder in _decoders(self.decoder))
+
     # -- checks --------------------------------------------------------------------------------------------
 
     def check_decoding(self, vocabulary: Any) -> None:
@@ -135,7 +141,7 @@ class Backend:
         for decoder in chain:
             growth *= self._growth(decoder)
         texts = [text if isinstance(text, str) else text[0] for text in vocabulary]
-        longest = max([*texts, *self._added.values()], key=len, default="")
+        longest = max([*texts, *self.added.values()], key=len, default="")
         if len(longest) * growth > MAX_TOKEN_TEXT:
             times = f" and the decoder may make it {growth:g} times as long" if growth > 1 else ""
             raise TokenizerError(

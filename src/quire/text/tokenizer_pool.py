@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire import child, errors
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import (
     EngineClosedError,
     QuireError,
@@ -42,6 +43,7 @@ from quire.text.tokenizer_worker import (
     LENGTH,
     Answer,
     BadWords,
+    CompileGrammar,
     Decode,
     Encode,
     Failed,
@@ -190,6 +192,10 @@ class TokenizerPool:
     async def bad_words(self, words: list[str]) -> list[list[int]]:
         """Token sequences of bad words; see `Tokenizer.bad_word_ids`."""
         return await self._ask(BadWords(list(words)), list[list[int]]) if words else []
+
+    async def compile_grammar(self, wanted: StructuredOutputsParams) -> None:
+        """Whether a grammar can be used; see `Grammars.compile`."""
+        await self._ask(CompileGrammar(wanted), type(None))
 
     async def decode(self, ids: list[int]) -> str:
         """The text of ids, special tokens included."""

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from quire import child
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import (
     ChatTemplateError,
     QuireError,
@@ -30,6 +31,7 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.grammar.grammars import Grammars
 from quire.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 LENGTH = struct.Struct(">I")
@@ -84,11 +86,17 @@ class TokenTexts(msgspec.Struct, tag="token_texts"):
     ids: list[int]
 
 
+class CompileGrammar(msgspec.Struct, tag="compile"):
+    """Answered by nothing in particular where a grammar can be used."""
+
+    wanted: StructuredOutputsParams
+
+
 class Ping(msgspec.Struct, tag="ping"):
     """Answered by nothing in particular: a sign of life."""
 
 
-Job = Encode | Render | BadWords | Decode | TokenTexts | Ping
+Job = Encode | Render | BadWords | Decode | TokenTexts | CompileGrammar | Ping
 
 
 class Begun(msgspec.Struct, tag="begun"):
@@ -126,9 +134,10 @@ def main() -> None:
             return
         _limit_memory(start.memory_bytes)
         _send(connection, _done(None))
+        grammars = Grammars(lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size))
         while (body := _receive(connection)) is not None:
             _send(connection, Begun())
-            _send(connection, _answer(tokenizer, body))
+            _send(connection, _answer(tokenizer, grammars, body))
 
 
 def _load(folder: Path) -> Tokenizer | None:
@@ -170,7 +179,7 @@ def _limit_memory(growth: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (used + growth, highest))
 
 
-def _answer(tokenizer: Tokenizer | None, body: bytes) -> Answer:
+def _answer(tokenizer: Tokenizer | None, grammars: Grammars, body: bytes) -> Answer:
     """The answer to one job, whatever happens."""
     try:
         job: Job = _decode_job(body)
@@ -178,12 +187,12 @@ def _answer(tokenizer: Tokenizer | None, body: bytes) -> Answer:
             return _done(None)
         if tokenizer is None:
             raise _no_tokenizer(job)
-        return _done(_work(tokenizer, job))
+        return _done(_work(tokenizer, grammars, job))
     except Exception as error:
         return _refusal(error)
 
 
-def _work(tokenizer: Tokenizer, job: Job) -> Any:
+def _work(tokenizer: Tokenizer, grammars: Grammars, job: Job) -> Any:
     match job:
         case Encode():
             return tokenizer.encode_batch(job.texts, job.add_special_tokens)
@@ -196,6 +205,8 @@ def _work(tokenizer: Tokenizer, job: Job) -> Any:
             )
         case BadWords():
             return tokenizer.bad_word_ids(job.words)
+        case CompileGrammar():
+            return grammars.compile(job.wanted)
         case Decode():
             return tokenizer.decode(_checked(job.ids), skip_special_tokens=False)
         case TokenTexts():

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
-from quire.ops.logit_edits import Edits, Lists
+from quire.ops.logit_edits import BitMasks, Edits, Lists
 from quire.ops.sampling import Filters, TokenScores
 
 PROTOTYPES: dict[str, Prototype] = {
     "sample": (None, (POINTER, I64, I64, *[POINTER] * 6)),
     "token_logprobs": (None, (POINTER, I64, POINTER, POINTER, I64, I64, *[POINTER] * 3)),
     "edit_logits": (None, (POINTER, I64, POINTER, I64, *[POINTER] * 5)),
+    "mask_by_bits": (None, (POINTER, I64, POINTER, I64, POINTER, I64)),
     "finite_rows": (None, (I32, POINTER, I64, I64, POINTER)),
 }
 
@@ -75,7 +76,21 @@ def edit_logits(lib: Library, logits: Tensor, edits: Edits) -> Tensor:
     for i in masked.nonzero().flatten().tolist():
         row = logits[rows[i]]
         torch.minimum(row, masks[masked[i]], out=row)
+    mask_by_bits(lib, logits, edits.bits)
     return finite
+
+
+def mask_by_bits(lib: Library, logits: Tensor, bits: BitMasks) -> None:
+    """See `logit_edits.mask_by_bits`."""
+    m, (num_rows, vocab) = len(bits.rows), logits.shape
+    if not m:
+        return
+    rows, words = _indices(bits.rows, m, num_rows, "row"), bits.words.contiguous()
+    if words.dtype != torch.int32 or len(words) != m or words.shape[1] * 32 < vocab:
+        raise ValueError(
+            f"masks are {words.dtype} of {list(words.shape)}; they must be int32 of {m} rows of {vocab} bits"
+        )
+    lib.mask_by_bits(logits.data_ptr(), vocab, rows.data_ptr(), m, words.data_ptr(), words.shape[1])
 
 
 def finite_rows(lib: Library, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.ops.logit_edits import Edits, History, Lists, Masks
+from quire.ops.logit_edits import Edits, History, Lists, Masks, mask_by_bits
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.triton import sampling_kernels as kernels
 
@@ -176,6 +176,7 @@ def edit_logits(logits: Tensor, edits: Edits) -> Tensor:
         PARTS=triton.next_power_of_2(parts),
         **OPTIONS,
     )
+    mask_by_bits(logits, edits.bits)
     return finite.view(torch.bool)
 
 

@@ -330,6 +330,22 @@ QUIRE_API void quire_edit_logits(
     });
 }
 
+// Masks, in n rows of logits [.., vocab], each token whose bit in `masks` [n, words] is not set.
+QUIRE_API void quire_mask_by_bits(
+    float* logits, int64_t vocab, const int64_t* rows, int64_t n, const uint32_t* masks, int64_t words) {
+    parallel(n, ONE_BY_ONE, threads(), [&](int64_t i, int64_t, int) {
+        float* row = logits + rows[i] * vocab;
+        for (int64_t at = 0; at < vocab; at += 32) {
+            const uint32_t allowed = masks[i * words + at / 32];
+            if (allowed == ~0u) continue;
+            const int64_t end = std::min<int64_t>(32, vocab - at);
+            for (int64_t bit = 0; bit < end; bit++) {
+                if (!(allowed >> bit & 1)) row[at + bit] = -INFINITE;
+            }
+        }
+    });
+}
+
 // finite: [rows], whether all of a row of x [rows, size] is finite.
 QUIRE_API void quire_finite_rows(int32_t dtype, const void* x, int64_t rows, int64_t size, bool* finite) {
     if (dtype == F32) finite_rows((const float*)x, rows, size, finite);

@@ -1,0 +1,199 @@
+"""Which JSON Schemas are taken: every keyword in them is enforced, or an annotation; any other is refused by name.
+
+The library that enforces them ignores keywords that it does not know, so this is looked at here. `$ref` leads to
+another place of the same schema, and none may lead back to itself without a value in between.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from quire.errors import SamplingParamsError
+
+MAX_DEPTH = 64
+"""Schemas within schemas, and arrays and objects within `enum` and the like."""
+
+MAX_SCHEMAS = 20_000
+"""Schemas in one, all together."""
+
+ONE = frozenset({"additionalProperties", "items", "additionalItems"})
+LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords that hold a schema, a list of them, or a mapping to them."""
+
+ASSERTIONS = frozenset(
+    {
+        *("$ref", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties", "maxProperties"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    }
+)
+ANNOTATIONS = frozenset(
+    {
+        *("$schema", "$id", "id", "$comment", "title", "description", "default", "deprecated", "readOnly", "writeOnly"),
+        *("examples", "contentMediaType", "contentEncoding"),
+    }
+)
+"""They say nothing of what is valid. (`$id` moves what references are relative to: it may only stand at the root.)"""
+
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
+)
+IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
+DRAFTS = "draft-04", "draft-06", "draft-07", "2019-09", "2020-12"
+
+
+def check_schema(text: str) -> None:
+    """Whether all of a schema can be enforced.
+
+    Raises:
+        SamplingParamsError: what cannot, and where it stands, as a JSON pointer.
+    """
+    try:
+        schema = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+    except RecursionError:
+        raise SamplingParamsError(f"the JSON Schema nests deeper than {MAX_DEPTH} levels; flatten it") from None
+    except ValueError as error:
+        raise SamplingParamsError(f"the JSON Schema is not valid JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise SamplingParamsError(f"the JSON Schema is a {type(schema).__name__}; it must be an object")
+    found: dict[str, Any] = {}
+    _walk(schema, found)
+    for pointer, each in found.items():
+        if isinstance(each, dict) and "$ref" in each:
+            _target(each["$ref"], pointer, found)
+    _check_cycles(found)
+
+
+def _walk(root: Any, found: dict[str, Any]) -> None:
+    """All schemas in a schema, by their JSON pointers."""
+    waiting = [("", root, 0)]
+    while waiting:
+        pointer, schema, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise SamplingParamsError(f"the JSON Schema nests deeper than {MAX_DEPTH} levels; flatten it")
+        found[pointer] = schema
+        if len(found) > MAX_SCHEMAS:
+            raise SamplingParamsError(f"the JSON Schema holds more than {MAX_SCHEMAS} schemas; make it smaller")
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, dict):
+            raise _refused(pointer, f"is a {type(schema).__name__}; a schema is an object, true or false")
+        _check_keywords(schema, pointer)
+        waiting += [(f"{pointer}/{place}", each, depth + 1) for place, each in _schemas_in(schema, pointer)]
+
+
+def _check_keywords(schema: dict[str, Any], pointer: str) -> None:
+    for name, value in schema.items():
+        if name not in ONE | LISTS | MAPS | ASSERTIONS | ANNOTATIONS:
+            raise _refused(pointer, f"has {name[:80]!r}, which is not enforced; remove it, or say it in another way")
+        if name in ("const", "enum"):
+            _check_depth(value, f"{pointer}/{name}")
+    if pointer and ("$id" in schema or "id" in schema):
+        raise _refused(pointer, "has an $id, which may only stand at the root; remove it")
+    told = schema.get("$schema")
+    if told is not None and not (isinstance(told, str) and any(draft in told for draft in DRAFTS)):
+        raise _refused(pointer, "has a $schema that is not JSON Schema's draft 4, 6, 7, 2019-09 or 2020-12")
+    if "format" in schema and schema["format"] not in FORMATS:
+        raise _refused(
+            pointer, f"has the format {str(schema['format'])[:80]!r}; enforced are {', '.join(sorted(FORMATS))}"
+        )
+    least = schema.get("minProperties", 0)
+    certain = schema.get("required", ())
+    if isinstance(least, int) and isinstance(certain, list) and least > max(1, len(set(map(str, certain)))):
+        # Keys that the schema does not name may come twice, and then count once.
+        raise _refused(
+            pointer, f"has minProperties {least}, but requires fewer properties by name; name more in required"
+        )
+
+
+def _schemas_in(schema: dict[str, Any], pointer: str) -> Iterator[tuple[str, Any]]:
+    """The schemas right within one, and where they stand in it."""
+    for name, value in schema.items():
+        if name in MAPS:
+            if not isinstance(value, dict):
+                raise _refused(f"{pointer}/{name}", f"is a {type(value).__name__}; it must be an object of schemas")
+            yield from ((f"{name}/{_escaped(key)}", each) for key, each in value.items())
+        elif name in LISTS or (name == "items" and isinstance(value, list)):
+            if not isinstance(value, list):
+                raise _refused(f"{pointer}/{name}", f"is a {type(value).__name__}; it must be a list of schemas")
+            yield from ((f"{name}/{index}", each) for index, each in enumerate(value))
+        elif name in ONE:
+            yield name, value
+
+
+def _check_depth(value: Any, pointer: str) -> None:
+    waiting = [(value, 0)]
+    while waiting:
+        each, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise _refused(pointer, f"nests deeper than {MAX_DEPTH} levels; flatten it")
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        waiting += [(one, depth + 1) for one in inner]
+
+
+def _target(reference: Any, pointer: str, found: Mapping[str, Any]) -> str:
+    """Where a reference leads."""
+    if not isinstance(reference, str):
+        raise _refused(pointer, "has a $ref that is no string")
+    shown = repr(reference[:80])
+    if not reference.startswith("#"):
+        raise _refused(pointer, f"has the $ref {shown}; only references within the schema (#/...) are followed")
+    target = unquote(reference[1:])
+    if target and not target.startswith("/"):
+        raise _refused(pointer, f"has the $ref {shown}; anchors are not followed: write #/$defs/...")
+    if target not in found:
+        raise _refused(pointer, f"has the $ref {shown}, where there is no schema")
+    return target
+
+
+def _check_cycles(found: Mapping[str, Any]) -> None:
+    """No schema may lead back to itself through `$ref`, `allOf`, `anyOf` and `oneOf` alone: no value would be told."""
+    done: set[str] = set()
+    for start in found:
+        path: list[str] = []
+        waiting = [(start, True)]
+        while waiting:
+            pointer, enters = waiting.pop()
+            if not enters:
+                done.add(path.pop())
+            elif pointer in path:
+                raise _refused(pointer, "leads back to itself through $ref, with no value in between")
+            elif pointer not in done:
+                path.append(pointer)
+                waiting.append((pointer, False))
+                waiting += [(each, True) for each in _same_value(pointer, found)]
+
+
+def _same_value(pointer: str, found: Mapping[str, Any]) -> list[str]:
+    """Schemas of the same value as this one."""
+    schema = found[pointer]
+    if not isinstance(schema, dict):
+        return []
+    within = [f"{pointer}/{name}/{index}" for name in IN_PLACE & schema.keys() for index in range(len(schema[name]))]
+    return [*within, *([_target(schema["$ref"], pointer, found)] if "$ref" in schema else [])]
+
+
+def _escaped(key: str) -> str:
+    """As a part of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _refused(pointer: str, what: str) -> SamplingParamsError:
+    return SamplingParamsError(f"the JSON Schema at #{pointer[:200]} {what}")
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's pairs as a mapping; raises ValueError where a key stands twice: one of them would be dropped."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} twice")
+    return made
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")

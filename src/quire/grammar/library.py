@@ -1,0 +1,85 @@
+"""The llguidance library, and all that Quire knows of its ways: no other module calls it.
+
+It is written in Rust, compiles without the interpreter's lock, and cannot be interrupted: what it may take is bounded
+by its own `LIMITS`, and by what is refused before it is called.
+"""
+
+from __future__ import annotations
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import SamplingParamsError
+from quire.grammar.json_schema import check_schema
+from quire.grammar.vocabulary import Vocabulary
+
+WHITESPACE = r"\x20{1,2}|\r?\n[\x20\t]{0,64}"
+"""White space of JSON, wherever it may stand: a space or two, or a new line with its indentation. Where any may come,
+some models never come to an end of it."""
+
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=20_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""What compiling may take (some 20 ms of lexer), and a step (some 15 ms), and what a matcher may keep (some 40 MB). One
+that needs more fails its request."""
+
+
+def library_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+    """The vocabulary as the library keeps it: a second of work for one of 150,000 tokens."""
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
+
+
+def compiled(wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    """A grammar, and the state at its beginning, to be copied.
+
+    Raises:
+        SamplingParamsError: it is not valid, or too large.
+    """
+    matcher = llguidance.LLMatcher(tokenizer, grammar_text(wanted), log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise SamplingParamsError(f"structured_outputs.{wanted.kind} cannot be used: {in_words(matcher.get_error())}")
+    return matcher
+
+
+def grammar_text(wanted: StructuredOutputsParams) -> str:
+    """In the library's own language.
+
+    Raises:
+        SamplingParamsError: it is not valid, as far as that can be seen here.
+    """
+    if wanted.json is not None or wanted.json_object:
+        schema = str(wanted.json) if wanted.json is not None else '{"type":"object"}'
+        check_schema(schema)
+        if wanted.disable_any_whitespace:
+            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        spaces = wanted.whitespace_pattern or WHITESPACE
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": spaces})
+    if wanted.regex is not None:
+        return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, wanted.choice)))
+    text = wanted.grammar or ""
+    if "%json" in text:
+        raise SamplingParamsError("a grammar with %json is not supported: give the schema as structured_outputs.json")
+    try:
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # whatever a converter finds in a user's text
+        raise SamplingParamsError(f"the grammar cannot be read as GBNF: {in_words(str(error))}") from None
+
+
+def _literal(text: str) -> str:
+    """A regular expression of this text alone."""
+    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
+
+
+def in_words(text: str) -> str:
+    """What the library says, in one line that is not too long."""
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -1,0 +1,89 @@
+"""What an answer must look like: the fields for it, as OpenAI, vLLM, SGLang and llama.cpp spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs
+from quire.errors import SamplingParamsError
+from quire.server.body import BodyFields, shorten, wrong_type, wrong_value
+from quire.server.errors import ApiError, api_error, invalid
+
+MAX_FORMAT_BYTES = 4 << 20
+"""JSON of such a field: more than a schema's own bound, since JSON may spell text longer than it is."""
+
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older names, and what they are now."""
+
+GRAMMARS = {"ebnf": "grammar", "grammar": "grammar"}
+"""SGLang's and llama.cpp's."""
+
+FORMATS = "text", "json_object", "json_schema"
+
+
+def read_structured_outputs(given: BodyFields) -> StructuredOutputsParams | None:
+    """What was asked for in one of these fields; None: nothing.
+
+    Raises:
+        ApiError: a field is not valid, or there are several.
+    """
+    names = ["response_format", "structured_outputs", *GUIDED, *GRAMMARS]
+    asked = {name: value for name in names if (value := given.get(name, MAX_FORMAT_BYTES)) is not None}
+    spaces = given.text("guided_whitespace_pattern", 1024)
+    if "response_format" in asked:
+        wanted = _format_fields(asked["response_format"])
+        if wanted is None:
+            del asked["response_format"]
+        else:
+            asked["response_format"] = wanted
+    if len(asked) > 1:
+        raise invalid(f"{' and '.join(asked)} both say what the answer must look like; give one of them", [*asked][1])
+    if not asked:
+        if spaces is not None:
+            raise invalid("guided_whitespace_pattern is allowed with guided_json only", "guided_whitespace_pattern")
+        return None
+    [(name, value)] = asked.items()
+    kind = {**GUIDED, **GRAMMARS}.get(name)
+    fields = value if kind is None else {kind: value}
+    if spaces is not None:
+        fields = {**fields, "whitespace_pattern": spaces} if isinstance(fields, Mapping) else fields
+    try:
+        return structured_outputs(fields)
+    except SamplingParamsError as error:
+        error.param = name
+        raise api_error(error) from None
+
+
+def _format_fields(value: Any) -> dict[str, Any] | None:
+    """OpenAI's `response_format` as fields of `StructuredOutputsParams`; None for text of any kind."""
+    if not isinstance(value, dict):
+        raise wrong_type("response_format", value, f"an object with a type: {', '.join(FORMATS)}")
+    kind = value.get("type")
+    if kind not in FORMATS:
+        raise wrong_value("response_format.type", kind, f"one of {', '.join(FORMATS)}")
+    _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    told = value.get("json_schema")
+    if not isinstance(told, dict):
+        raise wrong_type("response_format.json_schema", told, "an object with a schema")
+    _check_names(told, {"name", "description", "schema", "strict"}, "response_format.json_schema")
+    if not isinstance(told.get("strict"), bool | None):
+        raise wrong_type("response_format.json_schema.strict", told["strict"], "true or false; it is enforced anyway")
+    schema = told.get("schema")
+    if not isinstance(schema, dict):
+        raise wrong_type("response_format.json_schema.schema", schema, "a JSON Schema")
+    return {"json": schema}
+
+
+def _check_names(value: Mapping[str, Any], known: set[str], where: str) -> None:
+    for name in value:
+        if name not in known:
+            raise _unknown(name, known, where)
+
+
+def _unknown(name: str, known: set[str], where: str) -> ApiError:
+    return invalid(f"{where} has the field {shorten(name)}; it may have {', '.join(sorted(known))}", where)

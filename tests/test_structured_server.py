@@ -1,0 +1,141 @@
+"""What an answer must look like, asked of a server: every spelling, bad ones, and plain requests beside them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.http_tools import ServeProcess
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GBNF = 'root ::= "a" ("b" | "c") "d"'
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServeProcess("--check-invariants", "--tokenizer-deadline", "20") as process:
+        yield process
+
+
+def completion(server: ServeProcess, **fields: Any) -> tuple[int, Any]:
+    body = {"model": "demo", "prompt": "Once", "max_tokens": 200, "seed": 5, "temperature": 1.5, **fields}
+    status, _, data = server.post("/v1/completions", body)
+    return status, json.loads(data)
+
+
+def text_of(server: ServeProcess, **fields: Any) -> str:
+    status, answer = completion(server, **fields)
+    assert status == 200, answer
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    return answer["choices"][0]["text"]
+
+
+def is_person(text: str) -> bool:
+    value = json.loads(text)
+    return [*value] == ["name", "age"] and value["name"] in ("Ada", "Grace") and 10 <= value["age"] <= 99
+
+
+def test_every_spelling_of_a_schema_gives_the_same_answer(server):
+    spellings = [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}}},
+    ]
+    texts = {text_of(server, **spelling) for spelling in spellings}
+    assert len(texts) == 1 and is_person(texts.pop())
+
+
+def test_other_languages_are_enforced(server):
+    assert text_of(server, guided_choice=["yes", "no"]) in ("yes", "no")
+    assert text_of(server, structured_outputs={"regex": "[ab]{3}"}).strip("ab") == ""
+    assert {text_of(server, **{name: GBNF}) for name in ("guided_grammar", "ebnf", "grammar")} <= {"abd", "acd"}
+    assert isinstance(json.loads(text_of(server, response_format={"type": "json_object"}, temperature=0)), dict)
+
+
+def test_the_official_client_gets_documents_whole_and_in_pieces(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        options: dict[str, Any] = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "Who?"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
+            "seed": 3,
+            "max_tokens": 200,
+        }
+        whole = client.chat.completions.create(**options, n=2)
+        assert all(is_person(choice.message.content or "") for choice in whole.choices)
+        parts = client.chat.completions.create(**options, stream=True)
+        text = "".join(part.choices[0].delta.content or "" for part in parts)
+        assert text == whole.choices[0].message.content
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"guided_json": {"type": "object", "uniqueItems": True}}, "structured_outputs", "uniqueItems"),
+    ({"guided_json": {"$ref": "http://example.org/schema"}}, "structured_outputs", "references within the schema"),
+    ({"guided_json": {"$ref": "#"}}, "structured_outputs", "leads back to itself"),
+    ({"guided_json": {"enum": [f"x{i}" for i in range(100_000)]}}, "structured_outputs", "cannot be used"),
+    ({"guided_json": '{"type": "object"'}, "structured_outputs", "not valid JSON"),
+    ({"guided_json": {"enum": ["x" * 1_100_000]}}, "guided_json", "bytes"),
+    ({"guided_regex": "(" * 2000 + "a" + ")" * 2000}, "structured_outputs", "cannot be used"),
+    ({"guided_regex": "(?<=a)b"}, "structured_outputs", "look-around"),
+    ({"grammar": 'root ::= "a'}, "structured_outputs", "grammar"),
+    ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex", "give one of them"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "JSON Schema"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "jsn"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
+    ({"guided_choice": []}, "guided_choice", "not empty"),
+    ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), BAD, ids=[f"{i}-{case[2]}" for i, case in enumerate(BAD)])
+def test_what_cannot_be_enforced_is_refused_with_the_reason(server, fields, param, says):
+    status, answer = completion(server, **fields)
+    assert status == 400, answer
+    assert says in answer["error"]["message"] and answer["error"]["param"].startswith(param)
+    assert text_of(server, guided_choice=["still", "here"]) in ("still", "here")
+
+
+def test_plain_requests_beside_constrained_ones_get_the_tokens_that_they_get_alone(server):
+    with LLM("demo", threads=1) as llm:
+        [alone] = llm.generate("def fib(n):\n", SamplingParams(max_tokens=40, temperature=0.8, seed=11))
+
+    def plain(_: int) -> str:
+        return completion(server, prompt="def fib(n):\n", max_tokens=40, temperature=0.8, seed=11)[1]["choices"][0][
+            "text"
+        ]
+
+    def person(number: int) -> bool:
+        schema = {**SCHEMA, "title": f"schema {number}"}  # another one to compile, each time
+        return is_person(text_of(server, structured_outputs={"json": schema}, seed=number))
+
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        texts, persons = threads.map(plain, range(8)), threads.map(person, range(8))
+        assert set(texts) == {alone.outputs[0].text}
+        assert all(persons)
+
+
+def test_requests_with_a_schema_survive_the_engine(server):
+    """The last test: it kills the engine under a stream, which goes on where it was."""
+    fields = {"structured_outputs": {"regex": "([a-z]{5} ){60}"}, "temperature": 1, "max_tokens": 600}
+    expected = text_of(server, **fields)
+    body = {"model": "demo", "prompt": "Once", "seed": 5, **fields}
+    with server.stream("/v1/completions", body) as stream:
+        pieces = stream.chunks()
+        text = next(pieces)["choices"][0]["text"]
+        server.kill("engine")
+        for piece in pieces:
+            text += piece["choices"][0]["text"]
+    assert text == expected
