@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from quire.cluster import place
 from quire.cluster.folder import ClusterFolder, end, folder_of
 from quire.cluster.keeper import Keeper, Kept
 from quire.cluster.place import Here
+from quire.cluster.screen import make_screen
 from quire.cluster.spec import Member, members, read_cluster
 from quire.errors import ClusterError, ConfigError
 
@@ -154,13 +157,15 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def kept_by(tmp_path: Path, *found: Member, limit: int = 3) -> tuple[Keeper, list[tuple[str, str]]]:
-    seen: list[tuple[str, str]] = []
+class Seen(list[tuple[str, str]]):
+    """The states that members have entered, in their order."""
 
-    def changed(kept: Kept) -> None:
-        seen.append((kept.member.name, kept.state))
+    def changed(self, kept: Kept) -> None:
+        self.append((kept.member.name, kept.state))
 
-    return Keeper(found, Here(tmp_path), restart_limit=limit, drain_seconds=1.0, changed=changed), seen
+
+def kept_by(tmp_path: Path, *found: Member, limit: int = 3) -> tuple[Keeper, Seen]:
+    return Keeper(found, Here(tmp_path), restart_limit=limit, drain_seconds=1.0), Seen()
 
 
 def pid_of(kept: Kept) -> int:
@@ -180,7 +185,7 @@ def gone(pid: int) -> bool:
 def test_who_is_killed_is_started_again_and_all_end_together(tmp_path: Path) -> None:
     async def scenario() -> None:
         keeper, seen = kept_by(tmp_path, member("server-0", "server"), member("router", "router"))
-        running = asyncio.create_task(keeper.run())
+        running = asyncio.create_task(keeper.run(seen.changed))
         await until(lambda: all(kept.state == "ready" for kept in keeper.kept))
         first = pid_of(keeper.kept[0])
         os.kill(first, signal.SIGKILL)
@@ -201,7 +206,7 @@ def test_who_dies_too_often_is_left_and_without_a_server_all_ends(tmp_path: Path
     async def scenario() -> None:
         dying = member("server-0", "server", "raise SystemExit(1)")
         keeper, seen = kept_by(tmp_path, dying, member("router", "router"), limit=1)
-        assert not await asyncio.wait_for(keeper.run(), 60)
+        assert not await asyncio.wait_for(keeper.run(seen.changed), 60)
         assert keeper.kept[0].state == "failed" and keeper.kept[0].restarts == 1
         assert ("router", "ended") in seen
 
@@ -211,8 +216,10 @@ def test_who_dies_too_often_is_left_and_without_a_server_all_ends(tmp_path: Path
 @pytest.mark.usefixtures("program")
 def test_a_command_that_is_not_valid_is_not_tried_again(tmp_path: Path) -> None:
     async def scenario() -> None:
-        keeper, _ = kept_by(tmp_path, member("server-0", "server", "raise SystemExit(2)"), member("router", "router"))
-        assert not await asyncio.wait_for(keeper.run(), 60)
+        keeper, seen = kept_by(
+            tmp_path, member("server-0", "server", "raise SystemExit(2)"), member("router", "router")
+        )
+        assert not await asyncio.wait_for(keeper.run(seen.changed), 60)
         assert keeper.kept[0].restarts == 0 and keeper.kept[0].why == "exit code 2"
 
     asyncio.run(scenario())
@@ -224,9 +231,9 @@ def test_who_does_not_end_is_killed_when_all_is_hurried(tmp_path: Path, monkeypa
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)" + HEALTHY
 
     async def scenario() -> None:
-        keeper, _ = kept_by(tmp_path, member("server-0", "server", deaf), member("router", "router"))
+        keeper, seen = kept_by(tmp_path, member("server-0", "server", deaf), member("router", "router"))
         keeper._drain = 3600.0
-        running = asyncio.create_task(keeper.run())
+        running = asyncio.create_task(keeper.run(seen.changed))
         await until(lambda: all(kept.state == "ready" for kept in keeper.kept))
         keeper.leave()
         keeper.leave()
@@ -263,3 +270,24 @@ def test_members_die_with_who_has_started_them(tmp_path: Path) -> None:
     while not gone(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("program")
+def test_the_table_shows_each_member_and_how_it_does(tmp_path: Path) -> None:
+    async def scenario() -> str:
+        keeper, _ = kept_by(tmp_path, member("server-0", "server"), member("router", "router"))
+        console = Console(force_terminal=True, width=140, file=io.StringIO())
+        with make_screen(console, "two of demo", keeper.kept) as screen:
+            running = asyncio.create_task(keeper.run(screen.changed))
+            await until(lambda: all(kept.state == "ready" for kept in keeper.kept))
+            pid = pid_of(keeper.kept[0])
+            screen.changed(keeper.kept[0])
+            keeper.leave()
+            assert await running
+        shown = console.file.getvalue()
+        assert f"pid {pid}" in shown
+        return shown
+
+    shown = asyncio.run(scenario())
+    for text in ("two of demo", "server-0", "router", "starting", "ready", "ended", "http://127.0.0.1:"):
+        assert text in shown

@@ -78,17 +78,15 @@ async def _keep(
     cluster: ClusterFile, found: Sequence[Member], place: Place, folder: Path, limit: int, drain: float
 ) -> int:
     """Keep the members until a signal; the exit code."""
-    to = console(stderr=True)
-    keeper: list[Keeper] = []
-    screen = make_screen(to, f"{cluster.name or 'cluster'} of {cluster.model}", lambda: keeper[0].kept)
-    keeper.append(Keeper(found, place, restart_limit=limit, drain_seconds=drain, changed=screen.changed))
+    keeper = Keeper(found, place, restart_limit=limit, drain_seconds=drain)
+    screen = make_screen(console(stderr=True), f"{cluster.name or 'cluster'} of {cluster.model}", keeper.kept)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, keeper[0].leave)
+        loop.add_signal_handler(number, keeper.leave)
     with screen:
-        asked = await keeper[0].run()
+        asked = await keeper.run(screen.changed)
     if not asked:
-        raise ClusterError("; ".join(_last_words(kept, folder) for kept in keeper[0].kept if kept.state == "failed"))
+        raise ClusterError("; ".join(_last_words(kept, folder) for kept in keeper.kept if kept.state == "failed"))
     return 0
 
 

@@ -58,20 +58,12 @@ class Keeper:
     Args:
         restart_limit: how often each member may be started again within an hour.
         drain_seconds: how long members may take to end what they do, when all is over.
-        changed: called with a member whose state has changed.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        place: Place,
-        *,
-        restart_limit: int,
-        drain_seconds: float,
-        changed: Callable[[Kept], None],
-    ) -> None:
+    def __init__(self, members: Sequence[Member], place: Place, *, restart_limit: int, drain_seconds: float) -> None:
         self.kept = [Kept(member, since=time.monotonic()) for member in members]
-        self._place, self._limit, self._drain, self._changed = place, restart_limit, drain_seconds, changed
+        self._place, self._limit, self._drain = place, restart_limit, drain_seconds
+        self._changed: Callable[[Kept], None] = lambda kept: None
         self._leaving = asyncio.Event()
         self._hurried = asyncio.Event()
 
@@ -79,11 +71,15 @@ class Keeper:
         """End everything; asked for once more, without waiting for what runs."""
         (self._hurried if self._leaving.is_set() else self._leaving).set()
 
-    async def run(self) -> bool:
+    async def run(self, changed: Callable[[Kept], None]) -> bool:
         """Until `leave`, or until nobody could answer any more; whether it was the former. Nothing is left running.
 
         Members start in their order, all servers at once: who comes first is what the others need.
+
+        Args:
+            changed: called with a member whose state has changed.
         """
+        self._changed = changed
         tasks: list[asyncio.Task[None]] = []
         try:
             first = [kept for kept in self.kept if kept.member.kind == "redis"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -27,8 +27,8 @@ class Screen(Protocol):
         """A member's state is another one."""
 
 
-def make_screen(console: Console, title: str, kept: Callable[[], Sequence[Kept]]) -> Screen:
-    """The screen for this console; `kept` gives the members."""
+def make_screen(console: Console, title: str, kept: Sequence[Kept]) -> Screen:
+    """The screen for this console; `kept` are the members."""
     return TableScreen(console, title, kept) if console.is_terminal else LineScreen(console)
 
 
@@ -53,7 +53,7 @@ class LineScreen:
 class TableScreen:
     """For people."""
 
-    def __init__(self, console: Console, title: str, kept: Callable[[], Sequence[Kept]]) -> None:
+    def __init__(self, console: Console, title: str, kept: Sequence[Kept]) -> None:
         self._title, self._kept = title, kept
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=2)
 
@@ -72,7 +72,7 @@ class TableScreen:
         table = Table(title=self._title, title_justify="left", title_style="bold", border_style="dim")
         for name in ("name", "state", "for", "where", "URL", "restarts", "ended last by"):
             table.add_column(name, justify="right" if name in ("for", "restarts") else "left")
-        for kept in self._kept():
+        for kept in self._kept:
             table.add_row(
                 kept.member.name,
                 Text(kept.state, STYLES.get(kept.state, "dim")),
