@@ -25,7 +25,7 @@ from quire.cli.main import main
 from quire.cli.options import CommandParser
 from quire.cli.serve_screen import JsonScreen, TextScreen
 from quire.config import EngineConfig
-from quire.errors import CheckpointNotFoundError
+from quire.errors import CheckpointNotFoundError, ConfigError
 from quire.server.config import ServerConfig
 from quire.server.processes import listen
 from quire.server.supervisor import ServeOptions
