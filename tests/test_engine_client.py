@@ -224,6 +224,8 @@ async def any_schedule(fleet: Fleet, luck: random.Random) -> None:
     finished = [name for name, output in fleet.outputs.items() if output.finished]
     assert all(name in finished or fleet.tasks[name].cancelled() for name in names.values())
     assert not fleet.client.num_open and not fleet.client._waiting
+    open_names = {names[number] for link in fleet.links for number in link.requests}
+    assert all(fleet.tasks[name].cancelled() for name in open_names)  # those are being aborted
     await fleet.client.close()
 
 
@@ -272,6 +274,12 @@ def test_what_was_cached_is_forgotten_with_its_engine(links: list[EngineLink]) -
         placement.lost(links[homes[-1]])
         placement.heard(RequestUpdate(number, [1], finish_reason="length"))  # too late: it changes nothing
     assert placement.choose(Request(9, prompt, LONG, max_tokens=9, arrived=0.0), links).tokens == 160
+
+
+def test_what_an_engine_had_to_do_is_forgotten_with_it(links: list[EngineLink]) -> None:
+    placement = Placement(links, KEY, alone=True)
+    placement.lost(links[placed(placement, links, 0, [7] * 3000)])
+    assert {placed(placement, links, number, [number] * 20) for number in range(1, 4)} == {0, 1, 2}
 
 
 def test_a_busy_replica_gets_less_and_one_without_a_pulse_nothing(links: list[EngineLink]) -> None:
