@@ -187,6 +187,16 @@ def serve_options(**server: Any) -> ServeOptions:
     return ServeOptions(server=ServerConfig(**server), engine=EngineConfig(model="demo"))
 
 
+def test_the_screen_says_how_many_replicas_there_are_where_there_are_several(
+    listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for replicas in (1, 3):
+        engine = EngineConfig(model="demo", data_parallel_size=replicas)
+        options = dataclasses.replace(serve_options(), engine=engine)
+        TextScreen(options, listener, {}).ready(engine_info(1), 1.0)
+    assert capsys.readouterr().err.count("3; sizes are those of each, and the others load now") == 1
+
+
 def test_the_screen_says_url_model_memory_and_keys_in_columns(
     listener: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
