@@ -103,15 +103,14 @@ def test_it_is_told_where_each_value_came_from(tmp_path: Path) -> None:
 
 
 def test_replicas_need_a_gpu_each_where_they_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "find_device", lambda: ("cuda", None))
     monkeypatch.setattr(serve, "count_gpus", lambda: 2)
-    assert options_of("demo", "-dp", "2").engine.replicas == 2
+    assert options_of("demo", "-dp", "2", "--device", "cuda").engine.replicas == 2
     with pytest.raises(
         ConfigError, match=r"^data_parallel_size=3 needs a GPU for each replica, and there are 2; lower"
     ):
-        options_of("demo", "-dp", "3")
+        options_of("demo", "-dp", "3", "--device", "cuda")
     assert options_of("demo", "-dp", "3", "--device", "cpu").engine.replicas == 3
-    assert options_of("demo", "-dp", "3", "-ep").engine.replicas == 1
+    assert options_of("demo", "-dp", "3", "-ep", "--device", "cuda").engine.replicas == 1
 
 
 def test_disable_log_requests_is_the_name_that_others_use() -> None:
@@ -186,6 +185,16 @@ def listener() -> Iterator[socket.socket]:
 
 def serve_options(**server: Any) -> ServeOptions:
     return ServeOptions(server=ServerConfig(**server), engine=EngineConfig(model="demo"))
+
+
+def test_the_screen_says_how_many_replicas_there_are_where_there_are_several(
+    listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for replicas in (1, 3):
+        engine = EngineConfig(model="demo", data_parallel_size=replicas)
+        options = dataclasses.replace(serve_options(), engine=engine)
+        TextScreen(options, listener, {}).ready(engine_info(1), 1.0)
+    assert capsys.readouterr().err.count("3; sizes are those of each, and the others load now") == 1
 
 
 def test_the_screen_says_url_model_memory_and_keys_in_columns(

@@ -22,6 +22,7 @@ from quire.ipc.link import EngineLink
 from quire.ipc.placement import Placement
 from tests.server_fakes import engine_info
 
+KEY = bytes(32)
 LONG = SamplingParams(max_tokens=100, seed=0, ignore_eos=True)
 
 
@@ -223,6 +224,8 @@ async def any_schedule(fleet: Fleet, luck: random.Random) -> None:
     finished = [name for name, output in fleet.outputs.items() if output.finished]
     assert all(name in finished or fleet.tasks[name].cancelled() for name in names.values())
     assert not fleet.client.num_open and not fleet.client._waiting
+    open_names = {names[number] for link in fleet.links for number in link.requests}
+    assert all(fleet.tasks[name].cancelled() for name in open_names)  # those are being aborted
     await fleet.client.close()
 
 
@@ -255,7 +258,7 @@ def placed(placement: Placement, links: list[EngineLink], number: int, prompt: l
 
 
 def test_a_conversation_stays_where_it_is_cached_and_only_under_its_own_scope(links: list[EngineLink]) -> None:
-    placement, prompt = Placement(links), list(range(160))
+    placement, prompt = Placement(links, KEY, alone=True), list(range(160))
     home = placed(placement, links, 0, prompt)
     placement.heard(RequestUpdate(0, [1], finish_reason="length"))
     assert placed(placement, links, 1, prompt + list(range(40))) == home
@@ -264,7 +267,7 @@ def test_a_conversation_stays_where_it_is_cached_and_only_under_its_own_scope(li
 
 
 def test_what_was_cached_is_forgotten_with_its_engine(links: list[EngineLink]) -> None:
-    placement, prompt = Placement(links), list(range(160))
+    placement, prompt = Placement(links, KEY, alone=True), list(range(160))
     homes = []
     for number in range(3):
         homes.append(placed(placement, links, number, prompt))
@@ -273,10 +276,28 @@ def test_what_was_cached_is_forgotten_with_its_engine(links: list[EngineLink]) -
     assert placement.choose(Request(9, prompt, LONG, max_tokens=9, arrived=0.0), links).tokens == 160
 
 
+def test_what_an_engine_had_to_do_is_forgotten_with_it(links: list[EngineLink]) -> None:
+    placement = Placement(links, KEY, alone=True)
+    placement.lost(links[placed(placement, links, 0, [7] * 3000)])
+    assert {placed(placement, links, number, [number] * 20) for number in range(1, 4)} == {0, 1, 2}
+
+
 def test_a_busy_replica_gets_less_and_one_without_a_pulse_nothing(links: list[EngineLink]) -> None:
-    placement = Placement(links)
+    placement = Placement(links, KEY, alone=True)
     board = links[0].board
     assert board is not None
     board.fields[NUM_OPEN] = 50  # another HTTP process has sent these
     links[1]._pulse = (-1, time.monotonic() - 1000)
     assert [placed(placement, links, number, [number] * 20) for number in range(6)] == [2] * 6
+
+
+def test_several_http_processes_send_prompts_that_begin_alike_to_the_same_replica(links: list[EngineLink]) -> None:
+    several = [Placement(links, KEY, alone=False) for _ in range(3)]
+    homes = []
+    for number in range(30):
+        prompts = [[number] * 16 + [100 + process] * 60 for process in range(3)]
+        [home] = {placed(each, links, number, prompt) for each, prompt in zip(several, prompts, strict=True)}
+        for each in several:
+            each.heard(RequestUpdate(number, [1], finish_reason="length"))
+        homes.append(home)
+    assert set(homes) == {0, 1, 2}  # and not all to one

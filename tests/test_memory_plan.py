@@ -18,7 +18,7 @@ from quire.models.layer_groups import layer_groups
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVShape, choose_kernels, kv_cache
-from quire.runner import memory_plan
+from quire.runner import memory_plan, start
 from quire.runner.kv_pools import Pools, retentions
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
 from quire.runner.model_runner import ModelRunner
@@ -72,6 +72,18 @@ def test_a_tight_memory_shortens_the_context_and_says_so(model):
 def test_num_kv_blocks_and_kv_cache_memory_override_the_plan(model):
     assert plan(model, num_kv_blocks=40).num_blocks == 41
     assert plan(model, kv_cache_memory="1MiB").num_blocks == 2**20 // (16 * TOKEN_BYTES)
+
+
+def test_engines_that_are_still_to_come_find_room_for_their_weights_and_as_much_kv(model, monkeypatch):
+    free = 3 * 2**30
+    monkeypatch.setattr(start, "free_memory", lambda: free)
+    config = EngineConfig(model="demo", host_kv_memory="64MiB")
+    alone, first = start.free_for_each(config, model, 1), start.free_for_each(config, model, 1, neighbours=2)
+    assert alone == free - 64 * 2**20
+    assert 3 * (first + 64 * 2**20) + 2 * model.weight_bytes == pytest.approx(free, abs=3)
+    assert 2 * start.free_for_each(config, model, 2, neighbours=2) == pytest.approx(
+        first - 2 * model.weight_bytes / 3, abs=4
+    )
 
 
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_values_that_work(model):

@@ -38,7 +38,7 @@ class Parent:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.control = self.router(wire.control_address(self.directory))
-        self.board = Board.create(wire.board_path(self.directory, 1))
+        self.board = Board.create(wire.board_path(self.directory, 0, 1))
         self.own_board = Board.create(wire.http_board_path(self.directory, 3))
         self.ended = threading.Event()
         start = HttpStart(
@@ -80,7 +80,7 @@ class Parent:
     def get_ready(self) -> zmq.Socket[bytes]:
         """Bring it to where it takes requests; returns the engine's socket."""
         self.hello()
-        engine = self.router(wire.engine_address(self.directory, 1))
+        engine = self.router(wire.engine_address(self.directory, 0, 1))
         threading.Thread(target=self.beat, daemon=True).start()
         info = engine_info(path=str(DEMO), vocab_size=8192, max_model_len=2048)
         self.tell(wire.EngineState(boot=1, state="ready", path=str(DEMO), info=info))

@@ -129,6 +129,20 @@ def test_engine_numbers_are_told_as_they_are() -> None:
     }
 
 
+def test_each_of_several_engines_tells_its_own_and_what_http_processes_count_is_of_all() -> None:
+    third = EngineReading(ENGINE | {"running": 1, "pid": None}, "ready", 2)
+    metrics = Metrics(model_name="demo")
+    text = metrics.render([EngineReading(ENGINE, "ready"), EngineReading(None, "restarting", 1), third])[0].decode()
+    types_in(text)  # each name once
+    running = [(labels["engine"], count) for labels, count in samples(text)["vllm:num_requests_running"]]
+    assert running == [("0", 3), ("2", 1)]
+    assert [value(text, "quire:engine_restarts_total", engine=engine) for engine in "012"] == [0, 1, 2]
+    assert value(text, "quire:engine_state", engine="1", state="restarting") == 1
+    assert value(text, "quire:kv_blocks", engine="2", state="held") == 25
+    assert {labels["engine"] for labels, _ in samples(text)["vllm:request_success_total"]} == {"all"}
+    assert value(text, "quire:memory_resident_bytes", process="engine") > 2**20
+
+
 def test_the_balance_of_the_experts_load_is_told_by_layer_where_there_are_experts() -> None:
     assert "expert_load" not in text_of(Metrics(), engine=ENGINE)
     balances = {"expert_load_balance": 1.75, "expert_load_balance_by_layer": {"1": 1.25, "2": 1.75}}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli.options import Given, add_engine_options, add_server_options, given_options
 from quire.config import EngineConfig
-from quire.devices import count_gpus, find_device
+from quire.devices import count_gpus
 from quire.errors import ConfigError, QuireError
 from quire.models.hub import HUB_NAME, resolve
 from quire.server.config import ServerConfig
@@ -90,10 +90,7 @@ def check_devices(engine: EngineConfig) -> None:
     Raises:
         ConfigError: there are fewer.
     """
-    if engine.replicas == 1:
-        return
-    device = find_device()[0] if engine.device == "auto" else engine.device
-    if device == "cuda" and (found := count_gpus()) < engine.replicas:
+    if engine.replicas > 1 and engine.device == "cuda" and (found := count_gpus()) < engine.replicas:
         raise ConfigError(
             f"data_parallel_size={engine.replicas} needs a GPU for each replica, and there are {found}; lower it, or "
             "set device=cpu"

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 import zmq
+from blake3 import blake3
 
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
@@ -60,7 +61,7 @@ class EngineClient:
     Args:
         directory: the server's private folder.
         worker: this process's index, unique in the life of the server.
-        replicas: how many engines the server has.
+        replicas: how many engines the server has, and workers: how many HTTP processes.
 
     Attributes:
         links: to each replica.
@@ -69,7 +70,7 @@ class EngineClient:
         located: set as soon as `folder`, the checkpoint's, is known.
     """
 
-    def __init__(self, directory: Path, worker: int, replicas: int = 1) -> None:
+    def __init__(self, directory: Path, worker: int, replicas: int = 1, workers: int = 1) -> None:
         self.cause: str | None = None
         self.draining = False
         self.located = asyncio.Event()
@@ -78,7 +79,8 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._name = f"http-{worker}"
         self.links = [EngineLink(self._context, directory, self._name, each, self._hear) for each in range(replicas)]
-        self._placement = Placement(self.links)
+        key = blake3(os.fsencode(directory)).digest()  # its name is random, and known to nobody outside
+        self._placement = Placement(self.links, key, workers == 1)
         self._control: Channel | None = None
         self._frontend: Frontend | None = None
         self._streams = Streams()

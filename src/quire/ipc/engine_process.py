@@ -207,10 +207,11 @@ class EngineProcess:
                 self._receive()
                 self._exchange()
                 self._let_in()
-                self._board.fields[NUM_OPEN] = len(self._adds) + len(self._outside)
+                self._tell_open()
                 self.engine.check_ranks()
                 if not self.engine.idle:
                     self._send(self.engine.step())
+                    self._tell_open()
                 self._tell_statistics()
         except Exception as error:
             if isinstance(error, RankLostError) and error.outside:
@@ -363,6 +364,10 @@ class EngineProcess:
         else:
             self._board.end()
 
+    def _tell_open(self) -> None:
+        """The board says how many requests there are."""
+        self._board.fields[NUM_OPEN] = len(self._adds) + len(self._outside)
+
     def _begin(self, numbers: list[int]) -> None:
         """The board says for whom the next thing is done."""
         on_probation = self._on_probation
@@ -443,7 +448,9 @@ class EngineProcess:
         if now - before >= STATISTICS_INTERVAL:
             new = self._recorder.stats(self.engine)
             if new["steps"] > old["steps"]:
-                log.event(logger, "statistics", log.statistics_line(old, new, now - before), **new)
+                of_which = f"replica {self._start.replica}: " if self._start.sharers > 1 else ""
+                text = of_which + log.statistics_line(old, new, now - before)
+                log.event(logger, "statistics", text, replica=self._start.replica, **new)
             self._last_statistics = (now, new)
 
 

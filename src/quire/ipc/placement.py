@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.core.block_hash import BlockHasher
 from quire.core.request import Request, RequestUpdate
@@ -34,14 +33,19 @@ class _Sent:
 class Placement:
     """Chooses among the engines of one server.
 
-    What each has cached is known from what was sent there: it goes by the hashes of the prompts' blocks, whose key
-    never leaves this process. What other HTTP processes have sent is known by its number alone, from the engines'
-    boards.
+    What each has cached is known from what was sent there: it goes by the hashes of the prompts' blocks. What other
+    HTTP processes have sent is known by its number alone, from the engines' boards. So that they send prompts that
+    begin alike to the same engine without asking each other, a prompt that is new to all goes by the hash of its first
+    block (rendezvous hashing), of engines that are as good; one process alone takes the one that got the fewest lately.
+
+    Args:
+        key: 32 bytes that the server's HTTP processes have in common, and nobody else.
+        alone: there is one HTTP process.
     """
 
-    def __init__(self, links: Sequence[EngineLink]) -> None:
-        self._links = links
-        self._hasher = BlockHasher(secrets.token_bytes(32), "")
+    def __init__(self, links: Sequence[EngineLink], key: bytes, alone: bool) -> None:
+        self._links, self._alone = links, alone
+        self._hasher = BlockHasher(key, "")
         self._chooser, self._knowledge = Chooser(), Knowledge()
         self._loads = [Load() for _ in links]
         self._sent: dict[int, _Sent] = {}  # open requests, by number
@@ -53,10 +57,15 @@ class Placement:
         hashes, now = self._hashes(request, able[0]), time.monotonic()
         held = {link.name: self._knowledge.held(link.name, hashes) for link in able}
         candidates = [self._candidate(link, held[link.name], now) for link in able]
+        if hashes and not self._alone and not any(held.values()):
+            candidates = [replace(each, recent=self._rank(hashes[0], each.name)) for each in candidates]
         decision = self._chooser.choose(len(request.tokens), b"".join(hashes[:1]), candidates)
         link = able[0] if decision is None else next(each for each in able if each.name == decision.server)
         self._knowledge.sent(link.name, hashes)
         return Place(link, max(1, len(request.tokens) - held[link.name] * _block_size(link)))
+
+    def _rank(self, first: bytes, name: str) -> int:
+        return int.from_bytes(self._hasher.chain(first, [name.encode()])[0][:6])
 
     def _candidate(self, link: EngineLink, held: int, now: float) -> Candidate:
         load = self._loads[link.replica]

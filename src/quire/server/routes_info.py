@@ -144,8 +144,9 @@ def _server_info(context: AppContext) -> dict[str, Any]:
     for name in KEY_OPTIONS:
         server[name] = f"{len(server[name])} set"
     engine = dict(context.engine_options) if info is None else dict(info.config)
-    if len(context.client.links) > 1:  # each of them is told that it is one
-        engine["data_parallel_size"] = len(context.client.links)
+    for name in ("data_parallel_size", "disk_kv_path"):  # replicas are told other ones
+        if name in context.engine_options:
+            engine[name] = context.engine_options[name]
     described = {} if info is None else msgspec.to_builtins(info)
     described.pop("config", None)
     return {

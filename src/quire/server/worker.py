@@ -50,7 +50,7 @@ class HttpWorker:
         secret = None if cluster_key is None else read_token(cluster_key, "--cluster-key-file")
         self.context = AppContext(
             server=server,
-            client=EngineClient(directory, start.worker, start.replicas),
+            client=EngineClient(directory, start.worker, start.replicas, server.api_workers),
             metrics=Metrics(directory / "metrics", worker=start.worker, model_name=start.model_names[0]),
             model_names=start.model_names,
             tenants=Tenants(server.api_key, server.metrics_key, secret),
