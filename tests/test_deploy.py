@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import yaml
 from quire.cli.options import CommandParser
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
-METRICS = ("server/metrics.py", "router/metrics.py")
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -43,16 +40,6 @@ def test_every_command_line_has_flags_that_there_are(name: str, command: list[st
     module.add_arguments(parser)
     given = vars(parser.parse([argument.replace("${MODEL:-demo}", "demo") for argument in command[1:]]))
     assert given["api_key"]
-
-
-def test_the_dashboard_asks_for_metrics_that_servers_have() -> None:
-    sources = "".join((DEPLOY.parent / "src" / "quire" / name).read_text() for name in METRICS)
-    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "quire.json").read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(expressions) > 12
-    for expression in expressions:
-        for name in re.findall(r"(?:vllm|quire):\w+", expression):
-            assert f'"{re.sub("_(total|bucket)$", "", name)}"' in sources, name
 
 
 def test_containers_run_without_root_and_with_probes() -> None:
