@@ -18,7 +18,7 @@ from quire.models.layer_groups import layer_groups
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVShape, choose_kernels, kv_cache
-from quire.runner import memory_plan
+from quire.runner import kv_pools, memory_plan
 from quire.runner.kv_pools import Pools, retentions
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
 from quire.runner.model_runner import ModelRunner
@@ -129,9 +129,10 @@ def test_each_group_has_a_pool_and_what_both_take_is_what_was_given(mixed):
     assert windowed.num_usable == 2 * 8 * 4 + 7, "twice what eight requests use, and a step"
 
 
-def test_short_and_long_requests_lose_the_same_share_to_the_division(mixed):
+def test_short_and_long_requests_lose_the_same_share_to_the_division(mixed, monkeypatch):
     """Of what pools would hold that were made for them alone, where so many may run that they could use all."""
-    config = EngineConfig(model="m", max_num_batched_tokens=128, max_num_seqs=65536)
+    config = EngineConfig(model="m", max_num_batched_tokens=128, max_num_seqs=8)
+    monkeypatch.setattr(kv_pools, "CACHED", 10**6)
     pools = Pools(config, mixed, None)
     for tokens in (512, 1024, 4096):
         size = 2**26
