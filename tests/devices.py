@@ -217,10 +217,19 @@ class SpanKernels(Kernels):
         return super().rotate_and_store(qkv[:real], norm, (cos[:real], sin[:real]), kv, host, layer)
 
     def attend(
-        self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, window: int | None
+        self,
+        q: Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         real, host = self._host(batch, kv)
-        return _padded(batch, super().attend(q[:real], kv, host, layer, scale, window) if real else q.flatten(1)[:0])
+        if not real:
+            return _padded(batch, q.flatten(1)[:0])
+        return _padded(batch, super().attend(q[:real], kv, host, layer, scale, window, sinks))
 
     def attend_latent(self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int) -> Tensor:
         real, host = self._host(batch, kv)

@@ -18,7 +18,11 @@ from quire.models.layer_groups import layer_groups
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVShape, choose_kernels, kv_cache
+<<<<<<< HEAD
 from quire.runner import memory_plan, start
+=======
+from quire.runner import kv_pools, memory_plan
+>>>>>>> models
 from quire.runner.kv_pools import Pools, retentions
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
 from quire.runner.model_runner import ModelRunner
@@ -137,12 +141,14 @@ def test_each_group_has_a_pool_and_what_both_take_is_what_was_given(mixed):
     assert made.kv_bytes_per_token == 4 * LAYER_BYTES and made.num_blocks == full.num_blocks
     assert (full.peak_blocks, windowed.peak_blocks) == (32, 11), "a window and a chunk, anyhow they lie in blocks"
     assert 2**20 - 4 * 16 * LAYER_BYTES < made.kv_bytes <= 2**20
-    assert made.full_length_requests == full.num_usable / 32 < windowed.num_usable / 11
+    assert made.full_length_requests == full.num_usable / 32 < (windowed.num_usable - 7) / 4
+    assert windowed.num_usable == 2 * 8 * 4 + 7, "twice what eight requests use, and a step"
 
 
-def test_short_and_long_requests_lose_the_same_share_to_the_division(mixed):
-    """Of what pools would hold that were made for them alone."""
+def test_short_and_long_requests_lose_the_same_share_to_the_division(mixed, monkeypatch):
+    """Of what pools would hold that were made for them alone, where so many may run that they could use all."""
     config = EngineConfig(model="m", max_num_batched_tokens=128, max_num_seqs=8)
+    monkeypatch.setattr(kv_pools, "CACHED", 10**6)
     pools = Pools(config, mixed, None)
     for tokens in (512, 1024, 4096):
         size = 2**26
@@ -167,6 +173,19 @@ def test_at_32k_five_windowed_layers_to_one_leave_room_for_three_times_the_token
     assert made.kv_bytes <= 2**28 and made.kv_bytes_per_token == one.kv_bytes_per_token
     assert made.kv_tokens >= 3 * one.kv_tokens
     assert made.full_length_requests >= 3 * one.full_length_requests
+
+
+def test_gpt_oss_has_room_for_nearly_twice_the_tokens_of_one_group(tmp_path):
+    """Half its layers see 128 positions: what few requests cannot use of their pool is the others'."""
+    options = {"num_hidden_layers": 2, "sliding_window": 128, "max_position_embeddings": 131072}
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    folder = save_checkpoint(tmp_path, "gpt_oss", dtype=torch.bfloat16, rope_parameters=rope, **options)
+    config = EngineConfig(model="m", kv_cache_memory="64MiB", max_num_batched_tokens=512, max_num_seqs=16)
+    made, one = (plan_memory(config, load_model(folder, one_kv_group=one), GIB) for one in (False, True))
+    assert [group.window for group in made.groups] == [None, 128] and made.max_model_len == 131072
+    assert made.kv_tokens >= 1.9 * one.kv_tokens and made.kv_bytes <= 2**26
+    windowed = made.groups[1]
+    assert windowed.num_usable >= 2 * 16 * (windowed.peak_blocks - windowed.step_blocks) + windowed.step_blocks
 
 
 def test_beside_what_requests_keep_there_is_room_for_one_step(mixed):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
 from quire.config import EngineConfig
 from quire.core.kv_group import peak_blocks
 from quire.models.model import Model
 from quire.runner.proposer import Speculation
+
+CACHED = 2
+"""So many times what running requests use is the most that a window's pool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class Pools:
 
     A short request keeps as many blocks of each group, a long one fewer of those with windows (`kept`). No division
     suits both: the one of `shares` takes the same part from either of what pools made for it alone would give. What a
-    step adds until its windows have passed it has room beside that, once.
+    step adds until its windows have passed it has room beside that, once. No pool but the first is larger than
+    `max_num_seqs` requests can use, and as much again for what the prefix cache keeps of them: the rest is the first's.
 
     Args:
         config: block size, and what bounds a chunk.
@@ -75,7 +78,12 @@ class Pools:
         shapes = model.kv_shapes(config.kv_cache_dtype)
         self.token_bytes, self._layers = [shape.bytes_per_token for shape in shapes], [shape.layers for shape in shapes]
         self.token_bytes[0] += self.draft_bytes
+<<<<<<< HEAD
         self.block_size = config.block_size
+=======
+        self._layers = [len(group.layers) for group in model.groups]
+        self.block_size, self._requests = config.block_size, config.max_num_seqs
+>>>>>>> models
         self._chunk = min(config.long_prefill_token_threshold or math.inf, config.max_num_batched_tokens)
 
     def peaks(self, tokens: int) -> list[int]:
@@ -105,20 +113,17 @@ class Pools:
 
     def of_first(self, num_blocks: int, tokens: int) -> list[int]:
         """Blocks of each pool, null blocks included, where the first one has `num_blocks`."""
-        usable = max(num_blocks - 1, -1)
-        steps = [peak - kept for peak, kept in zip(self.peaks(tokens), self.kept(tokens), strict=True)]
-        shares = zip(self.shares(tokens), steps, strict=True)
-        sizes = (min(usable, math.ceil(share * usable) + step) + 1 for share, step in shares)
-        return list(accumulate(sizes, min))  # who keeps less needs no more
+        sizes = [max(num_blocks - 1, -1)]
+        for share, kept, peak in list(zip(self.shares(tokens), self.kept(tokens), self.peaks(tokens), strict=True))[1:]:
+            shared = min(math.ceil(share * sizes[0]), CACHED * self._requests * kept)
+            sizes.append(min(sizes[-1], shared + peak - kept))  # who keeps less needs no more
+        return [size + 1 for size in sizes]
 
     def within(self, size: int, tokens: int) -> list[int]:
         """The most blocks of each pool that so many bytes hold."""
-        shares = self.shares(tokens)
-        each = sum(share * own for share, own in zip(shares, self.token_bytes, strict=True)) * self.block_size
-        num_blocks = int(size // each) + 1  # about: of pools that are no multiples, blocks are rounded up
-        while num_blocks > 0 and self.bytes(self.of_first(num_blocks, tokens)) > size:
-            num_blocks -= 1
-        return self.of_first(num_blocks, tokens)
+        counts = range(size // (self.token_bytes[0] * self.block_size) + 1)
+        fitting = bisect_right(counts, size, key=lambda count: self.bytes(self.of_first(count, tokens)))
+        return self.of_first(fitting - 1, tokens)
 
     def bytes(self, num_blocks: Sequence[int]) -> int:
         """That pools of such sizes take."""

@@ -85,8 +85,14 @@ def _weight(product: Product) -> torch.Tensor:
 
 
 def biases_of(products: Sequence[Product]) -> torch.Tensor | None:
-    """The biases of dense or quantized products of one shape, [products, out] fp32; None: they have none."""
+    """The biases of dense or quantized products of one shape, [products, out] fp32; None: they have none.
+
+    Raises:
+        ValueError: some have one.
+    """
     biases: list[torch.Tensor] = [bias for product in products if (bias := getattr(product, "bias", None)) is not None]
+    if biases and len(biases) < len(products):
+        raise ValueError(f"{len(biases)} of {len(products)} weights have biases; all must, or none")
     return torch.stack(biases).float() if biases else None
 
 
