@@ -18,11 +18,7 @@ from quire.models.layer_groups import layer_groups
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVShape, choose_kernels, kv_cache
-<<<<<<< HEAD
-from quire.runner import memory_plan, start
-=======
-from quire.runner import kv_pools, memory_plan
->>>>>>> models
+from quire.runner import kv_pools, memory_plan, start
 from quire.runner.kv_pools import Pools, retentions
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
 from quire.runner.model_runner import ModelRunner

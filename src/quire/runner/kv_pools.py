@@ -78,12 +78,7 @@ class Pools:
         shapes = model.kv_shapes(config.kv_cache_dtype)
         self.token_bytes, self._layers = [shape.bytes_per_token for shape in shapes], [shape.layers for shape in shapes]
         self.token_bytes[0] += self.draft_bytes
-<<<<<<< HEAD
-        self.block_size = config.block_size
-=======
-        self._layers = [len(group.layers) for group in model.groups]
         self.block_size, self._requests = config.block_size, config.max_num_seqs
->>>>>>> models
         self._chunk = min(config.long_prefill_token_threshold or math.inf, config.max_num_batched_tokens)
 
     def peaks(self, tokens: int) -> list[int]:
