@@ -21,6 +21,7 @@ from quire.core.prefix_cache import Match
 from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.spans import next_span, unverified
+from quire.core.stages import dealt_out, share_of_prompts
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
@@ -253,8 +254,11 @@ class Scheduler:
 
     def _choose_decodes(self, step: PendingStep) -> None:
         """One token for every decoding request; those with more to compute are partial prefills."""
-        stages = self.config.pipeline_parallel_size
-        running, most = (list(self.running), len(self.running)) if stages == 1 else self._dealt_out(stages)
+        running, most = list(self.running), len(self.running)
+        if (stages := self.config.pipeline_parallel_size) > 1:
+            # With overlap a token need be known when the step begins: so many steps after its own.
+            known = self._next_number - stages if self.config.async_scheduling else -1
+            running, most = dealt_out(running, stages, known)
         for request in running:
             remaining = request.num_remaining
             if request.status is not Status.RUNNING or not remaining or request.must_wait:
@@ -265,20 +269,11 @@ class Scheduler:
                 step.choose(request, 1)
                 step.num_decodes += 1
 
-    def _dealt_out(self, stages: int) -> tuple[list[Request], int]:
-        """Running requests for a pipeline, and how many of them may decode now: steps in flight are to be alike.
-
-        Those whose last token is not known yet wait for it; of the others those come first that have waited longest.
-        With overlap a token need be known when the step begins: as many steps after its own as there are stages.
-        """
-        most = -(-sum(request.num_remaining <= 1 for request in self.running) // stages)
-        known = self._next_number - stages if self.config.async_scheduling else -1  # when the step begins
-        ready = [request for request in self.running if not request.num_pending or request.last_step <= known]
-        return sorted(ready, key=lambda request: request.last_step if request.num_remaining == 1 else -1), most
-
     def _limit_prefill(self, step: PendingStep) -> None:
         if self._latency and step.num_decodes:
             step.budget = min(step.budget, self._latency.budget(step.budget))
+        if (stages := self.config.pipeline_parallel_size) > 1 and self._chunked:
+            step.budget = share_of_prompts(self.requests.values(), stages, step.budget)
 
     def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
         """Further chunks of partial prefills, the oldest first.
