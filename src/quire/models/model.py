@@ -58,7 +58,6 @@ class ModelSizes:
         num_layers, num_kv_heads, head_dim: the shape of a token's KV.
         windows: per layer, how many tokens back it sees, itself included; None where all.
         groups: layers that keep the same positions, and so share blocks; most models have one such group.
-        stages: how many have some of the layers each; 1: it is whole.
         kv_sides: see `LayerConfig`.
         kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
             token; None: they are what is stored.
@@ -75,7 +74,7 @@ class ModelSizes:
         self, config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None = None, expands: bool = False
     ) -> None:
         layer = config.layer
-        self.config, self.stages = config, 1
+        self.config = config
         self.dtype, self.quantization = dtype, quantization
         self.vocab_size = config.vocab_size
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
@@ -105,13 +104,9 @@ class ModelSizes:
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
-        """The same by group. All stages have the same blocks: they are as large as the one with most layers needs."""
+        """The same by group."""
         whole = self.kv_shape(kv_cache_dtype)
-        own = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
-        return [
-            replace(whole, layers=max(len(group.within(layers).layers) for layers in own))
-            for group in self.config.groups
-        ]
+        return [replace(whole, layers=len(group.layers)) for group in self.groups]
 
 
 class Model(ModelSizes):
@@ -206,6 +201,15 @@ class Model(ModelSizes):
             if self.expert_slots and config.routing
         }
         self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
+
+    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
+        """See `ModelSizes`. All stages have the same blocks, as large as the one with most layers of a group needs."""
+        shapes = super().kv_shapes(kv_cache_dtype)
+        if self.stages == 1:
+            return shapes
+        parts = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
+        most = [max(len(group.within(part).layers) for part in parts) for group in self.config.groups]
+        return [replace(shape, layers=layers) for shape, layers in zip(shapes, most, strict=True)]
 
     @property
     def shared_bytes(self) -> int:
