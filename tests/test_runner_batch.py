@@ -20,7 +20,7 @@ SIZE = 16
 
 
 def runner() -> Any:
-    model: Any = SimpleNamespace(vocab_size=100, kernels=Kernels(), expert_layers={})
+    model: Any = SimpleNamespace(vocab_size=100, kernels=Kernels(), expert_slots=0)
     kv: Any = [SimpleNamespace(block_size=SIZE)]
     return ModelRunner(model, kv, 1, 1, forward=HostForward(model, kv))
 

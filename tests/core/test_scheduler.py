@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.prefix_cache import longest_run
 from quire.core.request import Status
+from quire.core.stages import share_of_prompts
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepResult
 from quire.core.step_state import LOOKUP_TOKENS
 from quire.errors import ConfigError, RequestError, RequestTooLargeError
@@ -138,6 +139,30 @@ def test_a_pipeline_goes_on_with_a_prompt_before_its_last_chunk_is_through():
     assert [plan.spans[0].start for plan in (first, second)] == [0, 64]
     for plan in (first, second):
         scheduler.commit(plan, runner.run(plan), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "share", "options"),
+    [
+        ([1000], 125, {}),
+        ([100, 200, 300], 75, {}),
+        ([300], 64, {}),  # of fewer tokens, reading the weights takes too much of a step
+        ([3000] * 9, 2048, {}),
+        ([1000], 1000, {"enable_chunked_prefill": False}),
+        ([1000], 50, {"max_num_batched_tokens": 50}),
+    ],
+)
+def test_a_pipelines_prompts_are_dealt_out_over_four_steps_a_stage(prompts, share, options):
+    scheduler, _ = pipeline(2, num_blocks=4000, **{"max_num_batched_tokens": 2048, **options})
+    for id, length in enumerate(prompts):
+        scheduler.add(make_request(id, [id, *range(length - 1)], max_tokens=1))
+    plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+    assert [plan.num_tokens for plan in plans if plan] == [share, share][: sum(prompts) // share]
+
+
+def test_drafts_in_a_pipeline_have_all_of_the_budget_where_there_are_no_prompts():
+    assert share_of_prompts([], 2, 2048) == 2048
+    assert share_of_prompts([make_request(0, [5])], 2, 2048) == 2048
 
 
 def test_in_a_pipeline_the_oldest_partial_prefill_goes_first():

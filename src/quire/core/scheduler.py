@@ -23,6 +23,7 @@ from quire.core.prefix_cache import Match
 from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.spans import next_span, unverified
+from quire.core.stages import dealt_out, share_of_prompts
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
@@ -263,8 +264,11 @@ class Scheduler:
 
     def _choose_decodes(self, step: PendingStep) -> None:
         """One token for every decoding request; those with more to compute are partial prefills."""
-        stages = self.config.pipeline_parallel_size
-        running, most = (list(self.running), len(self.running)) if stages == 1 else self._dealt_out(stages)
+        running, most = list(self.running), len(self.running)
+        if (stages := self.config.pipeline_parallel_size) > 1:
+            # With overlap a token need be known when the step begins: so many steps after its own.
+            known = self._next_number - stages if self.config.async_scheduling else -1
+            running, most = dealt_out(running, stages, known)
         for request in running:
             remaining = request.num_remaining
             if request.status is not Status.RUNNING or not remaining or request.must_wait:
@@ -275,17 +279,6 @@ class Scheduler:
                 step.choose(request, 1)
                 step.num_decodes += 1
 
-    def _dealt_out(self, stages: int) -> tuple[list[Request], int]:
-        """Running requests for a pipeline, and how many of them may decode now: steps in flight are to be alike.
-
-        Those whose last token is not known yet wait for it; of the others those come first that have waited longest.
-        With overlap a token need be known when the step begins: as many steps after its own as there are stages.
-        """
-        most = -(-sum(request.num_remaining <= 1 for request in self.running) // stages)
-        known = self._next_number - stages if self.config.async_scheduling else -1  # when the step begins
-        ready = [request for request in self.running if not request.num_pending or request.last_step <= known]
-        return sorted(ready, key=lambda request: request.last_step if request.num_remaining == 1 else -1), most
-
     def _limit_prefill(self, step: PendingStep) -> None:
         """Where others compute long prompts, short ones and the ends of those take as many steps as they need."""
         fetches = self.kv.fetches
@@ -293,6 +286,8 @@ class Scheduler:
             step.withhold(self._latency.budget(step.budget))
         if self._chunked and step.num_decodes and fetches.prefill_tokens is not None:
             step.withhold(max(self.config.min_chunk, fetches.costs.tokens_beside_decodes()))
+        if (stages := self.config.pipeline_parallel_size) > 1 and self._chunked:
+            step.withhold(share_of_prompts(self.requests.values(), stages, step.budget))
 
     def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
         """Further chunks of partial prefills, the oldest first.

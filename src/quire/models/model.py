@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -57,7 +58,6 @@ class ModelSizes:
         num_layers, num_kv_heads, head_dim: the shape of a token's KV; where layers differ, of most of them.
         windows: per layer, how many tokens back it sees, itself included; None where all.
         groups: layers that keep the same positions in the same shape, and so share blocks; most models have one group.
-        stages: how many have some of the layers each; 1: it is whole.
         kv_sides: see `LayerConfig`.
         kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
             token; None: they are what is stored.
@@ -76,7 +76,7 @@ class ModelSizes:
         self, config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None = None, expands: bool = False
     ) -> None:
         layer = config.layer
-        self.config, self.stages = config, 1
+        self.config = config
         self.dtype, self.quantization = dtype, quantization
         self.vocab_size = config.vocab_size
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
@@ -107,15 +107,19 @@ class ModelSizes:
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
-        """What each group keeps of a token. All stages have the same blocks: a group's are as large as the stage with
-        most of its layers needs."""
-        own = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
-        shapes = []
-        for group in self.config.groups:
-            layer, most = self.config.layer_at(group.layers[0]), max(len(group.within(each).layers) for each in own)
-            heads = own_heads(layer.num_kv_heads, self.stage)
-            shapes.append(KVShape(most, heads, layer.head_dim, self.dtype, kv_cache_dtype, self.kv_sides))
-        return shapes
+        """What each group keeps of a token."""
+        layers = [self.config.layer_at(group.layers[0]) for group in self.config.groups]
+        return [
+            KVShape(
+                len(group.layers),
+                own_heads(layer.num_kv_heads, self.stage),
+                layer.head_dim,
+                self.dtype,
+                kv_cache_dtype,
+                self.kv_sides,
+            )
+            for group, layer in zip(self.groups, layers, strict=True)
+        ]
 
 
 class Model(ModelSizes):
@@ -213,6 +217,15 @@ class Model(ModelSizes):
             if self.expert_slots and config.routing
         }
         self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
+
+    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
+        """See `ModelSizes`. All stages have the same blocks, as large as the one with most layers of a group needs."""
+        shapes = super().kv_shapes(kv_cache_dtype)
+        if self.stages == 1:
+            return shapes
+        parts = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
+        most = [max(len(group.within(part).layers) for part in parts) for group in self.config.groups]
+        return [replace(shape, layers=layers) for shape, layers in zip(shapes, most, strict=True)]
 
     @property
     def shared_bytes(self) -> int:
