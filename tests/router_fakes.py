@@ -71,6 +71,7 @@ class FakeServer:
     card: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     port: int = 0
+    connections: int = 0
 
     def __post_init__(self) -> None:
         self._server: asyncio.Server | None = None
@@ -108,6 +109,7 @@ class FakeServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self.connections += 1
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:

@@ -135,6 +135,43 @@ def test_a_server_that_is_busy_gets_less(pair: list[FakeServer]) -> None:
     assert len(pair[1].requests) > 1.5 * len(pair[0].requests)
 
 
+def test_what_a_server_has_no_room_for_is_not_counted_on(loop: Loop) -> None:
+    server = FakeServer(loop, told={"num_blocks": 64, "block_size": 16})  # 4 KiB of text
+    with RouterThread([server]) as router:
+        for number in range(4):
+            router.complete(prompt=f"{number}" * 3000)
+        router.complete(prompt="3" * 3000)
+        router.complete(prompt="0" * 3000)
+        last, before = (
+            request["costs"][0]["held"] for request in router.http.get("/router/status").json()["requests"][:2]
+        )
+        assert before > 500
+        assert last < 300
+    server.stop()
+
+
+def test_connections_to_servers_are_kept(pair: list[FakeServer]) -> None:
+    with RouterThread(pair[:1]) as router:
+        for number in range(20):
+            router.complete(prompt=f"{number}")
+            router.stream(prompt=f"{number}")
+    assert pair[0].connections <= 3
+
+
+def test_the_page_and_the_metrics_tell_of_each_server(pair: list[FakeServer]) -> None:
+    with RouterThread(pair, api_key=["k1", "k2"], metrics_key=["m"]) as router:
+        router.complete()
+        for path, kind in (("/", "text/html"), ("/static/router.js", "text/javascript")):
+            page = router.http.get(path, headers={"authorization": ""})
+            assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, kind)
+            assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert router.http.get("/static/../run.py", headers={"authorization": ""}).status_code in (401, 404)
+        metrics = router.http.get("/metrics", headers={"authorization": "Bearer m"}).text
+        for one in pair:
+            assert f'quire:server_up{{server="{one.address}"}} 1.0' in metrics
+        assert "quire:router_sent_total" in metrics
+
+
 # -- failing ---------------------------------------------------------------------------------------------------
 
 

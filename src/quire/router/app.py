@@ -29,7 +29,8 @@ from quire.server.hosts import HostPolicy
 from quire.server.replies import send_error, send_json
 from quire.server.transport import read_body
 
-PAGE = Path(__file__).parent / "static" / "index.html"
+STATIC = Path(__file__).parent / "static"
+PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}
 TEXT_PATHS = ("/v1/completions", "/v1/chat/completions")
 PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings")
 """Answered by any server."""
@@ -82,10 +83,9 @@ class RouterApp:
             ("GET", "/version"): self._version,
             ("GET", METRICS_PATH): self._metrics,
             ("GET", "/router/status"): self._status,
-            ("GET", "/"): self._page,
-            ("HEAD", "/"): self._page,
             ("POST", JOIN): self._join,
         }
+        self._routes |= {(method, path): self._page for path in PAGES for method in ("GET", "HEAD")}
         self._routes |= {("POST", path): self._text for path in TEXT_PATHS}
         self._routes |= {("POST", path): self._passed for path in PASSED_PATHS}
 
@@ -195,7 +195,8 @@ class RouterApp:
         await _send_file(send, body, kind)
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_file(send, PAGE.read_bytes(), "text/html; charset=utf-8")
+        name, kind = PAGES[scope["path"]]
+        await _send_file(send, (STATIC / name).read_bytes(), kind)
 
     async def _status(self, scope: Scope, receive: Receive, send: Send) -> None:
         _check_operator(scope)

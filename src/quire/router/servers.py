@@ -42,6 +42,10 @@ servers do not tell: it decides between computing and fetching, which differ by 
 FORGET_SECONDS = 60.0
 """A server that had joined, is away, and has not said for so long that it is there, has left."""
 
+ON_DECODE = 4.0
+"""Where there are prefill servers, a second in which another one computes a prompt counts for so many: all streams
+there wait meanwhile, and it was set up so that they need not."""
+
 State = Literal["new", "up", "down", "loading", "refused"]
 Role = Literal["serve", "prefill"]
 Origin = Literal["given", "file", "joined"]
@@ -214,6 +218,7 @@ class Servers:
             queued=load.queued,
             running=load.waiting + load.running + server.others,
             recent=load.recent(now),
+            weight=1.0 if source is None else ON_DECODE,
             fetchable=tokens if source is not None else 0,
             fetch_seconds=fetch,
         )
@@ -329,6 +334,9 @@ class Servers:
         if told.get("engine") != server.told.get("engine"):
             self.knowledge.forget(server.name)  # another engine: its cache is empty
         server.told = told
+        room = (told.get("num_blocks") or 0) * (told.get("block_size") or 0) * self.bytes_per_token / CHUNK_BYTES
+        if room:
+            self.knowledge.resize(server.name, int(room))
         server.load.tell(told.get("prefill_tokens_per_second"))
         own = server.load.running + server.load.waiting
         server.others = max(0, told.get("running", 0) + told.get("waiting", 0) - own)
