@@ -43,7 +43,7 @@ CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,test
     layers device* trees demo_* \
     memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
     llm parallel_group engine_resume engine_waiting detokenizer tokenizer_trial reading \
-    cli_options server_app bench_scripts \
+    cli_options server_app bench_scripts fleet router* \
     server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
     bench_peers_gguf cli_bench_transfer bench_serve_workloads bench_sparse cli_quantize))) tests/core
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
