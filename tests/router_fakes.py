@@ -135,7 +135,7 @@ class FakeServer:
             return _json(writer, 400, {"error": {"message": "no JSON", "code": "invalid_json"}})
         self.requests.append({**body, "path": path, "headers": headers})
         if path not in ("/v1/completions", "/v1/chat/completions"):
-            return _json(writer, 200, {"path": path, "server": self.port})
+            return _json(writer, 404 if "nobody" in path else 200, {"path": path, "server": self.port})
         if self.status != 200:
             return _json(writer, self.status, {"error": {"message": "not now", "code": self.error_code}})
         await asyncio.sleep(self.pause)

@@ -95,7 +95,10 @@ def test_an_error_of_the_request_is_the_servers_own(loop: Loop) -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         assert router.http.get("/nothing").status_code == 404
         assert router.http.get("/v1/completions").status_code == 405
-        assert router.http.post("/v1/completions", content=b"x" * 100).status_code == 400
+        broken = router.http.post("/v1/completions", content=b"x" * 9, headers={"content-type": "application/json"})
+        assert broken.status_code == 400
+        plain = router.http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+        assert plain.status_code == 415
     server.stop()
 
 
@@ -269,6 +272,12 @@ def test_without_any_server_requests_are_refused_at_once(loop: Loop) -> None:
         answer = router.complete()
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert router.http.get("/health").status_code == 503
+
+
+def test_a_response_is_ended_by_its_id_wherever_it_is_made(pair: list[FakeServer]) -> None:
+    with RouterThread(pair) as router:
+        assert router.http.post("/abort/some-id").json()["path"] == "/abort/some-id"
+        assert router.http.post("/abort/nobodys").status_code == 404
 
 
 def test_a_client_that_leaves_ends_its_request_at_the_server(loop: Loop) -> None:
