@@ -420,7 +420,9 @@ def test_a_server_that_is_drained_ends_what_it_has_and_gets_nothing_more(loop: L
         texts: list[str] = []
         for one in streams:
             one.start()
-        assert wait_until(lambda: all(server.requests for server in pair))
+        assert wait_until(
+            lambda: all(server.requests for server in pair) and sum(len(one.requests) for one in pair) == 4
+        )
         before = len(pair[0].requests)
         drained = router.http.post(f"/admin/drain/{pair[0].address}").json()
         assert drained["draining"] is True

@@ -240,8 +240,7 @@ class Servers:
     async def wait_for_change(self, seconds: float) -> None:
         """Until a server's state has changed, or so long."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+        await _wait(self._changed, seconds)
 
     # -- how they do ---------------------------------------------------------------------------------------
 
@@ -295,8 +294,7 @@ class Servers:
         end = self.clock() + LOOK_SECONDS
         while (left := (server.retry_at if server.state == "down" else end) - self.clock()) > 0:
             server.wake.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.wake.wait(), left)
+            await _wait(server.wake, left)
 
     async def _look_at(self, server: Server) -> None:
         fetch = server.upstream.fetch
@@ -374,6 +372,13 @@ class Choice(msgspec.Struct, frozen=True):
         """For the log: the costs of each server."""
         pair = f" with {self.prefill.name}" if self.prefill is not None else ""
         return f"to {self.server.name}{pair}: " + "; ".join(map(str, self.decision.costs))
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Until the event, or so long. Not `wait_for`: in Python 3.11 that may swallow the end of its task."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def _identity(card: dict[str, Any]) -> str:
