@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.router.config import RouterConfig
 from quire.router.prompt import CHUNK_BYTES, read_prompt
 from quire.router.resume import StreamPosition
-from quire.router.run import read_servers_file, watch_file
+from quire.router.run import leave, read_servers_file, watch_file
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 
@@ -201,6 +201,20 @@ def test_a_stream_goes_on_at_another_server_with_the_same_text(loop: Loop, after
     second.stop()
 
 
+def test_a_stream_goes_on_elsewhere_when_its_server_is_there_but_says_nothing_more(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.servers.PATIENCE_SECONDS", 0.3)
+    first = FakeServer(loop, told=FAST, stalls_after=5)
+    second = FakeServer(loop, told=SLOW, chunk=7)
+    with RouterThread([first, second]) as router:
+        events = router.stream()
+        assert text_of(events) == answer_text(first.requests[0])
+        assert router.states[first.address] == "down"
+    first.stop()
+    second.stop()
+
+
 def test_a_stream_does_not_go_on_where_other_kernels_compute(loop: Loop) -> None:
     first = FakeServer(loop, told=FAST, die_after=5)
     second = FakeServer(loop, told=SLOW, fingerprint="other")
@@ -252,14 +266,17 @@ def test_a_busy_servers_request_goes_to_another_and_if_all_are_busy_the_client_i
         assert router.complete().status_code == 200
 
 
-def test_a_server_that_fails_is_left_alone_for_a_growing_while_and_comes_back(pair: list[FakeServer]) -> None:
+def test_a_server_that_fails_is_left_alone_for_a_growing_while_and_comes_back(
+    pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.servers.FIRST_BACKOFF", 0.05)
     with RouterThread(pair) as router:
         pair[0].stop()
         assert wait_until(lambda: router.states[pair[0].address] == "down")
         assert all(router.complete(prompt=f"{number}").status_code == 200 for number in range(6))
         server = router.site.servers.by_name[pair[0].address]
         assert wait_until(lambda: server.failures >= 3)
-        assert server.retry_at - server.failed_at >= 2.0
+        assert server.retry_at - server.failed_at >= 4 * 0.05
         assert router.http.get("/router/status").json()["servers"][0]["state"] == "down"
         pair[0].start()
         assert wait_until(lambda: router.up == 2)
@@ -357,7 +374,14 @@ def test_options_that_cannot_be_are_refused_with_one_line(options: dict[str, obj
 # -- joining and leaving ---------------------------------------------------------------------------------------
 
 
-def test_servers_of_a_file_come_and_go_with_its_lines(loop: Loop, pair: list[FakeServer], tmp_path: Path) -> None:
+def test_servers_of_a_file_come_and_go_with_its_lines(
+    loop: Loop,
+    pair: list[FakeServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("quire.router.run.WATCH_SECONDS", 0.05)
     path = tmp_path / "servers"
     path.write_text(f"# ours\n{pair[0].url}  # the first\n")
     assert read_servers_file(path) == {pair[0].url: "serve"}
@@ -369,7 +393,7 @@ def test_servers_of_a_file_come_and_go_with_its_lines(loop: Loop, pair: list[Fak
         assert wait_until(lambda: router.up == 2)
         assert router.site.servers.by_name[pair[1].address].role == "prefill"
         path.write_text("what is this\n")
-        time.sleep(1.2)
+        assert wait_until(lambda: "the servers stay as they were" in caplog.text)
         assert router.up == 2
         path.write_text(f"{pair[1].url}\n")
         assert wait_until(lambda: list(router.states) == [pair[1].address])
@@ -438,6 +462,21 @@ def test_a_server_that_is_drained_ends_what_it_has_and_gets_nothing_more(loop: L
             router.complete(prompt=f"again {number}")
         assert len(pair[0].requests) > before
         assert router.http.post("/admin/drain/nobody").status_code == 404
+
+
+def test_a_router_whose_time_is_over_ends_streams_with_an_error_that_says_so(loop: Loop) -> None:
+    server = FakeServer(loop, pause=0.05)
+    with RouterThread([server]) as router:
+        events: list[str] = []
+        asking = threading.Thread(target=lambda: events.extend(router.stream(seed=1)))
+        asking.start()
+        assert wait_until(lambda: router.site.servers.by_name[server.address].load.running == 1)
+        router.thread.call(leave(router.thread.server, router.site, 0.1, asyncio.Event()))
+        asking.join()
+        assert [error["code"] for error in errors_of(events)] == ["shutting_down"]
+        assert events[-1] == "[DONE]"
+        assert answer_text({"prompt": "p", "seed": 1}).startswith(text_of(events))
+    server.stop()
 
 
 # -- prefill and decode ----------------------------------------------------------------------------------------
