@@ -126,6 +126,7 @@ def test_the_official_client_talks_to_a_fleet_of_which_one_is_killed_under_load(
     assert texts == [expected] * 8
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_leaves_the_router_and_its_streams_go_on(fleet: Fleet, expected: str) -> None:
     fleet.fill()
     body = {"prompt": PROMPT, **PARAMS}
@@ -142,6 +143,7 @@ def test_a_server_that_ends_leaves_the_router_and_its_streams_go_on(fleet: Fleet
     wait_until(lambda: address not in {one["server"] for one in fleet.router.json("/router/status")["servers"]})
 
 
+@pytest.mark.slow
 def test_a_router_that_is_told_to_leave_lets_its_streams_end(expected: str, fleet: Fleet) -> None:
     fleet.fill()
     url = f"http://{next(iter(fleet.router.up()))}"
