@@ -35,6 +35,13 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE)
 
     def close(self) -> None:
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self.call(end())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(DEADLINE)
 
@@ -51,6 +58,7 @@ class FakeServer:
     """One server.
 
     Attributes:
+        stalls_after: events after which it says nothing more, whatever it is asked.
         chunk: characters an event. pause: seconds before each. die_after: events after which it goes away, once.
         status: of answers to requests for text. requests: bodies that came, with their headers in "headers".
     """
@@ -62,6 +70,7 @@ class FakeServer:
     chunk: int = 3
     pause: float = 0.0
     die_after: int | None = None
+    stalls_after: int | None = None
     status: int = 200
     error_code: str = "busy"
     last_words: str | None = None
@@ -71,9 +80,11 @@ class FakeServer:
     card: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     port: int = 0
+    connections: int = 0
 
     def __post_init__(self) -> None:
         self._server: asyncio.Server | None = None
+        self._stalled = False
         self._writers: set[asyncio.StreamWriter] = set()
         self.start()
 
@@ -108,6 +119,7 @@ class FakeServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self.connections += 1
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
@@ -118,6 +130,8 @@ class FakeServer:
 
     async def _answer(self, request: tuple[str, dict[str, str], bytes], writer: asyncio.StreamWriter) -> None:
         path, headers, data = request
+        while self._stalled:
+            await asyncio.sleep(0.01)
         if self.key and headers.get("authorization") != f"Bearer {self.key}":
             return _json(writer, 401, {"error": {"message": "no", "code": "invalid_api_key"}})
         if path == "/v1/models":
@@ -133,7 +147,7 @@ class FakeServer:
             return _json(writer, 400, {"error": {"message": "no JSON", "code": "invalid_json"}})
         self.requests.append({**body, "path": path, "headers": headers})
         if path not in ("/v1/completions", "/v1/chat/completions"):
-            return _json(writer, 200, {"path": path, "server": self.port})
+            return _json(writer, 404 if "nobody" in path else 200, {"path": path, "server": self.port})
         if self.status != 200:
             return _json(writer, self.status, {"error": {"message": "not now", "code": self.error_code}})
         await asyncio.sleep(self.pause)
@@ -168,6 +182,9 @@ class FakeServer:
                 return _chunks(writer, f"data: {json.dumps(words)}\n\n".encode(), b"data: [DONE]\n\n", b"")
             _chunks(writer, event)
             await writer.drain()
+            self._stalled = self._stalled or number == self.stalls_after
+            while self._stalled:
+                await asyncio.sleep(0.01)
             await asyncio.sleep(self.pause)
         _chunks(writer, b"data: [DONE]\n\n", b"")
 

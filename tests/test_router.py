@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.router.config import RouterConfig
 from quire.router.prompt import CHUNK_BYTES, read_prompt
 from quire.router.resume import StreamPosition
-from quire.router.run import read_servers_file, watch_file
+from quire.router.run import leave, read_servers_file, watch_file
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 
@@ -95,7 +95,10 @@ def test_an_error_of_the_request_is_the_servers_own(loop: Loop) -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         assert router.http.get("/nothing").status_code == 404
         assert router.http.get("/v1/completions").status_code == 405
-        assert router.http.post("/v1/completions", content=b"x" * 100).status_code == 400
+        broken = router.http.post("/v1/completions", content=b"x" * 9, headers={"content-type": "application/json"})
+        assert broken.status_code == 400
+        plain = router.http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+        assert plain.status_code == 415
     server.stop()
 
 
@@ -135,6 +138,43 @@ def test_a_server_that_is_busy_gets_less(pair: list[FakeServer]) -> None:
     assert len(pair[1].requests) > 1.5 * len(pair[0].requests)
 
 
+def test_what_a_server_has_no_room_for_is_not_counted_on(loop: Loop) -> None:
+    server = FakeServer(loop, told={"num_blocks": 64, "block_size": 16})  # 4 KiB of text
+    with RouterThread([server]) as router:
+        for number in range(4):
+            router.complete(prompt=f"{number}" * 3000)
+        router.complete(prompt="3" * 3000)
+        router.complete(prompt="0" * 3000)
+        last, before = (
+            request["costs"][0]["held"] for request in router.http.get("/router/status").json()["requests"][:2]
+        )
+        assert before > 500
+        assert last < 300
+    server.stop()
+
+
+def test_connections_to_servers_are_kept(pair: list[FakeServer]) -> None:
+    with RouterThread(pair[:1]) as router:
+        for number in range(20):
+            router.complete(prompt=f"{number}")
+            router.stream(prompt=f"{number}")
+    assert pair[0].connections <= 3
+
+
+def test_the_page_and_the_metrics_tell_of_each_server(pair: list[FakeServer]) -> None:
+    with RouterThread(pair, api_key=["k1", "k2"], metrics_key=["m"]) as router:
+        router.complete()
+        for path, kind in (("/", "text/html"), ("/static/router.js", "text/javascript")):
+            page = router.http.get(path, headers={"authorization": ""})
+            assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, kind)
+            assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert router.http.get("/static/../run.py", headers={"authorization": ""}).status_code in (401, 404)
+        metrics = router.http.get("/metrics", headers={"authorization": "Bearer m"}).text
+        for one in pair:
+            assert f'quire:server_up{{server="{one.address}"}} 1.0' in metrics
+        assert "quire:router_sent_total" in metrics
+
+
 # -- failing ---------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +197,20 @@ def test_a_stream_goes_on_at_another_server_with_the_same_text(loop: Loop, after
         assert sum(choice["finish_reason"] is not None for event in found for choice in event["choices"]) == 1
         assert events[-1] == "[DONE]"
         assert router.http.get("/router/status").json()["requests"][0]["resumed"] == (after > 1)
+    first.stop()
+    second.stop()
+
+
+def test_a_stream_goes_on_elsewhere_when_its_server_is_there_but_says_nothing_more(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.servers.PATIENCE_SECONDS", 0.3)
+    first = FakeServer(loop, told=FAST, stalls_after=5)
+    second = FakeServer(loop, told=SLOW, chunk=7)
+    with RouterThread([first, second]) as router:
+        events = router.stream()
+        assert text_of(events) == answer_text(first.requests[0])
+        assert router.states[first.address] == "down"
     first.stop()
     second.stop()
 
@@ -212,14 +266,16 @@ def test_a_busy_servers_request_goes_to_another_and_if_all_are_busy_the_client_i
         assert router.complete().status_code == 200
 
 
-def test_a_server_that_fails_is_left_alone_for_a_growing_while_and_comes_back(pair: list[FakeServer]) -> None:
+def test_a_server_that_fails_is_left_alone_for_a_growing_while_and_comes_back(
+    pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.servers.FIRST_BACKOFF", 0.05)
     with RouterThread(pair) as router:
         pair[0].stop()
         assert wait_until(lambda: router.states[pair[0].address] == "down")
         assert all(router.complete(prompt=f"{number}").status_code == 200 for number in range(6))
         server = router.site.servers.by_name[pair[0].address]
-        assert wait_until(lambda: server.failures >= 3)
-        assert server.retry_at - server.failed_at >= 2.0
+        assert wait_until(lambda: server.retry_at - server.failed_at > 3.9 * 0.05)
         assert router.http.get("/router/status").json()["servers"][0]["state"] == "down"
         pair[0].start()
         assert wait_until(lambda: router.up == 2)
@@ -232,6 +288,12 @@ def test_without_any_server_requests_are_refused_at_once(loop: Loop) -> None:
         answer = router.complete()
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert router.http.get("/health").status_code == 503
+
+
+def test_a_response_is_ended_by_its_id_wherever_it_is_made(pair: list[FakeServer]) -> None:
+    with RouterThread(pair) as router:
+        assert router.http.post("/abort/some-id").json()["path"] == "/abort/some-id"
+        assert router.http.post("/abort/nobodys").status_code == 404
 
 
 def test_a_client_that_leaves_ends_its_request_at_the_server(loop: Loop) -> None:
@@ -311,7 +373,14 @@ def test_options_that_cannot_be_are_refused_with_one_line(options: dict[str, obj
 # -- joining and leaving ---------------------------------------------------------------------------------------
 
 
-def test_servers_of_a_file_come_and_go_with_its_lines(loop: Loop, pair: list[FakeServer], tmp_path: Path) -> None:
+def test_servers_of_a_file_come_and_go_with_its_lines(
+    loop: Loop,
+    pair: list[FakeServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("quire.router.run.WATCH_SECONDS", 0.05)
     path = tmp_path / "servers"
     path.write_text(f"# ours\n{pair[0].url}  # the first\n")
     assert read_servers_file(path) == {pair[0].url: "serve"}
@@ -323,7 +392,7 @@ def test_servers_of_a_file_come_and_go_with_its_lines(loop: Loop, pair: list[Fak
         assert wait_until(lambda: router.up == 2)
         assert router.site.servers.by_name[pair[1].address].role == "prefill"
         path.write_text("what is this\n")
-        time.sleep(1.2)
+        assert wait_until(lambda: "the servers stay as they were" in caplog.text)
         assert router.up == 2
         path.write_text(f"{pair[1].url}\n")
         assert wait_until(lambda: list(router.states) == [pair[1].address])
@@ -374,7 +443,9 @@ def test_a_server_that_is_drained_ends_what_it_has_and_gets_nothing_more(loop: L
         texts: list[str] = []
         for one in streams:
             one.start()
-        assert wait_until(lambda: all(server.requests for server in pair))
+        assert wait_until(
+            lambda: all(server.requests for server in pair) and sum(len(one.requests) for one in pair) == 4
+        )
         before = len(pair[0].requests)
         drained = router.http.post(f"/admin/drain/{pair[0].address}").json()
         assert drained["draining"] is True
@@ -390,6 +461,21 @@ def test_a_server_that_is_drained_ends_what_it_has_and_gets_nothing_more(loop: L
             router.complete(prompt=f"again {number}")
         assert len(pair[0].requests) > before
         assert router.http.post("/admin/drain/nobody").status_code == 404
+
+
+def test_a_router_whose_time_is_over_ends_streams_with_an_error_that_says_so(loop: Loop) -> None:
+    server = FakeServer(loop, pause=0.05)
+    with RouterThread([server]) as router:
+        events: list[str] = []
+        asking = threading.Thread(target=lambda: events.extend(router.stream(seed=1)))
+        asking.start()
+        assert wait_until(lambda: router.site.servers.by_name[server.address].load.running == 1)
+        router.thread.call(leave(router.thread.server, router.site, 0.1, asyncio.Event()))
+        asking.join()
+        assert [error["code"] for error in errors_of(events)] == ["shutting_down"]
+        assert events[-1] == "[DONE]"
+        assert answer_text({"prompt": "p", "seed": 1}).startswith(text_of(events))
+    server.stop()
 
 
 # -- prefill and decode ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -125,6 +126,7 @@ def test_the_official_client_talks_to_a_fleet_of_which_one_is_killed_under_load(
     assert texts == [expected] * 8
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_leaves_the_router_and_its_streams_go_on(fleet: Fleet, expected: str) -> None:
     fleet.fill()
     body = {"prompt": PROMPT, **PARAMS}
@@ -141,6 +143,7 @@ def test_a_server_that_ends_leaves_the_router_and_its_streams_go_on(fleet: Fleet
     wait_until(lambda: address not in {one["server"] for one in fleet.router.json("/router/status")["servers"]})
 
 
+@pytest.mark.slow
 def test_a_router_that_is_told_to_leave_lets_its_streams_end(expected: str, fleet: Fleet) -> None:
     fleet.fill()
     url = f"http://{next(iter(fleet.router.up()))}"
@@ -155,6 +158,37 @@ def test_a_router_that_is_told_to_leave_lets_its_streams_end(expected: str, flee
             text += "".join(map(_text, events))
         assert text == expected
         assert router.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_router_picks_the_prefill_server_of_a_long_prompt_and_survives_its_death(tmp_path: Path) -> None:
+    secret = tmp_path / "key"
+    secret.write_text("a secret of this cluster")
+    secret.chmod(0o600)
+    cluster = ("--cluster-key-file", str(secret), "--admin")
+    long = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for index in range(40))
+    body = {"prompt": long, "max_tokens": 24, "temperature": 0.8, "seed": 11}
+    with LLM("demo", threads=1) as llm:
+        params = SamplingParams(max_tokens=24, temperature=0.8, seed=11)
+        expected = llm.generate(long, params)[0].outputs[0].text
+    with (
+        ServeProcess("--role", "prefill", *cluster) as prefill,
+        ServeProcess(
+            "--role", "decode", "--prefill-url", prefill.url, "--prefill-min-tokens", "100000", *cluster
+        ) as decode,
+        RouteProcess("--server", decode.url, "--prefill-server", prefill.url) as router,
+    ):
+        wait_until(lambda: len(router.up()) == 2)
+        wait_until(lambda: "ready, by" in decode.stderr)
+        assert router.json("/v1/completions", body)["choices"][0]["text"] == expected
+        wait_until(lambda: router.json("/router/status")["requests"])
+        assert router.json("/router/status")["requests"][0]["prefill"] == f"127.0.0.1:{prefill.port}"
+        assert decode.json("/view")["stats"]["kv_tiers"]["peer"]["loaded"] > 0  # although it would not ask by itself
+        for pid in reversed(prefill.pids("all")):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: len(router.up()) == 1)
+        assert router.json("/v1/completions", {**body, "prompt": f"# again\n{long}"})["choices"][0]["text"]
+        assert router.json("/router/status")["requests"][0]["prefill"] is None
 
 
 def _headers() -> dict[str, str]:

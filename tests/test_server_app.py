@@ -258,6 +258,16 @@ def test_only_the_operator_may_look_at_everybodys_requests_and_change_the_engine
     assert keyed.client.resets == 1
 
 
+def test_load_tells_a_router_what_it_must_know_and_nobody_else(keyed: Site) -> None:
+    assert keyed.http.get("/load", headers=bearer(KEYS[1])).status_code == 403
+    found = keyed.http.get("/load", headers=bearer(KEYS[0])).json()
+    info = keyed.client.info
+    assert info is not None
+    assert (found["fingerprint"], found["block_size"]) == (info.fingerprint, info.block_size)
+    assert found["engine"].startswith(f"{info.boot}-")
+    assert found["prefill_tokens_per_second"] is None  # too little was computed to say
+
+
 def test_metrics_are_the_operators_or_a_scrape_keys_where_there_are_several_tenants() -> None:
     """They tell of everybody's prompts and cache hits."""
     with Site(api_key=KEYS, metrics_key=("scrape",), admin=True) as site:

@@ -69,6 +69,8 @@ def test_every_option_has_a_help_text() -> None:
         ("allowed_host", ("",)),
         ("allowed_host", ("a", "a")),
         ("metrics_key", ("scrape",)),  # without an api_key
+        ("join", "router:8080"),
+        ("join", "http://router:8080"),  # without an api_key
         ("api_key", "bare"),
         ("api_key", (5,)),
     ],

@@ -171,8 +171,8 @@ def _fetched(summary: RequestSummary) -> str:
 
 def log_request(logger: logging.Logger, summary: RequestSummary) -> None:
     """Write the one line that a request gets."""
-    rate = summary.tokens_per_second
-    event(logger, "request", request_line(summary), **dataclasses.asdict(summary), tokens_per_second=rate)
+    fields = {name: getattr(summary, name) for name in RequestSummary.__slots__}
+    event(logger, "request", request_line(summary), **fields, tokens_per_second=summary.tokens_per_second)
 
 
 def statistics_line(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> str:

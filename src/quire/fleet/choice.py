@@ -3,7 +3,7 @@
 The cost is what the request waits for before its first token, as far as it depends on the server:
 
     cost = compute + fetch + queue
-    compute = prompt tokens that are not cached there / rate
+    compute = prompt tokens that are not cached there / rate x weight
     queue   = (prompt tokens that wait there + RUNNING_TOKENS x requests there) / rate
 
 So that a prompt is cached somewhere, and that somebody has little to do, are seconds of one sum. Where another place
@@ -41,6 +41,8 @@ class Candidate:
         queued: prompt tokens of requests that were sent there and have no first token yet.
         running: requests there that have not ended, with or without one: all of them decode sooner or later.
         recent: requests that it got lately; of servers that are as good, the one with the fewest is taken.
+        weight: what a second of computing there counts for: more than 1 where it holds up streams that others compute
+            prompts for.
         fetchable: tokens of the prompt, from its beginning, that it could have from elsewhere, in `fetch_seconds`.
     """
 
@@ -51,6 +53,7 @@ class Candidate:
     queued: int = 0
     running: int = 0
     recent: float = 0.0
+    weight: float = 1.0
     fetchable: int = 0
     fetch_seconds: float = 0.0
 
@@ -94,9 +97,9 @@ class Decision:
 def cost_of(tokens: int, candidate: Candidate) -> Cost:
     """What a prompt of so many tokens costs there. Its last token is computed in any case."""
     rate, held = candidate.rate, min(candidate.held, tokens)
-    compute, fetch = max(1, tokens - held) / rate, 0.0
+    compute, fetch = candidate.weight * max(1, tokens - held) / rate, 0.0
     if candidate.fetchable > held:
-        rest = max(1, tokens - candidate.fetchable) / rate
+        rest = candidate.weight * max(1, tokens - candidate.fetchable) / rate
         if candidate.fetch_seconds < FETCH_BELOW * (compute - rest):
             compute, fetch = rest, candidate.fetch_seconds
     queue = (candidate.queued + RUNNING_TOKENS * candidate.running) / rate

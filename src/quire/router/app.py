@@ -7,7 +7,7 @@ fast. Everything else is small.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +18,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
 from quire.router.relay import Relay
+from quire.router.servers import Server
 from quire.router.site import Site
 from quire.router.upstream import UpstreamError
 from quire.server import request_log
 from quire.server.app import EXPOSED_HEADERS, EdgeMiddleware
 from quire.server.auth import METRICS_PATH, AuthMiddleware, forbidden, tenant_of
+from quire.server.body import check_media_type
 from quire.server.context import stop_error
 from quire.server.errors import ApiError, invalid
 from quire.server.hosts import HostPolicy
 from quire.server.replies import send_error, send_json
 from quire.server.transport import read_body
 
-PAGE = Path(__file__).parent / "static" / "index.html"
+STATIC = Path(__file__).parent / "static"
+PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}
 TEXT_PATHS = ("/v1/completions", "/v1/chat/completions")
 PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings")
 """Answered by any server."""
@@ -82,10 +85,9 @@ class RouterApp:
             ("GET", "/version"): self._version,
             ("GET", METRICS_PATH): self._metrics,
             ("GET", "/router/status"): self._status,
-            ("GET", "/"): self._page,
-            ("HEAD", "/"): self._page,
             ("POST", JOIN): self._join,
         }
+        self._routes |= {(method, path): self._page for path in PAGES for method in ("GET", "HEAD")}
         self._routes |= {("POST", path): self._text for path in TEXT_PATHS}
         self._routes |= {("POST", path): self._passed for path in PASSED_PATHS}
 
@@ -132,36 +134,36 @@ class RouterApp:
     async def _passed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Small questions that any server answers."""
         site = self._site
-        body = await read_body(Request(scope, receive), site.config.max_body_bytes)
+        request = Request(scope, receive)
+        check_media_type(request.headers.getlist("content-type"))
+        with site.bodies.holding(tenant_of(scope).owner) as fits:
+            body = await read_body(request, site.config.max_body_bytes, fits)
         for server in sorted(site.servers.by_name.values(), key=lambda one: one.load.running):
             if server.is_up:
-                await self._ask(server.name, scope, send, body)
-                return
+                return await _send_json(send, *await self._asked(server, scope, body))
         raise ApiError(
             503, "no server can take requests now; try again", code="no_server", headers={"retry-after": "1"}
         )
 
     async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = self._site.open.get(scope["path"].removeprefix(ABORT))
-        if name not in self._site.servers.by_name:
-            raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
-        await self._ask(name, scope, send, b"")
+        """Whichever server makes this response ends it: ids are the clients', so the router keeps no list of them."""
+        for server in list(self._site.servers.by_name.values()):
+            if server.state == "up":
+                status, answer = await self._asked(server, scope, b"")
+                if status == 200:
+                    return await _send_json(send, status, answer)
+        raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
 
-    async def _ask(self, name: str, scope: Scope, send: Send, body: bytes) -> None:
-        """Pass a question on to this server, and its answer back."""
+    async def _asked(self, server: Server, scope: Scope, body: bytes) -> tuple[int, bytes]:
+        """A server's status and answer to a question that is passed on."""
         key = self._site.key_for(scope)
         headers = [(b"content-type", b"application/json"), *([(b"authorization", key)] if key else [])]
-        server = self._site.servers.by_name[name]
+        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         try:
-            status, answer = await server.upstream.fetch(
-                "POST", request_log_path(scope), headers, body=body, seconds=ANSWER_SECONDS
-            )
+            return await server.upstream.fetch("POST", path, headers, body=body, seconds=ANSWER_SECONDS)
         except UpstreamError as error:
             self._site.servers.failed(server, str(error))
             raise ApiError(502, "the server went away; try again", code="server_lost") from None
-        reply = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
-        await send({"type": "http.response.start", "status": status, "headers": reply})
-        await send({"type": "http.response.body", "body": answer})
 
     # -- how things stand ----------------------------------------------------------------------------------
 
@@ -195,7 +197,8 @@ class RouterApp:
         await _send_file(send, body, kind)
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_file(send, PAGE.read_bytes(), "text/html; charset=utf-8")
+        name, kind = PAGES[scope["path"]]
+        await _send_file(send, (STATIC / name).read_bytes(), kind)
 
     async def _status(self, scope: Scope, receive: Receive, send: Send) -> None:
         _check_operator(scope)
@@ -276,18 +279,16 @@ class Joining(msgspec.Struct):
     leaves: bool = False
 
 
-def request_log_path(scope: Mapping[str, Any]) -> str:
-    """The path as it was sent."""
-    raw = scope.get("raw_path") or scope["path"].encode()
-    return bytes(raw).decode("latin-1")
-
-
 def _check_operator(scope: Scope) -> None:
     if not tenant_of(scope).is_operator:
         raise forbidden()
 
 
-async def _send_file(send: Send, body: bytes, kind: str) -> None:
+async def _send_json(send: Send, status: int, body: bytes) -> None:
+    await _send_file(send, body, "application/json", status)
+
+
+async def _send_file(send: Send, body: bytes, kind: str, status: int = 200) -> None:
     headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -23,11 +23,12 @@ from quire.router.servers import Choice, Server
 from quire.router.site import Site
 from quire.router.upstream import Answer, UpstreamError
 from quire.server.auth import tenant_of
+from quire.server.body import check_media_type
 from quire.server.context import RETRY_RESTARTING, stop_error
 from quire.server.errors import ApiError
 from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
-from quire.server.transport import read_body
+from quire.server.transport import SMALL_BODY_BYTES, read_body
 
 MAX_DEATHS = 3
 """So many servers may go away while they work on a request; then it ends with an error."""
@@ -107,14 +108,17 @@ class Relay:
             raise
         finally:
             watching.cancel()
-            self._site.open.pop(self._summary.request_id, None)
 
     async def _read(self) -> Prompt:
         scope, config = self._scope, self._site.config
         with self._site.bodies.holding(tenant_of(scope).owner) as fits:
-            body = await read_body(Request(scope, self._receive), config.max_body_bytes, fits)
-        self._key = self._site.key_for(scope)
-        prompt = read_prompt(body, self._key)
+            request = Request(scope, self._receive)
+            check_media_type(request.headers.getlist("content-type"))
+            body = await read_body(request, config.max_body_bytes, fits)
+            self._key = self._site.key_for(scope)
+            # A large one in a thread, so that everybody else's tokens get their turns meanwhile.
+            large = len(body) > SMALL_BODY_BYTES
+            prompt = await asyncio.to_thread(read_prompt, body, self._key) if large else read_prompt(body, self._key)
         if not prompt.seeded:
             self._seed = {"seed": new_seed()}
         note_call(scope, prompt.model, None)

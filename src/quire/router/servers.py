@@ -42,6 +42,10 @@ servers do not tell: it decides between computing and fetching, which differ by 
 FORGET_SECONDS = 60.0
 """A server that had joined, is away, and has not said for so long that it is there, has left."""
 
+ON_DECODE = 4.0
+"""Where there are prefill servers, a second in which another one computes a prompt counts for so many: all streams
+there wait meanwhile, and it was set up so that they need not."""
+
 State = Literal["new", "up", "down", "loading", "refused"]
 Role = Literal["serve", "prefill"]
 Origin = Literal["given", "file", "joined"]
@@ -214,6 +218,7 @@ class Servers:
             queued=load.queued,
             running=load.waiting + load.running + server.others,
             recent=load.recent(now),
+            weight=1.0 if source is None else ON_DECODE,
             fetchable=tokens if source is not None else 0,
             fetch_seconds=fetch,
         )
@@ -235,8 +240,7 @@ class Servers:
     async def wait_for_change(self, seconds: float) -> None:
         """Until a server's state has changed, or so long."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+        await _wait(self._changed, seconds)
 
     # -- how they do ---------------------------------------------------------------------------------------
 
@@ -290,8 +294,7 @@ class Servers:
         end = self.clock() + LOOK_SECONDS
         while (left := (server.retry_at if server.state == "down" else end) - self.clock()) > 0:
             server.wake.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.wake.wait(), left)
+            await _wait(server.wake, left)
 
     async def _look_at(self, server: Server) -> None:
         fetch = server.upstream.fetch
@@ -329,6 +332,9 @@ class Servers:
         if told.get("engine") != server.told.get("engine"):
             self.knowledge.forget(server.name)  # another engine: its cache is empty
         server.told = told
+        room = (told.get("num_blocks") or 0) * (told.get("block_size") or 0) * self.bytes_per_token / CHUNK_BYTES
+        if room:
+            self.knowledge.resize(server.name, int(room))
         server.load.tell(told.get("prefill_tokens_per_second"))
         own = server.load.running + server.load.waiting
         server.others = max(0, told.get("running", 0) + told.get("waiting", 0) - own)
@@ -366,6 +372,13 @@ class Choice(msgspec.Struct, frozen=True):
         """For the log: the costs of each server."""
         pair = f" with {self.prefill.name}" if self.prefill is not None else ""
         return f"to {self.server.name}{pair}: " + "; ".join(map(str, self.decision.costs))
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Until the event, or so long. Not `wait_for`: in Python 3.11 that may swallow the end of its task."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def _identity(card: dict[str, Any]) -> str:

@@ -32,7 +32,6 @@ class Site:
         traces: where requests are traced; None: nowhere.
         stopping: set when a drain's time is over.
         draining: no new requests are taken.
-        open: which server makes the answer of this id now.
     """
 
     config: RouterConfig
@@ -43,7 +42,6 @@ class Site:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
     decisions: deque[tuple[float, str, Choice, bool]] = field(default_factory=lambda: deque(maxlen=KEPT_DECISIONS))
-    open: dict[str, str] = field(default_factory=dict)
     bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +60,6 @@ class Site:
 
     def routed(self, summary: RequestSummary, choice: Choice, again: bool) -> None:
         """A request goes to a server. `again`: its stream goes on there."""
-        self.open[summary.request_id] = choice.server.name
         self.metrics.routed(again)
         self.decisions.append((time.time(), summary.request_id, choice, again))
         if self.config.log_requests:
