@@ -209,9 +209,9 @@ class ModelRunner:
 
     def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
         """The slots whose loads are bad on any rank that computes the plan."""
-        group = self.model.stage if self.model.replicas > 1 else self.model.ranks
-        if not plan.loads or group.size == 1:
+        if not plan.loads or self.model.ranks.size == 1:
             return bad_loads
+        group = self.model.stage if self.model.replicas > 1 else self.model.ranks
         found = group.exchange([torch.tensor(bad_loads, dtype=torch.int64)], plan.number)
         return sorted({slot for part in found for slot in part.clone().view(torch.int64).tolist()})
 
