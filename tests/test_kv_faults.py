@@ -269,7 +269,7 @@ class Stopped:
     def reads(self) -> None:
         """Wait until blocks have come, in which a token had been wrong otherwise."""
         before = self._read.value
-        wait_until(lambda: self._read.value > before or not self.process.is_alive())
+        wait_until(lambda: self._read.value > before or not self.process.is_alive(), 240.0)
         assert self.process.is_alive(), "its tokens are not those of one engine"
 
     def signal(self, number: signal.Signals) -> None:

@@ -193,9 +193,14 @@ def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> 
         ({"host_kv_memory": "900TiB"}, MemoryPlanError, "more than the"),
         ({"host_kv_memory": "1MiB", "prefix_cache": "off"}, ConfigError, "prefix_cache=off"),
         (
-            {"host_kv_memory": "1MiB", "data_parallel_size": 2, "enable_expert_parallel": True},
+            {"kv_role": "decode", "data_parallel_size": 2, "enable_expert_parallel": True},
             ConfigError,
-            "data_parallel_size=2: not yet",
+            "kv_role=decode with data_parallel_size=2: not yet",
+        ),
+        (
+            {"host_kv_memory": "1MiB", "disk_kv_path": "x", "data_parallel_size": 2, "enable_expert_parallel": True},
+            ConfigError,
+            "disk_kv_path with data_parallel_size=2: not yet",
         ),
         (
             {"host_kv_memory": "1MiB", "tensor_parallel_size": 2, "nnodes": 2, "token_file": "x"},

@@ -153,9 +153,22 @@ MORE: dict[str, dict[str, Any]] = {
     "TP 2, latent attention": {"tensor_parallel_size": 2, "model": "deepseek_v3"},
     "PP 2, latent attention": {"pipeline_parallel_size": 2, "model": "deepseek_v3"},
     "TP 2, experts": {"tensor_parallel_size": 2, "model": "qwen3_moe", "enable_expert_parallel": True},
+    "DP 2": {"data_parallel_size": 2, "model": "qwen3_moe", "enable_expert_parallel": True},
+    "DP 2 x TP 2": {
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "model": "qwen3_moe",
+        "enable_expert_parallel": True,
+    },
     "TP 2, a drafting head": {"tensor_parallel_size": 2, "speculative_config": EAGLE},
 }
-BESIDE_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "async_scheduling")
+BESIDE_RANKS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "async_scheduling",
+)
 
 
 def make(options: dict[str, Any], **more: Any) -> Engine:
@@ -180,7 +193,8 @@ def test_ranks_with_tiers_say_what_one_rank_says_without(options: dict[str, Any]
     roomy = make(one_rank(options), num_kv_blocks=200)
     expected = run(roomy, prompts())
     roomy.close()
-    engine = make(options, num_kv_blocks=24, host_kv_memory="64MiB")
+    few = 24 // options.get("data_parallel_size", 1)  # of each replica
+    engine = make(options, num_kv_blocks=few, host_kv_memory="64MiB")
     try:
         assert run(engine, prompts()) == expected
         counts = hosted(engine)

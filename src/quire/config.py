@@ -303,10 +303,10 @@ class EngineConfig:
 
     def _check_pipeline(self) -> None:
         stages = self.pipeline_parallel_size
-        replicas = self.data_parallel_size
-        if stages > 1 and replicas > 1:
+        if stages > 1 and self.data_parallel_size > self.replicas:
             raise ConfigError(
-                f"pipeline_parallel_size={stages} with data_parallel_size={replicas}: not yet; leave one of them out"
+                f"pipeline_parallel_size={stages} with enable_expert_parallel and data_parallel_size="
+                f"{self.data_parallel_size}: not yet; leave one of them out"
             )
 
     def _check_tiers(self) -> None:
@@ -321,12 +321,17 @@ class EngineConfig:
                 )
             return
         beside = {
-            f"data_parallel_size={self.data_parallel_size}": self.data_parallel_size > self.replicas,
             f"nnodes={self.nnodes}": self.nnodes > 1,
             "distributed_executor_backend=external_launcher": self.distributed_executor_backend == "external_launcher",
         }
         if found := [name for name, there in beside.items() if there]:
             raise ConfigError(f"{self._tier_option} with {found[0]}: not yet; leave one of them out")
+        behind = "disk_kv_path" if self.disk_kv_path is not None else self.kv_role and f"kv_role={self.kv_role}"
+        if self.data_parallel_size > self.replicas and behind:
+            raise ConfigError(
+                f"{behind} with data_parallel_size={self.data_parallel_size}: not yet; leave one of them out (replicas "
+                "may have host_kv_memory)"
+            )
         if self.prefix_cache == "off":
             raise ConfigError(
                 f"{self._tier_option} with prefix_cache=off: blocks come back through the prefix cache; leave one of "

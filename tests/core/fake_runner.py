@@ -234,6 +234,7 @@ def make_scheduler(
     events: CacheEvents | None = None,
     num_slots: int = 0,
     disk: FakeDisk | None = None,
+    tier: Tier | None = None,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
     """A scheduler and the runner that goes with it; options are `EngineConfig`'s.
@@ -241,7 +242,7 @@ def make_scheduler(
     Args:
         num_blocks: of each KV group, or of all of them the same.
         windows: of each group.
-        num_slots: of the host tier. disk: behind it.
+        num_slots: of the host tier. disk: behind it. tier: one that others have, too.
     """
     if drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
@@ -257,7 +258,7 @@ def make_scheduler(
         hasher,
         needs_next_token,
         events,
-        Tier(num_slots),
+        tier or Tier(num_slots),
         None if disk is None else disk.blocks,
     )
     return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)

@@ -147,6 +147,8 @@ def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
     scheduler, runner = decoder(min_chunk=3)
     scheduler.kv.fetches.prefill_tokens = None  # long prompts are computed here too
     assert beside(scheduler, runner, PROMPT) == [23]
+    scheduler, runner = decoder(min_chunk=3, kv_role="both", prefill_url="http://a")  # others' long prompts are
+    assert beside(scheduler, runner, PROMPT[12:]) == [11]
 
 
 def test_drafts_have_what_prompts_may_not_take():

@@ -9,6 +9,7 @@ import pytest
 from quire.core import invariants
 from quire.core.lockstep import DECODING, Lockstep, LockstepPlan, joined
 from quire.core.step import StepResult
+from quire.core.tier import Tier
 from quire.errors import RequestError
 from tests.core.fake_runner import FakeRunner, StepFailed, expected_output, make_request, make_scheduler
 
@@ -149,3 +150,52 @@ def test_nothing_that_happens_changes_a_token(seed: int) -> None:
         assert scheduler.kv.num_available == scheduler.kv.num_usable
     both.take_updates()  # of those that were aborted
     assert both._work == [0] * len(runners)
+
+
+def with_one_tier(**options: object) -> Replicas:
+    both, runners = make(tier=Tier(30), **options)
+    runners[1].slots = runners[0].slots
+    return both, runners
+
+
+def test_what_one_replica_gave_to_the_host_tier_another_one_loads() -> None:
+    both, runners = with_one_tier()
+    first, second = both.kvs
+    for number in range(3):  # its blocks are worth it once two others have used them
+        both.schedulers[0].add(make_request(number, list(range(40)), 2))
+        while both.requests:
+            run_step(both, runners)
+    first.cache.clear()
+    run_step(both, runners)
+    assert first.fetches.saved == 9 and not second.fetches.tier.pins
+    both.schedulers[1].add(make_request(9, list(range(40)), 2))
+    updates = []
+    while both.requests:
+        plan = both.schedule(0.0)
+        updates += both.commit(plan, run_plan(plan, runners), 0.0)
+    assert second.fetches.loaded == 9 and updates[0].cached_tokens == 36
+    assert [token for update in updates for token in update.tokens] == expected_output(list(range(40)), 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tier_of_two_replicas_loses_no_slot_whatever_happens(seed: int) -> None:
+    rnd, (both, runners) = random.Random(seed), with_one_tier(num_blocks=22, max_num_seqs=4)
+    tier = both.kvs[0].fetches.tier
+    heads = [[rnd.randrange(40) for _ in range(24)] for _ in range(3)]
+    prompts = [[*rnd.choice(heads), *(rnd.randrange(40) for _ in range(rnd.randrange(1, 12)))] for _ in range(30)]
+    ended: dict[int, list[int]] = {}
+    for step in range(2000):
+        if len(ended) < len(prompts) and rnd.random() < 0.8:
+            both.add(make_request(len(ended), prompts[len(ended)], max_tokens=rnd.randrange(1, 30)))
+            ended[len(ended)] = []
+        if rnd.random() < 0.05 and tier.kept:
+            runners[0].flip(rnd.choice(sorted(tier.kept.values())))
+        if rnd.random() < 0.02:
+            both.restart(whole=rnd.random() < 0.7)
+        plan = both.schedule(float(step))
+        for update in both.commit(plan, run_plan(plan, runners), float(step)) if plan else both.take_updates():
+            ended[update.request] += update.tokens
+        invariants.check(both)
+    assert both.idle and not tier.pins and sum(kv.fetches.loaded for kv in both.kvs)
+    for number, tokens in ended.items():
+        assert tokens and tokens == expected_output(prompts[number], len(tokens))

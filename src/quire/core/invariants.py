@@ -68,6 +68,7 @@ from quire.core.lockstep import Lockstep
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, Status
 from quire.core.scheduler import Scheduler
+from quire.core.tier import Tier
 
 
 class InvariantError(AssertionError):
@@ -80,14 +81,17 @@ def check(scheduler: Scheduler | Lockstep) -> None:
     Raises:
         InvariantError: naming the rule and the values.
     """
-    if isinstance(scheduler, Lockstep):
-        for each in scheduler.schedulers:
-            check(each)
-        return
+    for tier in dict.fromkeys(kv.fetches.tier for kv in scheduler.kvs):
+        _check_tier(tier, [kv for kv in scheduler.kvs if kv.fetches.tier is tier])
+    for each in scheduler.schedulers if isinstance(scheduler, Lockstep) else [scheduler]:
+        _check_scheduler(each)
+
+
+def _check_scheduler(scheduler: Scheduler) -> None:
+    """One replica."""
     kv = scheduler.kv
     _check_blocks(kv, scheduler.running)
     _check_tree(kv)
-    _check_tier(kv)
     _check_tables(kv, scheduler.running)
     orders = [request.order for request in scheduler.running]
     _must(orders == sorted(orders), f"running requests are out of order: {orders}")
@@ -150,18 +154,20 @@ def _check_tree(kv: KVManager) -> None:
     _must(seen == cached, f"the tree has {seen} blocks and the groups know of {cached}")
 
 
-def _check_tier(kv: KVManager) -> None:
-    """One slot."""
-    tier, fetches = kv.fetches.tier, kv.fetches
-    counts = tier.counts
+def _check_tier(tier: Tier, kvs: list[KVManager]) -> None:
+    """One slot; who has the tier together."""
+    counts, fetches = tier.counts, [kv.fetches for kv in kvs]
     _must(sum(counts.values()) == tier.num_slots, f"{counts} are not {tier.num_slots} slots")
-    waiting = [each for each in fetches.reads.values() if not each.late]
-    filling = [move.slot for move in fetches.saves_under_way] + [slot for each in waiting for slot in each.filling]
+    reads = [read for each in fetches for read in each.reads.values()]
+    waiting = [read for read in reads if not read.late]
+    filling = [move.slot for each in fetches for move in each.saves_under_way]
+    filling += [slot for read in waiting for slot in read.filling]
     _must(len(set(filling)) == len(filling) == counts["filling"], f"slots {filling} are saved into, {counts}")
-    read = Counter(move.slot for fetch in fetches.under_way for move in fetch.moves)
-    read.update([*fetches.writes, *(kv.exports.pinned if kv.exports else ())])
+    read = Counter(move.slot for each in fetches for fetch in each.under_way for move in fetch.moves)
+    for kv in kvs:
+        read.update([*kv.fetches.writes, *(kv.exports.pinned if kv.exports else ())])
     read.update(slot for each in waiting for slot in each.pinned)
-    late = {slot for each in fetches.reads.values() if each.late for slot in each.filling}
+    late = {slot for each in reads if each.late for slot in each.filling}
     _must(counts["quarantined"] >= len(late), f"slots {late} may still be written, {counts}")
     _must(read == Counter(tier.pins), f"slots {dict(read)} are read, and pinned are {tier.pins}")
     kept = set(tier.kept.values())

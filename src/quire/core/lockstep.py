@@ -8,7 +8,7 @@ has nothing to do its plan is empty: its ranks take part with no rows. They end 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import cast
 
@@ -43,8 +43,11 @@ class LockstepPlan(StepPlan):
 def joined(results: Sequence[StepResult]) -> StepResult:
     """What all replicas got from a step."""
     spans = [span for result in results for span in result.spans]
-    seconds, began = (max(result.seconds for result in results), min(result.began for result in results))
-    return StepResult(results[0].number, spans, seconds, began, max(result.drafting for result in results))
+    bad_loads = [slot for result in results for slot in result.bad_loads]
+    seconds, drafting, loading = (
+        max(getattr(result, name) for result in results) for name in ("seconds", "drafting", "loading")
+    )
+    return StepResult(results[0].number, spans, seconds, min(r.began for r in results), drafting, bad_loads, loading)
 
 
 class Lockstep:
@@ -127,7 +130,9 @@ class Lockstep:
         updates, begin = [], 0
         for scheduler, part in zip(self.schedulers, cast(LockstepPlan, plan).plans, strict=True):
             end = begin + len(part.spans)
-            own = StepResult(result.number, result.spans[begin:end], result.seconds, result.began, result.drafting)
+            loads = {move.slot for move in part.loads}
+            bad_loads = [slot for slot in result.bad_loads if slot in loads]
+            own = replace(result, spans=result.spans[begin:end], bad_loads=bad_loads)
             updates += scheduler.commit(part, own, now)
             begin = end
         return self._told(updates)

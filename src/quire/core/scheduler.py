@@ -280,11 +280,12 @@ class Scheduler:
                 step.num_decodes += 1
 
     def _limit_prefill(self, step: PendingStep) -> None:
-        """Where others compute long prompts, short ones and the ends of those take as many steps as they need."""
+        """Where others alone compute long prompts, short ones and the ends of those take as many steps as they need."""
         fetches = self.kv.fetches
         if self._latency and step.num_decodes:
             step.withhold(self._latency.budget(step.budget))
-        if self._chunked and step.num_decodes and fetches.prefill_tokens is not None:
+        elsewhere = fetches.prefill_tokens is not None and not self.config.prefills
+        if self._chunked and step.num_decodes and elsewhere:
             step.withhold(max(self.config.min_chunk, fetches.costs.tokens_beside_decodes()))
         if (stages := self.config.pipeline_parallel_size) > 1 and self._chunked:
             step.withhold(share_of_prompts(self.requests.values(), stages, step.budget))

@@ -247,8 +247,7 @@ class Engine:
             kv_block_bytes=Layout.of(self.kv_cache[0], self.model).block_bytes,
         )
         schedulers = [
-            Scheduler(config, self._kv_manager(hash_key, started.runner.host), self.max_model_len)
-            for _ in range(replicas)
+            Scheduler(config, kv, self.max_model_len) for kv in self._kv_managers(hash_key, started.runner.host)
         ]
         self.scheduler: Scheduler | Lockstep = schedulers[0] if replicas == 1 else Lockstep(schedulers)
         runner = started.runner
@@ -355,7 +354,8 @@ class Engine:
                 notes.append(f"{each.name}={value} changes nothing on a CPU")
         return notes
 
-    def _kv_manager(self, hash_key: bytes, host: HostTier | None) -> KVManager:
+    def _kv_managers(self, hash_key: bytes, host: HostTier | None) -> list[KVManager]:
+        """Of each replica; the host tier is that of all of them."""
         config, speculation = self.config, self.speculation
         # All that a block's bytes depend on beside its tokens.
         identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
@@ -370,13 +370,16 @@ class Engine:
         hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
         windows = retentions(self.model, speculation)
-        groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
         tier = None if host is None else Tier(host.num_slots)
         self.tiers.open(host, identity)
         disk = self.tiers.disk.index if self.tiers.disk else None
-        kv = KVManager(groups, config.block_size, config.prefix_cache, hasher, ahead, tier=tier, disk=disk)
-        self.tiers.attach(kv)
-        return kv
+        managers = []
+        for _ in range(config.data_parallel_size):
+            groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
+            pool = groups, config.block_size, config.prefix_cache
+            managers.append(KVManager(*pool, hasher, ahead, tier=tier, disk=disk))
+        self.tiers.attach(managers[0])
+        return managers
 
     @property
     def stats(self) -> EngineStats:
@@ -385,7 +388,7 @@ class Engine:
             scheduler = self.scheduler
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
-            self._stats.kv_tiers = self.tiers.counts(scheduler.kvs[0])
+            self._stats.kv_tiers = self.tiers.counts(scheduler.kvs)
         return self._stats
 
     @property

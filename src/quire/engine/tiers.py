@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -199,7 +200,7 @@ class KVTiers:
 
     def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
         """Tell the scheduler what others have done; waits so long where there is nothing to tell."""
-        if self.mailbox is None or isinstance(scheduler, Lockstep):  # replicas have no tiers yet
+        if self.mailbox is None or isinstance(scheduler, Lockstep):  # replicas have a host tier alone
             return
         if self.importer is not None:
             scheduler.kv.fetches.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
@@ -288,17 +289,23 @@ class KVTiers:
                 exports.end(number)
                 self.dropped.append(number)
 
-    def counts(self, kv: KVManager) -> dict[str, dict[str, int]]:
+    def counts(self, kvs: Sequence[KVManager]) -> dict[str, dict[str, int]]:
         """Of each tier, blocks that were `stored` there and `loaded` from there, and `bad` ones; of other engines,
         blocks that they read here, and those that were read from them; of other nodes, blocks that were read from them,
         that nobody had, that they had not although the directory says so, and bad ones.
         """
-        peers = {"stored": kv.exports.exported if kv.exports else 0, "loaded": kv.fetches.read[PEER]}
-        counts = kv.fetches.counts | ({"peer": peers} if self.exporter or self.importer else {})
-        if (found := kv.fetches.holders) is None:
-            return counts
-        asked = {"missed": found.missed, "stale": found.stale, "bad": found.bad}
-        return counts | {"remote": {"loaded": kv.fetches.read[REMOTE]} | asked}
+        counts = {tier: dict(events) for tier, events in kvs[0].fetches.counts.items()}
+        for kv in kvs[1:]:
+            for tier, events in kv.fetches.counts.items():
+                for event, blocks in events.items():
+                    counts[tier][event] += blocks
+        if self.exporter or self.importer:
+            exported = sum(kv.exports.exported for kv in kvs if kv.exports)
+            counts["peer"] = {"stored": exported, "loaded": sum(kv.fetches.read[PEER] for kv in kvs)}
+        if (found := kvs[0].fetches.holders) is not None:
+            asked = {"missed": found.missed, "stale": found.stale, "bad": found.bad}
+            counts["remote"] = {"loaded": kvs[0].fetches.read[REMOTE]} | asked
+        return counts
 
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
         """Whether requests wait for the tiers; waits a little for these then."""

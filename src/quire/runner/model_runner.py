@@ -214,10 +214,11 @@ class ModelRunner:
         return self.host.load(pool, plan.loads), time.monotonic() - begin
 
     def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
-        """The slots whose loads are bad on any rank."""
+        """The slots whose loads are bad on any rank that computes the plan."""
         if not plan.loads or self.model.ranks.size == 1:
             return bad_loads
-        found = self.model.ranks.exchange([torch.tensor(bad_loads, dtype=torch.int64)], plan.number)
+        group = self.model.stage if self.model.replicas > 1 else self.model.ranks
+        found = group.exchange([torch.tensor(bad_loads, dtype=torch.int64)], plan.number)
         return sorted({slot for part in found for slot in part.clone().view(torch.int64).tolist()})
 
     def _take_in(self, plan: StepPlan) -> None:
