@@ -348,7 +348,7 @@ def test_what_a_node_does_not_have_is_counted_withdrawn_and_computed(pool: Pool,
 def test_two_nodes_hold_the_same_block_and_one_of_them_dies(pool: Pool) -> None:
     first, second, third = (pool.node() for _ in range(3))
     for node in (first, second):
-        node.engine.scheduler.kv.fetches.holders.ask = lambda hashes, now: None  # type: ignore[method-assign, union-attr]
+        node.engine.scheduler.kv.fetches.holders.ask = lambda hashes, tier, now: None  # type: ignore[method-assign, union-attr]
         computed_by(node)
     third.ask([*TEXT[:40], 1, 2])
     [asked] = third.engine.tiers.nodes.readers  # type: ignore[union-attr]

@@ -394,7 +394,7 @@ class Fetches:
         if self.holders is None or len(hashes) < LEAST_FETCH or start == len(hashes):
             return None
         rest = hashes[start:]
-        if lookup := self.holders.ask([each for each in rest if each not in self.tier], now):
+        if lookup := self.holders.ask(rest, self.tier, now):
             self.orders.append(Locate(lookup.number, lookup.hashes))
             return lookup
         node, count = self.holders.best(rest, self.tier, lambda each: self.costs.load_seconds(each, 1), now)

@@ -145,7 +145,7 @@ class DirectoryAgent:
         while self._lookups:
             number, hashes = self._lookups[0]
             rows = self._directory.query(hashes)
-            self.nodes |= {node.name: node for row in rows for node in row}
+            self.nodes = self.nodes | {node.name: node for row in rows for node in row}
             others = [[node.name for node in row if node.name != self._node.name] for row in rows]
             self._mailbox.post(Located(number, others))
             del self._lookups[0]
