@@ -198,6 +198,15 @@ def test_a_password_a_user_and_what_a_user_may_do() -> None:
                 directory.join(node, LEASE)
 
 
+@needs_redis
+def test_a_password_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer("--requirepass", "sesame") as server:
+        monkeypatch.setenv("REDISCLI_AUTH", "sesame")
+        RedisDirectory(server.url, "us").check()
+        with pytest.raises(ConfigError, match="does not take this user and password"):
+            RedisDirectory(server.url.replace("//", "//:wrong@"), "us").check()
+
+
 def certificates(folder: Path) -> tuple[str, str]:
     """A certificate for 127.0.0.1 that vouches for itself, and its key."""
     certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")

@@ -24,7 +24,7 @@ from quire.kv.directory.local import LocalDirectory, LocalStore
 from tests.http_tools import wait_until
 from tests.redis_server import RedisServer, free_port, needs_redis
 from tests.test_kv_host import Outcome, params
-from tests.test_kv_prefill import alone, prompt
+from tests.test_kv_prefill import Prefill, alone, prompt
 
 BLOCK = 16
 
@@ -303,6 +303,31 @@ def test_runs_of_blocks_come_from_whoever_holds_them(pool: Pool) -> None:
     wait_until(lambda: not second.agent._changed and len(second.agent._held) == len(longer) // BLOCK - len(names))
     assert [third.ask(longer)] == alone(own(pool.options), [longer])
     assert third.loaded == (len(longer) - 1) // BLOCK and len(third.engine.tiers.nodes.readers) == 2  # type: ignore[union-attr]
+
+
+def test_what_no_node_has_is_computed_by_a_prefill_engine(pool: Pool) -> None:
+    first = pool.node()
+    computed_by(first)
+    prefill = Prefill(**pool.options)
+    second = pool.node(prefill_url=prefill.address, prefill_min_tokens=16)
+    importer = second.engine.tiers.importer
+    assert importer is not None
+    wait_until(lambda: importer.ready)
+    longer = [*TEXT, *prompt(60, 5)]
+    assert [second.ask(longer)] == alone(own(pool.options), [longer])
+    assert (
+        second.loaded == BLOCKS and second.engine.stats.kv_tiers["peer"]["loaded"] == len(longer) // BLOCK - BLOCKS - 1
+    )
+    assert prefill.engine.tiers.agent is not None
+    wait_until(lambda: len(prefill.engine.tiers.agent._held) >= len(longer) // BLOCK - 1)  # type: ignore[union-attr]
+    prefill.close()
+
+
+@pytest.mark.parametrize("here", [{}, {"tensor_parallel_size": 2}])
+def test_nodes_have_ranks_as_they_like(here: dict[str, Any], pool: Pool) -> None:
+    first, second = pool.node(tensor_parallel_size=2), pool.node(**here)
+    computed_by(first)
+    assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and second.loaded == BLOCKS
 
 
 def test_a_node_that_lies_is_found_out_banned_and_told_of(

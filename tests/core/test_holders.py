@@ -87,6 +87,19 @@ def test_who_lacks_a_block_or_is_banned_is_not_asked():
     assert known.of(CHAIN[0], 0.0) == ("a",) and known.of(CHAIN[1], 0.0) == ()
 
 
+def test_of_nodes_that_have_left_nothing_is_kept():
+    scheduler, _ = make_scheduler(num_slots=4)
+    fetches = scheduler.kv.fetches
+    known = fetches.holders = told([["a", "b"]])
+    for source in ("host", "a", "b"):
+        fetches.costs.moved(source, 1, 1.0)
+    known.ban("a")
+    fetches.keep_nodes(frozenset(["b"]))
+    rates = [fetches.costs.load_seconds(source, 1) for source in ("host", "a", "b")]
+    assert rates == [pytest.approx(1.0), None, pytest.approx(1.0)]
+    assert known.ban("a"), "its name is not kept, either"
+
+
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("quire.core.holders.MOST_KNOWN", 3)
     known = told([["a"]] * 6)

@@ -409,6 +409,12 @@ class Fetches:
             self.orders.append(Pull(self._next_read, blocks, node))
         return fetch
 
+    def keep_nodes(self, nodes: frozenset[str]) -> None:
+        """These other nodes are there, and no others."""
+        self.costs.keep({HOST, DISK, PEER, *nodes})
+        if self.holders is not None:
+            self.holders.keep(nodes)
+
     def _pulled(self, fetch: SlotFetch, count: int, seconds: float, gone: bool) -> None:
         """A node has given so many of the blocks that it was asked for."""
         self._origins |= dict.fromkeys(fetch.filling[:count], fetch.node)

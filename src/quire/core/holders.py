@@ -151,6 +151,10 @@ class Holders:
         self._banned.add(node)
         return new
 
+    def keep(self, nodes: frozenset[str]) -> None:
+        """These are there; what is known of others is forgotten."""
+        self._banned &= nodes
+
     def _learn(self, block_hash: bytes, names: tuple[str, ...], now: float) -> None:
         self._known[block_hash] = now, names
         self._known.move_to_end(block_hash)

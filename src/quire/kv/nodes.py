@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError, QuireError
 from quire.kv import wire
@@ -92,13 +92,13 @@ class NodeReaders:
         """Ask a node for nothing any more."""
         self._banned.add(node)
 
-    def keep(self, nodes: Mapping[str, Node]) -> None:
-        """Forget those that have left."""
+    def keep(self, nodes: frozenset[str]) -> None:
+        """Forget those that have left: these are there."""
         for name in [each for each in self.readers if each not in nodes]:
             thread = threading.Thread(target=self.readers.pop(name).close, name="quire-node-closing", daemon=True)
             self._closing = [*(each for each in self._closing if each.is_alive()), thread]
             thread.start()  # it may take a moment, and a step may not
-        self._banned &= nodes.keys()
+        self._banned &= nodes
 
     def drain(self) -> None:
         """Read nothing more of what was ordered."""
