@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import random
@@ -22,7 +23,7 @@ from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError, Holders, Node
 from quire.kv.directory.local import LocalDirectory, LocalStore
 from tests.http_tools import wait_until
-from tests.redis_server import RedisServer, free_port, needs_redis
+from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
 from tests.test_kv_host import Outcome, params
 from tests.test_kv_prefill import Prefill, alone, prompt
 
@@ -244,15 +245,23 @@ def pool(options: dict[str, Any], store: FaultyStore) -> Iterator[Pool]:
         node.close()
 
 
-@needs_redis
-@pytest.mark.parametrize("transport", ["shared_memory", "socket"])
-def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(transport: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("directory", "transport"),
+    [
+        pytest.param("redis", "shared_memory", marks=needs_redis),
+        pytest.param("redis", "socket", marks=needs_redis),
+        pytest.param("etcd", "shared_memory", marks=needs_etcd),
+    ],
+)
+def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(
+    directory: str, transport: str, options: dict[str, Any]
+) -> None:
     options |= {"num_kv_blocks": 200, "max_model_len": 640, "kv_transport": transport, "host_kv_memory": "16MiB"}
     head = prompt(512)
     texts = [[*head, *prompt(9, last)] for last in range(3)]
     expected = alone({**options, "kv_directory": None, "kv_transport": None}, texts)
-    with RedisServer() as server:
-        pool = Pool(options | {"kv_directory": server.url})
+    with etcd_server() if directory == "etcd" else redis_server() as url:
+        pool = Pool(options | {"kv_directory": url})
         nodes = [pool.node() for _ in range(3)]
         for number, node in enumerate(nodes):
             outcome = node.ask(texts[number], seed=number)
@@ -263,6 +272,13 @@ def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(transport: st
         assert not any(node.engine.stats.kv_tiers["host"]["bad"] for node in nodes)
         for node in nodes:
             node.close()
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[str]:
+    """The URL of one."""
+    with RedisServer() as server:
+        yield server.url
 
 
 def own(options: dict[str, Any]) -> dict[str, Any]:
