@@ -390,8 +390,10 @@ class Fetches:
 
     def begin_pull(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> SlotFetch | Lookup | None:
         """Have a chain's next blocks read from the node that has most of them, or ask who has them; None: neither."""
+        if self.holders is None or len(hashes) < LEAST_FETCH:
+            return None
         start = next((i for i, each in enumerate(hashes) if each not in self.tier), len(hashes))
-        if self.holders is None or len(hashes) < LEAST_FETCH or start == len(hashes):
+        if start == len(hashes):
             return None
         rest = hashes[start:]
         if lookup := self.holders.ask(rest, self.tier, now):
