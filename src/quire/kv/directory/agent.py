@@ -144,10 +144,9 @@ class DirectoryAgent:
         self._take_in(0.0 if busy else max(0.001, self._renew - time.monotonic()))
         while self._lookups:
             number, hashes = self._lookups[0]
-            rows = self._directory.query(hashes)
+            rows = [[node for node in row if node.name != self._node.name] for row in self._directory.query(hashes)]
             self.nodes = self.nodes | {node.name: node for row in rows for node in row}
-            others = [[node.name for node in row if node.name != self._node.name] for row in rows]
-            self._mailbox.post(Located(number, others))
+            self._mailbox.post(Located(number, [[node.name for node in row] for row in rows]))
             del self._lookups[0]
         self._tell()
 
