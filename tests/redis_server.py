@@ -1,17 +1,21 @@
-"""A Redis of the tests' own, on a free port."""
+"""A Redis and an etcd of the tests' own, on free ports."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 BINARY = shutil.which("redis-server")
+ETCD = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed")
 needs_redis = pytest.mark.skipif(BINARY is None, reason="redis-server is not installed")
 
 
@@ -21,12 +25,23 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def listening(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until it does."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline and process.poll() is None, "it does not start"
+            time.sleep(0.02)
+
+
 class RedisServer:
     """Keeps nothing over its end; a context.
 
     Args:
         options: as on its command line.
-        secured: it answers who has a password or a certificate alone.
     """
 
     def __init__(self, *options: str, port: int = 0) -> None:
@@ -49,17 +64,32 @@ class RedisServer:
         folder = Path(self._folder.name)
         command = [BINARY, *ports, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *self._options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20.0
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline and self.process.poll() is None, "Redis does not start"
-                time.sleep(0.02)
+        listening(self.port, self.process)
 
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+@contextlib.contextmanager
+def etcd_server() -> Iterator[str]:
+    """The URL of one."""
+    assert ETCD is not None
+    port, peers = free_port(), free_port()
+    ours, theirs = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
+    with tempfile.TemporaryDirectory() as folder:
+        urls = ["--listen-client-urls", ours, "--advertise-client-urls", ours, "--listen-peer-urls", theirs]
+        more = ["--initial-advertise-peer-urls", theirs, "--initial-cluster", f"default={theirs}"]
+        process = subprocess.Popen(
+            [ETCD, "--data-dir", folder, *urls, *more, "--unsafe-no-fsync"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            listening(port, process)
+            yield f"etcd://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import redis
 from quire.errors import ConfigError
 from quire.kv.directory import masked, open_directory
 from quire.kv.directory.base import Directory, DirectoryError, Holders, Node
+from quire.kv.directory.etcd import EtcdDirectory
 from quire.kv.directory.local import LocalDirectory, LocalStore
 from quire.kv.directory.redis import PREFIX, RedisDirectory
-from tests.redis_server import RedisServer, free_port, needs_redis
+from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
 
 NAMES = "north", "east", "south"
 LEASE = 1000.0
@@ -50,13 +51,16 @@ def held(found: Holders) -> list[list[Node]]:
 
 
 class Both:
-    """A directory in Redis and the one within the process, which must say the same."""
+    """A directory and the one within the process, which must say the same.
 
-    def __init__(self, url: str, client: redis.Redis) -> None:
-        self.now = 0.0
-        self.store = LocalStore(lambda: self.now)
-        self.client = client
-        self.directories: list[Directory] = [RedisDirectory(url, "us"), LocalDirectory(self.store, "us")]
+    Args:
+        lose: a node's lease has ended. flush: all is lost.
+    """
+
+    def __init__(self, directory: Directory, lose: Callable[[str], object], flush: Callable[[], object]) -> None:
+        self.store = LocalStore(lambda: 0.0)
+        self._lose, self._flush = lose, flush
+        self.directories: list[Directory] = [directory, LocalDirectory(self.store, "us")]
 
     def ask(self, method: str, *args: Any) -> Any:
         ours, theirs = (getattr(each, method)(*args) for each in self.directories)
@@ -67,11 +71,11 @@ class Both:
 
     def lose_lease(self, name: str) -> None:
         self.store.leases.pop(name, None)
-        self.client.delete(PREFIX + b"n:" + name.encode())
+        self._lose(name)
 
     def flush(self) -> None:
         self.store.clear()
-        self.client.flushall()
+        self._flush()
 
 
 @needs_redis
@@ -79,10 +83,34 @@ class Both:
 def test_redis_says_what_the_directory_within_a_process_says(
     seed: int, server: RedisServer, empty: redis.Redis
 ) -> None:
-    rnd = random.Random(seed)
-    both = Both(server.url, empty)
+    def lose(name: str) -> None:
+        empty.delete(PREFIX + b"n:" + name.encode())
+
+    compare(random.Random(seed), Both(RedisDirectory(server.url, "us"), lose, empty.flushall), 400)
+
+
+@needs_etcd
+def test_etcd_says_what_the_directory_within_a_process_says() -> None:
+    with etcd_server() as url:
+        for seed in range(4):
+            directory = EtcdDirectory(url, "us")
+
+            def lose(name: str, directory: EtcdDirectory = directory) -> None:
+                if (lease := directory._leases.pop(name, None)) is not None:
+                    directory._ask("/v3/lease/revoke", {"ID": lease})
+
+            def flush(directory: EtcdDirectory = directory) -> None:
+                everything = {"key": "AA==", "range_end": "AA=="}
+                directory._ask("/v3/kv/deleterange", everything)
+
+            flush()
+            compare(random.Random(seed), Both(directory, lose, flush), 150)
+
+
+def compare(rnd: random.Random, both: Both, steps: int) -> None:
+    """Have both do the same at random."""
     nodes = {name: Node(name, "1", f"{name}:1") for name in NAMES}
-    for _ in range(400):
+    for _ in range(steps):
         node = nodes[rnd.choice(NAMES)]
         some = blocks(*rnd.sample(range(12), rnd.randrange(1, 6)))
         [what] = rnd.choices(
@@ -93,7 +121,9 @@ def test_redis_says_what_the_directory_within_a_process_says(
         elif what == "query":
             both.ask("query", some)
         elif what == "join":
-            both.ask("join", node, LEASE)
+            if not both.ask("join", node, LEASE):  # as an agent does
+                nodes[node.name] = node._replace(epoch=str(int(node.epoch) + 1))
+                both.ask("join", nodes[node.name], LEASE)
         elif what == "leave":
             both.ask("leave", node)
         elif what == "epoch":
@@ -115,11 +145,12 @@ def test_who_does_not_renew_its_lease_is_gone_with_all_that_it_published(
 ) -> None:
     for directory in directories(server.url):
         node, other = Node("a", "1", "a:1"), Node("b", "1", "b:1")
-        directory.join(node, 0.3)
+        directory.join(node, LEASE)
         directory.join(other, LEASE)
         directory.publish(node, blocks(1, 2))
         directory.publish(other, blocks(1))
         assert held(directory.query(blocks(1, 2))) == [[node, other], [node]]
+        directory.join(node, 0.05)
         deadline = time.monotonic() + 20.0
         while node in directory.nodes():
             assert time.monotonic() < deadline
@@ -198,6 +229,15 @@ def test_a_password_a_user_and_what_a_user_may_do() -> None:
                 directory.join(node, LEASE)
 
 
+@needs_redis
+def test_a_password_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer("--requirepass", "sesame") as server:
+        monkeypatch.setenv("REDISCLI_AUTH", "sesame")
+        RedisDirectory(server.url, "us").check()
+        with pytest.raises(ConfigError, match="does not take this user and password"):
+            RedisDirectory(server.url.replace("//", "//:wrong@"), "us").check()
+
+
 def certificates(folder: Path) -> tuple[str, str]:
     """A certificate for 127.0.0.1 that vouches for itself, and its key."""
     certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
@@ -264,6 +304,8 @@ def test_who_does_not_answer_may_do_so_later() -> None:
     [
         ("127.0.0.1:6379", "is no URL of a directory; allowed: redis://"),
         ("http://a:b@c", r"http://a:\*\*\*@c' is no URL of a directory"),
+        ("etcd://me:word@host", "kv_directory host: only etcd://HOST:PORT, without user"),
+        ("etcd://host:port", "etcd://host:port: Port could not be cast"),
         ("redis://host:port/0", "redis://host:port/0: Port could not be cast"),
         ("redis://host/0?color=red", "unexpected keyword argument 'color'"),
     ],
@@ -276,3 +318,36 @@ def test_a_url_that_is_none_is_one_error(url: str, why: str) -> None:
 def test_a_password_is_not_shown() -> None:
     assert masked("redis://user:word@host:1/0") == "redis://user:***@host:1/0"
     assert masked("redis://:wo@rd@host") == "redis://:***@host" and masked("redis://host/0") == "redis://host/0"
+
+
+@needs_etcd
+def test_a_long_chain_in_etcd_another_cluster_key_and_a_lease_that_ends() -> None:
+    with etcd_server() as url:
+        directory, node = EtcdDirectory(url, "us"), Node("a", "1", "a:1")
+        directory.check()
+        names = [number.to_bytes(32, "big") for number in range(250)]
+        directory.join(node, LEASE)
+        assert directory.publish(node, names) and directory.query([*names, b"unknown"]) == [[node]] * 250
+        with pytest.raises(ConfigError, match="is used by engines with another cluster key"):
+            EtcdDirectory(url, "them").join(Node("b", "1", "b:1"), LEASE)
+        gone = Node("gone", "1", "b:1")
+        directory.join(gone, 1.0)
+        deadline = time.monotonic() + 30.0
+        while directory.nodes() != [node]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert not directory.publish(gone, names)
+    with pytest.raises(DirectoryError, match="cannot be reached"):
+        directory.nodes()
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "no etcd"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 23\r\n\r\n{"etcdserver":"3.2.26"}', "3.2.26 is too old"),
+    ],
+)
+def test_what_is_no_etcd_or_an_old_one_is_one_error(answers: bytes, why: str) -> None:
+    with answering(answers) as port, pytest.raises(ConfigError, match=why):
+        EtcdDirectory(f"etcd://127.0.0.1:{port}", "us").check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import random
@@ -22,9 +23,9 @@ from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError, Holders, Node
 from quire.kv.directory.local import LocalDirectory, LocalStore
 from tests.http_tools import wait_until
-from tests.redis_server import RedisServer, free_port, needs_redis
+from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
 from tests.test_kv_host import Outcome, params
-from tests.test_kv_prefill import alone, prompt
+from tests.test_kv_prefill import Prefill, alone, prompt
 
 BLOCK = 16
 
@@ -244,15 +245,23 @@ def pool(options: dict[str, Any], store: FaultyStore) -> Iterator[Pool]:
         node.close()
 
 
-@needs_redis
-@pytest.mark.parametrize("transport", ["shared_memory", "socket"])
-def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(transport: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("directory", "transport"),
+    [
+        pytest.param("redis", "shared_memory", marks=needs_redis),
+        pytest.param("redis", "socket", marks=needs_redis),
+        pytest.param("etcd", "shared_memory", marks=needs_etcd),
+    ],
+)
+def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(
+    directory: str, transport: str, options: dict[str, Any]
+) -> None:
     options |= {"num_kv_blocks": 200, "max_model_len": 640, "kv_transport": transport, "host_kv_memory": "16MiB"}
     head = prompt(512)
     texts = [[*head, *prompt(9, last)] for last in range(3)]
     expected = alone({**options, "kv_directory": None, "kv_transport": None}, texts)
-    with RedisServer() as server:
-        pool = Pool(options | {"kv_directory": server.url})
+    with etcd_server() if directory == "etcd" else redis_server() as url:
+        pool = Pool(options | {"kv_directory": url})
         nodes = [pool.node() for _ in range(3)]
         for number, node in enumerate(nodes):
             outcome = node.ask(texts[number], seed=number)
@@ -263,6 +272,13 @@ def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(transport: st
         assert not any(node.engine.stats.kv_tiers["host"]["bad"] for node in nodes)
         for node in nodes:
             node.close()
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[str]:
+    """The URL of one."""
+    with RedisServer() as server:
+        yield server.url
 
 
 def own(options: dict[str, Any]) -> dict[str, Any]:
@@ -303,6 +319,31 @@ def test_runs_of_blocks_come_from_whoever_holds_them(pool: Pool) -> None:
     wait_until(lambda: not second.agent._changed and len(second.agent._held) == len(longer) // BLOCK - len(names))
     assert [third.ask(longer)] == alone(own(pool.options), [longer])
     assert third.loaded == (len(longer) - 1) // BLOCK and len(third.engine.tiers.nodes.readers) == 2  # type: ignore[union-attr]
+
+
+def test_what_no_node_has_is_computed_by_a_prefill_engine(pool: Pool) -> None:
+    first = pool.node()
+    computed_by(first)
+    prefill = Prefill(**pool.options)
+    second = pool.node(prefill_url=prefill.address, prefill_min_tokens=16)
+    importer = second.engine.tiers.importer
+    assert importer is not None
+    wait_until(lambda: importer.ready)
+    longer = [*TEXT, *prompt(60, 5)]
+    assert [second.ask(longer)] == alone(own(pool.options), [longer])
+    assert (
+        second.loaded == BLOCKS and second.engine.stats.kv_tiers["peer"]["loaded"] == len(longer) // BLOCK - BLOCKS - 1
+    )
+    assert prefill.engine.tiers.agent is not None
+    wait_until(lambda: len(prefill.engine.tiers.agent._held) >= len(longer) // BLOCK - 1)  # type: ignore[union-attr]
+    prefill.close()
+
+
+@pytest.mark.parametrize("here", [{}, {"tensor_parallel_size": 2}])
+def test_nodes_have_ranks_as_they_like(here: dict[str, Any], pool: Pool) -> None:
+    first, second = pool.node(tensor_parallel_size=2), pool.node(**here)
+    computed_by(first)
+    assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and second.loaded == BLOCKS
 
 
 def test_a_node_that_lies_is_found_out_banned_and_told_of(
@@ -348,7 +389,7 @@ def test_what_a_node_does_not_have_is_counted_withdrawn_and_computed(pool: Pool,
 def test_two_nodes_hold_the_same_block_and_one_of_them_dies(pool: Pool) -> None:
     first, second, third = (pool.node() for _ in range(3))
     for node in (first, second):
-        node.engine.scheduler.kv.fetches.holders.ask = lambda hashes, now: None  # type: ignore[method-assign, union-attr]
+        node.engine.scheduler.kv.fetches.holders.ask = lambda hashes, tier, now: None  # type: ignore[method-assign, union-attr]
         computed_by(node)
     third.ask([*TEXT[:40], 1, 2])
     [asked] = third.engine.tiers.nodes.readers  # type: ignore[union-attr]

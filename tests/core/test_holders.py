@@ -22,7 +22,7 @@ CHAIN = [bytes([number]) * 4 for number in range(6)]
 def told(rows: list[list[str]], now: float = 0.0) -> Holders:
     made = Holders()
     made.ready = True
-    lookup = made.ask(CHAIN, now)
+    lookup = made.ask(CHAIN, Tier(), now)
     assert lookup is not None
     made.answered(lookup.number, rows, now)
     return made
@@ -42,7 +42,7 @@ def test_what_the_tier_has_already_does_not_end_a_run():
     tier.filled(slot)
     known = Holders()
     known.ready = True
-    lookup = known.ask([CHAIN[0], *CHAIN[2:]], 0.0)
+    lookup = known.ask(CHAIN, tier, 0.0)
     assert lookup is not None
     known.answered(lookup.number, [["a"], ["a"]], 0.0)
     assert known.best(CHAIN, tier, lambda node: None, 0.0) == ("a", 3)
@@ -50,33 +50,33 @@ def test_what_the_tier_has_already_does_not_end_a_run():
 
 def test_nothing_is_asked_again_that_was_said_just_now_and_nothing_old_is_believed():
     known = told([["a"], ["a"]])
-    assert known.missed == 4 and known.ask(CHAIN[1:], FRESH_SECONDS - 0.1) is None
-    assert known.ask(CHAIN[2:], FRESH_SECONDS - 0.1) is None, "nobody had it"
-    assert known.ask(CHAIN[3:], 0.0) is not None, "nothing was said of it"
-    assert known.ask(CHAIN, FRESH_SECONDS + 0.1) is not None
+    assert known.missed == 4 and known.ask(CHAIN[1:], Tier(), FRESH_SECONDS - 0.1) is None
+    assert known.ask(CHAIN[2:], Tier(), FRESH_SECONDS - 0.1) is None, "nobody had it"
+    assert known.ask(CHAIN[3:], Tier(), 0.0) is not None, "nothing was said of it"
+    assert known.ask(CHAIN, Tier(), FRESH_SECONDS + 0.1) is not None
     assert known.of(CHAIN[0], KEPT_SECONDS - 0.1) == ("a",) and known.of(CHAIN[0], KEPT_SECONDS) == ()
 
 
 def test_a_directory_that_is_late_is_asked_for_nothing_before_it_has_answered():
     known = Holders()
-    assert known.ask(CHAIN, 0.0) is None, "it is not ready"
+    assert known.ask(CHAIN, Tier(), 0.0) is None, "it is not ready"
     known.ready = True
-    lookup = known.ask(CHAIN, 0.0)
+    lookup = known.ask(CHAIN, Tier(), 0.0)
     assert lookup is not None and not known.expired(LOOKUP_SECONDS)
     assert known.expired(LOOKUP_SECONDS + 0.01) == [lookup] and not known.expired(1.0)
-    assert known.ask(CHAIN[1:], 1.0) is None
+    assert known.ask(CHAIN[1:], Tier(), 1.0) is None
     assert known.answered(lookup.number, [["a"]], 1.0) is lookup and known.of(CHAIN[0], 1.0) == ("a",)
     assert known.answered(lookup.number, [["b"]], 1.0) is None, "it came twice"
-    assert known.ask(CHAIN[2:], 1.0) is not None
+    assert known.ask(CHAIN[2:], Tier(), 1.0) is not None
 
 
 def test_where_nothing_is_answered_what_was_said_before_counts():
     known = told([["a"]])
-    lookup = known.ask(CHAIN, FRESH_SECONDS + 1)
+    lookup = known.ask(CHAIN, Tier(), FRESH_SECONDS + 1)
     assert lookup is not None
     known.answered(lookup.number, None, FRESH_SECONDS + 1)
     assert known.of(CHAIN[0], FRESH_SECONDS + 1) == ("a",) and known.missed == 5
-    assert known.ask(CHAIN, FRESH_SECONDS + 1.1) is None
+    assert known.ask(CHAIN, Tier(), FRESH_SECONDS + 1.1) is None
 
 
 def test_who_lacks_a_block_or_is_banned_is_not_asked():
@@ -85,6 +85,19 @@ def test_who_lacks_a_block_or_is_banned_is_not_asked():
     assert known.of(CHAIN[1], 0.0) == ("b",) and known.count(CHAIN[1]) == 1
     assert known.ban("b") and not known.ban("b")
     assert known.of(CHAIN[0], 0.0) == ("a",) and known.of(CHAIN[1], 0.0) == ()
+
+
+def test_of_nodes_that_have_left_nothing_is_kept():
+    scheduler, _ = make_scheduler(num_slots=4)
+    fetches = scheduler.kv.fetches
+    known = fetches.holders = told([["a", "b"]])
+    for source in ("host", "a", "b"):
+        fetches.costs.moved(source, 1, 1.0)
+    known.ban("a")
+    fetches.keep_nodes(frozenset(["b"]))
+    rates = [fetches.costs.load_seconds(source, 1) for source in ("host", "a", "b")]
+    assert rates == [pytest.approx(1.0), None, pytest.approx(1.0)]
+    assert known.ban("a"), "its name is not kept, either"
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from quire.core.step import StepPlan, StepResult
 
 _FORGET = 0.9
@@ -66,6 +68,10 @@ class Costs:
         """So many blocks came from "host" or "disk" in so many seconds."""
         before = self._loads.get(source, (0.0, 0.0))
         self._loads[source] = _later(before[0], blocks), _later(before[1], seconds)
+
+    def keep(self, sources: Container[str]) -> None:
+        """Forget how fast others are than these."""
+        self._loads = {source: known for source, known in self._loads.items() if source in sources}
 
     def load_seconds(self, source: str, blocks: int) -> float | None:
         """To load so many blocks; None: not known yet."""

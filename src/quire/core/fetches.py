@@ -390,11 +390,13 @@ class Fetches:
 
     def begin_pull(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> SlotFetch | Lookup | None:
         """Have a chain's next blocks read from the node that has most of them, or ask who has them; None: neither."""
+        if self.holders is None or len(hashes) < LEAST_FETCH:
+            return None
         start = next((i for i, each in enumerate(hashes) if each not in self.tier), len(hashes))
-        if self.holders is None or len(hashes) < LEAST_FETCH or start == len(hashes):
+        if start == len(hashes):
             return None
         rest = hashes[start:]
-        if lookup := self.holders.ask([each for each in rest if each not in self.tier], now):
+        if lookup := self.holders.ask(rest, self.tier, now):
             self.orders.append(Locate(lookup.number, lookup.hashes))
             return lookup
         node, count = self.holders.best(rest, self.tier, lambda each: self.costs.load_seconds(each, 1), now)
@@ -408,6 +410,12 @@ class Fetches:
             fetch.node, fetch.wanted = node, [name for _, name in blocks]
             self.orders.append(Pull(self._next_read, blocks, node))
         return fetch
+
+    def keep_nodes(self, nodes: frozenset[str]) -> None:
+        """These other nodes are there, and no others."""
+        self.costs.keep({HOST, DISK, PEER, *nodes})
+        if self.holders is not None:
+            self.holders.keep(nodes)
 
     def _pulled(self, fetch: SlotFetch, count: int, seconds: float, gone: bool) -> None:
         """A node has given so many of the blocks that it was asked for."""

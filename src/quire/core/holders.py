@@ -69,14 +69,19 @@ class Holders:
         """Nobody waits for an answer."""
         self.lookups: dict[int, Lookup] = {}
 
-    def ask(self, hashes: list[bytes], now: float) -> Lookup | None:
-        """What has to be asked about a chain before its holders are known as well as they can be; None: nothing."""
+    def ask(self, hashes: Sequence[bytes], tier: Tier, now: float) -> Lookup | None:
+        """What has to be asked about a chain before its holders are known as well as they can be; None: nothing.
+
+        Args:
+            hashes: the first one is not in the tier.
+        """
         if not self.ready or any(each.late for each in self.lookups.values()):
             return None  # one that is late is asked for nothing before it has answered
         if now - self._known.get(hashes[0], (-KEPT_SECONDS, ()))[0] < FRESH_SECONDS:
             return None
         self._next += 1
-        lookup = self.lookups[self._next] = Lookup(self._next, hashes, now + LOOKUP_SECONDS)
+        missing = [each for each in hashes if each not in tier]
+        lookup = self.lookups[self._next] = Lookup(self._next, missing, now + LOOKUP_SECONDS)
         return lookup
 
     def answered(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> Lookup | None:
@@ -145,6 +150,10 @@ class Holders:
         new = node not in self._banned
         self._banned.add(node)
         return new
+
+    def keep(self, nodes: frozenset[str]) -> None:
+        """These are there; what is known of others is forgotten."""
+        self._banned &= nodes
 
     def _learn(self, block_hash: bytes, names: tuple[str, ...], now: float) -> None:
         self._known[block_hash] = now, names

@@ -25,7 +25,7 @@ from quire.core.scheduler import Scheduler
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
 from quire.kv.host import HostTier
-from quire.kv.mailbox import Dropped, Located, Mailbox, Progressed, Released, Wanted
+from quire.kv.mailbox import Dropped, Located, Mailbox, Nodes, Progressed, Released, Wanted
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # what speaks with other engines is loaded where there are some
@@ -258,7 +258,6 @@ class KVTiers:
             case Locate(number, hashes):
                 agent.locate(number, hashes)
             case Pull(number, blocks, node):
-                nodes.keep(agent.nodes)
                 nodes.pull(number, blocks, agent.nodes.get(node))
             case Lacks(node, hashes):
                 agent.withdraw(node, hashes)
@@ -274,6 +273,10 @@ class KVTiers:
                 scheduler.read_ended(number, count, seconds, kind == "gone")
             case Located(number, holders):
                 scheduler.located(number, holders, time.monotonic())
+            case Nodes(names):
+                fetches.keep_nodes(names)
+                if self.nodes is not None:
+                    self.nodes.keep(names)
             case Ended("write", slot, count, _):
                 fetches.written(slot, bool(count))
             case Progressed(number):

@@ -46,6 +46,12 @@ class Located(NamedTuple):
     holders: list[list[str]] | None
 
 
+class Nodes(NamedTuple):
+    """By a directory, the other nodes that are there, by name."""
+
+    names: frozenset[str]
+
+
 class Mailbox:
     """News for the engine, from any thread. `fileno` can be polled: it is readable while there is something."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError, QuireError
 from quire.kv import wire
@@ -73,6 +73,7 @@ class NodeReaders:
         self._connect, self._mailbox = connect, mailbox
         self.readers: dict[str, NodeReader] = {}
         self._banned: set[str] = set()
+        self._closing: list[threading.Thread] = []
 
     def pull(self, number: int, blocks: Sequence[tuple[int, bytes]], node: Node | None) -> None:
         """Have blocks read into slots; `node` is None where it is not known any more."""
@@ -91,18 +92,24 @@ class NodeReaders:
         """Ask a node for nothing any more."""
         self._banned.add(node)
 
-    def keep(self, nodes: Mapping[str, Node]) -> None:
-        """Forget those that have left."""
+    def keep(self, nodes: frozenset[str]) -> None:
+        """Forget those that have left: these are there."""
         for name in [each for each in self.readers if each not in nodes]:
-            self.readers.pop(name).close()
-        self._banned &= nodes.keys()
+            thread = threading.Thread(target=self.readers.pop(name).close, name="quire-node-closing", daemon=True)
+            self._closing = [*(each for each in self._closing if each.is_alive()), thread]
+            thread.start()  # it may take a moment, and a step may not
+        self._banned &= nodes
 
     def drain(self) -> None:
         """Read nothing more of what was ordered."""
         for reader in self.readers.values():
             reader.stop_reading()
+        for thread in self._closing:
+            thread.join()
 
     def close(self) -> None:
         """Say no more to any."""
         for reader in self.readers.values():
             reader.close()
+        for thread in self._closing:
+            thread.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.errors import ConfigError
 from quire.kv.directory.base import Directory
 
-SCHEMES = "redis", "rediss", "unix"
+SCHEMES = "redis", "rediss", "unix", "etcd"
 
 
 def open_directory(url: str, cluster: str) -> Directory:
@@ -20,8 +20,12 @@ def open_directory(url: str, cluster: str) -> Directory:
     if url.partition("://")[0] not in SCHEMES:
         raise ConfigError(
             f"kv_directory {masked(url)!r} is no URL of a directory; allowed: "
-            "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS) and unix://PATH"
+            "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS), unix://PATH and etcd://HOST[:PORT]"
         )
+    if url.startswith("etcd:"):
+        from quire.kv.directory.etcd import EtcdDirectory
+
+        return EtcdDirectory(url, cluster)
     from quire.kv.directory.redis import RedisDirectory
 
     return RedisDirectory(url, cluster)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from quire.errors import ConfigError, QuireError
 from quire.kv.directory.base import Directory, DirectoryError, Node
-from quire.kv.mailbox import Located, Mailbox
+from quire.kv.mailbox import Located, Mailbox, Nodes
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class DirectoryAgent:
         directory: the agent's own from now on.
         name: of this node, another one after each start of the engine.
         address: where it listens for those who read its blocks; "": it holds nothing for others.
-        mailbox: told `Located`.
+        mailbox: told `Located`, and `Nodes` where they are others than before.
         lease: seconds after which a node that says nothing is gone.
 
     Attributes:
@@ -144,10 +144,9 @@ class DirectoryAgent:
         self._take_in(0.0 if busy else max(0.001, self._renew - time.monotonic()))
         while self._lookups:
             number, hashes = self._lookups[0]
-            rows = self._directory.query(hashes)
-            self.nodes |= {node.name: node for row in rows for node in row}
-            others = [[node.name for node in row if node.name != self._node.name] for row in rows]
-            self._mailbox.post(Located(number, others))
+            rows = [[node for node in row if node.name != self._node.name] for row in self._directory.query(hashes)]
+            self.nodes = self.nodes | {node.name: node for row in rows for node in row}
+            self._mailbox.post(Located(number, [[node.name for node in row] for row in rows]))
             del self._lookups[0]
         self._tell()
 
@@ -157,7 +156,10 @@ class DirectoryAgent:
             self._node = self._node._replace(epoch=secrets.token_hex(8))
             self._directory.join(self._node, self._lease)
             self._tell_all()
-        self.nodes = {node.name: node for node in self._directory.nodes() if node.name != self._node.name}
+        nodes = {node.name: node for node in self._directory.nodes() if node.name != self._node.name}
+        if nodes.keys() != self.nodes.keys():
+            self._mailbox.post(Nodes(frozenset(nodes)))
+        self.nodes = nodes
         self._renew = time.monotonic() + self._lease / 3
         if self.problem:
             logger.info("the KV directory answers again")

@@ -37,7 +37,7 @@ Holders = list[list[Node]]
 
 
 class Directory(Protocol):
-    """Each call is atomic, and one round trip.
+    """Each call is atomic, and one round trip (in etcd, each hundred blocks).
 
     Raises (each call):
         DirectoryError: it does not answer.

@@ -1,0 +1,199 @@
+"""A directory in etcd, by its JSON gateway: https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/.
+
+Keys, all of which begin with `PREFIX`: `owner`, `n/NAME` and `b/HASH/NAME`, as those of `redis.py`, but one for each
+node that holds a block. All of a node's keys hang on its lease, so they are gone with it.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import math
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.kv.directory.base import DirectoryError, Holders, Node
+from quire.kv.directory.local import other_cluster
+
+PREFIX = b"quire/kv/"
+
+TIMEOUT_SECONDS = 1.0
+"""For an answer; nothing that serves requests waits for it."""
+
+MOST_OPERATIONS = 100
+"""Of one transaction; etcd allows 128 (`--max-txn-ops`). A call with more blocks is several of them."""
+
+OLDEST = 3, 4
+"""The first version whose gateway is at /v3."""
+
+Operation = dict[str, Any]
+
+
+class EtcdDirectory:
+    """See `base.Directory`.
+
+    Args:
+        url: etcd://HOST:PORT.
+        cluster: names the cluster's key.
+
+    Raises:
+        ConfigError: the URL is none.
+    """
+
+    def __init__(self, url: str, cluster: str) -> None:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = parts.hostname, parts.port or 2379
+        except ValueError as error:
+            raise ConfigError(f"kv_directory {url}: {error}; such as etcd://10.0.0.1:2379") from error
+        if not host or parts.username or parts.path.strip("/") or parts.query:
+            raise ConfigError(
+                f"kv_directory {host}: only etcd://HOST:PORT, without user, path and options, is there yet"
+            )
+        self._where, self._cluster = f"kv_directory etcd://{host}:{port}", cluster.encode()
+        self._connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
+        self._leases: dict[str, str] = {}  # by a node's name
+
+    def check(self) -> None:
+        version = str(self._ask("/version", None).get("etcdserver", "0.0"))
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            raise ConfigError(f"{self._where}: etcd {version} is too old; use 3.4 or later")
+
+    def join(self, node: Node, lease: float) -> bool:
+        before = self._leases.get(node.name)
+        kept = before is not None and self._ask("/v3/lease/keepalive", {"ID": before}).get("result", {}).get("TTL")
+        own = before if kept else self._ask("/v3/lease/grant", {"TTL": str(math.ceil(lease))})["ID"]
+        key, owner = PREFIX + b"n/" + node.name.encode(), PREFIX + b"owner"
+        puts = [_range(key), _put(owner, self._cluster, own), _put(key, _record(node), own)]
+        unless = _transaction([_is_absent(owner)], puts, [])
+        done = self._ask("/v3/kv/txn", _transaction([_is(owner, self._cluster)], puts, [{"requestTxn": unless}]))
+        if not done.get("succeeded"):
+            done = done["responses"][0]["response_txn"]
+            if not done.get("succeeded"):
+                self._ask("/v3/lease/revoke", {"ID": own})
+                raise ConfigError(other_cluster(self._where))
+        self._leases[node.name] = str(own)
+        return [value for _, value in _found(done["responses"][0])] == [_record(node)]
+
+    def leave(self, node: Node) -> None:
+        key = PREFIX + b"n/" + node.name.encode()
+        self._ask(
+            "/v3/kv/txn", _transaction([_is(key, _record(node))], [{"requestDeleteRange": {"key": _b64(key)}}], [])
+        )
+
+    def publish(self, node: Node, blocks: Sequence[bytes]) -> bool:
+        there = [_is(PREFIX + b"n/" + node.name.encode(), _record(node))]
+        own = self._leases.get(node.name, "0")
+        for some in _parts(blocks):
+            puts = [_put(_block(each) + node.name.encode(), node.epoch.encode(), own) for each in some]
+            if not self._ask("/v3/kv/txn", _transaction(there, puts, [])).get("succeeded"):
+                return False
+        return True
+
+    def withdraw(self, node: Node, blocks: Sequence[bytes]) -> None:
+        for some in _parts(blocks):
+            keys = [_block(each) + node.name.encode() for each in some]
+            each_one = [
+                {"requestTxn": _transaction([_is(key, node.epoch.encode())], [_delete(key)], [])} for key in keys
+            ]
+            self._ask("/v3/kv/txn", _transaction([], each_one, []))
+
+    def query(self, blocks: Sequence[bytes]) -> Holders:
+        found: Holders = []
+        for some in _parts(blocks):
+            ranges = [_range(PREFIX + b"n/", True), *(_range(_block(each), True) for each in some)]
+            names, *rows = self._ask("/v3/kv/txn", _transaction([], ranges, []))["responses"]
+            nodes = {node.name: node for node in map(_node, _found(names))}
+            for block, row in zip(some, rows, strict=True):
+                held = [(key[len(_block(block)) :].decode(), value.decode()) for key, value in _found(row)]
+                holders = [nodes[name] for name, epoch in held if name in nodes and nodes[name].epoch == epoch]
+                if not holders:
+                    return found
+                found.append(holders)
+        return found
+
+    def nodes(self) -> list[Node]:
+        [names] = self._ask("/v3/kv/txn", _transaction([], [_range(PREFIX + b"n/", True)], []))["responses"]
+        return [_node(each) for each in _found(names)]
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _ask(self, path: str, body: Any) -> dict[str, Any]:
+        """What the gateway answers; its errors as ours."""
+        try:
+            payload = None if body is None else json.dumps(body)
+            self._connection.request("GET" if body is None else "POST", path, payload)
+            answer = self._connection.getresponse()
+            said, status = answer.read(), answer.status
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()  # the next call makes another one
+            if isinstance(error, http.client.HTTPException) and not isinstance(error, ConnectionError):
+                raise ConfigError(f"{self._where}: what answers there is no etcd ({error!r}); name one") from error
+            raise DirectoryError(f"{self._where} cannot be reached ({error})") from error
+        try:
+            document = json.loads(said)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self._where}: what answers there is no etcd (HTTP status {status}); name one"
+            ) from error
+        if status != 200 or not isinstance(document, dict):
+            raise DirectoryError(f"{self._where} does not answer as it should (HTTP status {status}: {said[:200]!r})")
+        return document
+
+
+def _parts(blocks: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    return (blocks[first : first + MOST_OPERATIONS] for first in range(0, len(blocks), MOST_OPERATIONS))
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _block(block: bytes) -> bytes:
+    return PREFIX + b"b/" + block + b"/"
+
+
+def _range(key: bytes, all_below: bool = False) -> Operation:
+    """What stands under a key, or under all that begin with it and "/", which is its last character."""
+    end = {"rangeEnd": _b64(key[:-1] + bytes([key[-1] + 1]))} if all_below else {}
+    return {"requestRange": {"key": _b64(key)} | end}
+
+
+def _put(key: bytes, value: bytes, lease: str | None) -> Operation:
+    return {"requestPut": {"key": _b64(key), "value": _b64(value), "lease": lease}}
+
+
+def _delete(key: bytes) -> Operation:
+    return {"requestDeleteRange": {"key": _b64(key)}}
+
+
+def _is(key: bytes, value: bytes) -> Operation:
+    return {"key": _b64(key), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
+
+
+def _is_absent(key: bytes) -> Operation:
+    return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "createRevision": "0"}
+
+
+def _transaction(compare: list[Operation], success: list[Operation], failure: list[Operation]) -> dict[str, Any]:
+    return {"compare": compare, "success": success, "failure": failure}
+
+
+def _found(response: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+    """Keys and values of a range."""
+    kvs = response["response_range"].get("kvs", [])
+    return [(base64.b64decode(each["key"]), base64.b64decode(each.get("value", ""))) for each in kvs]
+
+
+def _record(node: Node) -> bytes:
+    return f"{node.epoch}\n{node.address}".encode()
+
+
+def _node(found: tuple[bytes, bytes]) -> Node:
+    key, value = found
+    epoch, _, address = value.decode(errors="replace").partition("\n")
+    return Node(key[len(PREFIX) + 2 :].decode(errors="replace"), epoch, address)
