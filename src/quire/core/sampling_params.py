@@ -127,8 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         kv_transfer_params: where engines compute prompts for others, as vLLM spells it: `do_remote_decode`: the prompt
             is computed here, whatever its length; `do_remote_prefill`: it is computed by another engine, whatever its
             length, by the one named `remote_engine_id` if that can be reached. It changes speed, not tokens.
-        structured_outputs: what the output must look like; a mapping of its fields will do. The tokens that end the
-            request (end of sequence, `stop_token_ids`) may come only where it is complete.
+        structured_outputs: what the output must look like; a mapping of its fields will do. It ends where it is
+            complete; a stop string, or a stop token that is text, cuts it before.
 
     Raises:
         SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts

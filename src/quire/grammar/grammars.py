@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,11 @@ class Matcher:
     Args:
         compiled: at its beginning.
         vocab_size: the model's.
-        stop_ids: tokens that end the request: they may come where the reply may end, and nowhere else.
+        ends: tokens that end the request, and are no text: they may come where the reply may end, and nowhere else.
     """
 
-    def __init__(self, compiled: llguidance.LLMatcher, vocab_size: int, stop_ids: Iterable[int] = ()) -> None:
-        self._matcher, self._vocab_size = compiled, vocab_size
-        self._stop_ids = [token for token in stop_ids if 0 <= token < vocab_size]
+    def __init__(self, compiled: llguidance.LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
+        self._matcher, self._vocab_size, self._ends = compiled, vocab_size, ends
         self._words = -(-(vocab_size + 1) // 32)
 
     @property
@@ -49,7 +48,7 @@ class Matcher:
 
     def append(self, token: int) -> None:
         """This is the next token; one that ends the request is followed by none."""
-        if token not in self._stop_ids:
+        if token not in self._ends:
             self._matcher.consume_token(token)
 
     def mask(self, ahead: Sequence[int] = ()) -> NDArray[np.int32]:
@@ -64,7 +63,7 @@ class Matcher:
             words[:] = -1
         elif not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            self._set_stops(words)
+            self._set_ends(words)
         if taken:
             self._matcher.rollback(taken)
         return words
@@ -73,10 +72,10 @@ class Matcher:
         """The tokens that must come next, as far as there is one way on."""
         return self._matcher.compute_ff_tokens()
 
-    def _set_stops(self, words: NDArray[np.int32]) -> None:
+    def _set_ends(self, words: NDArray[np.int32]) -> None:
         bits = words.view(np.uint32)
         may_end = bits[self._vocab_size >> 5] >> (self._vocab_size & 31) & 1
-        for token in self._stop_ids:
+        for token in self._ends:
             bit = np.uint32(1 << (token & 31))
             if may_end:
                 bits[token >> 5] |= bit
@@ -95,6 +94,7 @@ class Grammars:
         self._make_vocabulary = vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._vocab_size = 0
+        self._texts: Container[int] = ()
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, llguidance.LLMatcher] = OrderedDict()
@@ -147,10 +147,16 @@ class Grammars:
     def matcher(self, wanted: StructuredOutputsParams, stop_ids: Iterable[int], output: Sequence[int] = ()) -> Matcher:
         """A request's own, after the `output` that it has already.
 
+        Args:
+            stop_ids: tokens that end it. Those that are text (where there are others) may come where the grammar has
+                them, and cut the reply, as a stop string does.
+
         Raises:
             SamplingParamsError: see `compile`.
         """
-        matcher = Matcher(self._compiled(wanted).deep_copy(), self._vocab_size, stop_ids)
+        compiled, known = self._compiled(wanted), [token for token in stop_ids if 0 <= token < self._vocab_size]
+        ends = [token for token in known if token not in self._texts] or known
+        matcher = Matcher(compiled.deep_copy(), self._vocab_size, ends)
         for token in output:
             matcher.append(token)
         return matcher
@@ -178,7 +184,7 @@ class Grammars:
                 vocabulary = self._make_vocabulary()
                 if vocabulary is None:
                     raise SamplingParamsError("structured_outputs needs a tokenizer, and this checkpoint has none")
-                self._vocab_size = vocabulary.eos_token_id
+                self._vocab_size, self._texts = vocabulary.eos_token_id, vocabulary.texts
                 from quire.grammar.library import library_tokenizer
 
                 self._tokenizer = library_tokenizer(vocabulary)

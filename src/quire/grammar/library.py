@@ -6,8 +6,6 @@ by its own `LIMITS`, and by what is refused before it is called.
 
 from __future__ import annotations
 
-import json
-
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -21,7 +19,7 @@ WHITESPACE = r"\x20{1,2}|\r?\n[\x20\t]{0,64}"
 some models never come to an end of it."""
 
 LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=2000,
+    max_items_in_row=20_000,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
@@ -66,8 +64,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     if wanted.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        options = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
-        return llguidance.LLMatcher.grammar_from_lark(f"start: {options}")
+        return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, wanted.choice)))
     text = wanted.grammar or ""
     if "%json" in text:
         raise SamplingParamsError("a grammar with %json is not supported: give the schema as structured_outputs.json")
@@ -75,6 +72,11 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # whatever a converter finds in a user's text
         raise SamplingParamsError(f"the grammar cannot be read as GBNF: {in_words(str(error))}") from None
+
+
+def _literal(text: str) -> str:
+    """A regular expression of this text alone."""
+    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
 def in_words(text: str) -> str:

@@ -9,10 +9,13 @@ END = "<end>"
 
 
 class Vocabulary:
-    """What the library must know of a tokenizer; its names are the library's (`llguidance.TokenizerWrapper`).
+    """What the library must know of a tokenizer; names are the library's (`llguidance.TokenizerWrapper`).
 
     After the model's tokens comes one more, which stands for the end of a reply: so it is known where that may be,
     whatever ends the request.
+
+    Attributes:
+        texts: ids that add to a text.
 
     Args:
         tokens: what each of the model's ids adds to a text; nothing for one that has no text.
@@ -28,7 +31,8 @@ class Vocabulary:
         self.special_token_ids = [*special_ids, self.eos_token_id]
         self._encode = encode
         special = set(self.special_token_ids)
-        self._ids = {token: id for id, token in enumerate(self.tokens) if token and id not in special}
+        self.texts = frozenset(id for id, token in enumerate(self.tokens) if token and id not in special)
+        self._ids = {self.tokens[id]: id for id in self.texts}
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str) -> list[int]:

@@ -1,0 +1,342 @@
+"""Outputs of a form that was asked for: valid whatever the model would say, and the same tokens in any company."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.core.request import Request
+from quire.errors import SamplingParamsError
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 4},
+        "age": {"type": "integer", "minimum": -5, "maximum": 130},
+        "weight": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "friend": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[A-Z][a-z]{1,5}$"}]},
+    },
+    "required": ["name", "tags", "age", "friend"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, Any]] = [
+    {"json": PERSON},
+    {"json": PERSON, "disable_any_whitespace": True},
+    {"regex": r"[a-z]{2,8}(-[0-9]{3}){1,6}\."},
+    {"choice": ["yes", "no", "perhaps, but who knows?"]},
+    {"grammar": 'root ::= item ("," item){2,5} ";"\nitem ::= [a-f]+ "=" ("on" | "off")'},
+    {"grammar": 'start: "(" expr ")"\nexpr: NUMBER | NUMBER "+" expr\nNUMBER: /[0-9]{1,3}/'},
+]
+PROMPTS = ["def f(x):\n    return", "Once upon a time", "{", '{"name": "', "x = [1, 2, 3]\n" * 8]
+
+
+def jobs() -> list[tuple[str, SamplingParams]]:
+    """Every form at several temperatures, with other parameters that change logits, and plain requests between them."""
+    extras: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3, "logprobs": 2},
+        {"bad_words": ["red", "a"], "min_tokens": 2},
+        {"presence_penalty": 0.5, "logit_bias": {40: 5.0}},
+        {"n": 2, "top_p": 0.9},
+    ]
+    made = []
+    for number, form in enumerate([*FORMS, None] * 3):
+        extra = extras[number % len(extras)] if form is None or "choice" not in form else {}
+        params = SamplingParams(
+            structured_outputs=form, max_tokens=60, seed=number, temperature=(0.0, 0.8, 2.0)[number // 7], **extra
+        )
+        made.append((PROMPTS[number % len(PROMPTS)], params))
+    return made
+
+
+def tokens_of(llm: LLM, wanted: list[tuple[str, SamplingParams]]) -> list[Any]:
+    outputs = llm.generate([prompt for prompt, _ in wanted], [params for _, params in wanted])
+    return [
+        [(choice.token_ids, choice.finish_reason, choice.error, choice.cumulative_logprob) for choice in output.outputs]
+        for output in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", threads=1, check_invariants=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[Any]:
+    """What each job gives by itself."""
+    return [tokens_of(llm, [job])[0] for job in jobs()]
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "overlap": {"async_scheduling": True},
+    "small chunks, few blocks": {
+        "max_num_batched_tokens": 24, "kv_cache_memory": "2MiB", "max_model_len": 128, "block_size": 16,
+        "async_scheduling": True,
+    },
+    "ngrams": {"speculative_config": {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1}},
+    "draft model": {"speculative_config": {"method": "draft_model", "adaptive": False}, "async_scheduling": True},
+    "tree": {"speculative_config": {"method": "eagle3", "adaptive": False, "tree_width": 2, "tree_depth": 3}},
+    "two ranks": {"tensor_parallel_size": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_are_the_same_in_any_company(alone: list[Any], name: str) -> None:
+    with LLM("demo", threads=1, check_invariants=True, **ENGINES[name]) as other:
+        assert tokens_of(other, jobs()) == alone
+        assert "speculative_config" not in ENGINES[name] or other.stats.drafted > 0
+        assert "few blocks" not in name or other.stats.preemptions > 0
+
+
+def test_what_comes_of_each_form_is_of_it(alone: list[Any]) -> None:
+    for (_, params), choices in zip(jobs(), alone, strict=True):
+        assert {reason for _, reason, _, _ in choices} <= {"stop", "length"}, (params, choices)
+    assert sum(reason == "stop" for choices in alone for _, reason, _, _ in choices) > 8
+
+
+def text_of(llm: LLM, form: dict[str, Any], **options: Any) -> tuple[str, str | None]:
+    [output] = llm.generate(
+        "Once", SamplingParams(structured_outputs=form, **{"max_tokens": 400, "seed": 1, **options})
+    )
+    assert output.outputs[0].error is None
+    return output.outputs[0].text, output.outputs[0].finish_reason
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 2])
+def test_each_form_is_met(llm: LLM, temperature: float) -> None:
+    for form in FORMS:
+        text, reason = text_of(llm, form, temperature=temperature, frequency_penalty=1.0)
+        if reason == "length":
+            continue  # see below
+        if "json" in form:
+            jsonschema.validate(json.loads(text), form["json"])
+        elif "regex" in form:
+            assert re.fullmatch(form["regex"], text)
+        elif "choice" in form:
+            assert text in form["choice"]
+        elif "root" in form["grammar"]:
+            assert re.fullmatch("[a-f]+=(on|off)(,[a-f]+=(on|off)){2,5};", text)
+        else:
+            assert re.fullmatch(r"\([0-9]{1,3}(\+[0-9]{1,3})*\)", text)
+
+
+# -- any schema ------------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(["a", "b", "name", "x-y", "Ä", 'q"t', "a/b", "0", "line\n"])
+SMALL = st.integers(0, 3)
+
+
+def limits(low: str, high: str) -> st.SearchStrategy[dict[str, Any]]:
+    """None of two bounds, one, or both in their order."""
+    both = st.tuples(SMALL, SMALL).map(sorted)
+    return both.flatmap(lambda two: st.sampled_from([{}, {low: two[0]}, {high: two[1]}, {low: two[0], high: two[1]}]))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from(["", "a", "ü\n", '"\\']),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=4,
+)
+STRINGS = st.builds(lambda bounds: {"type": "string", **bounds}, limits("minLength", "maxLength")) | st.sampled_from(
+    [
+        {"type": "string", "pattern": "[0-9]$"},
+        {"type": "string", "format": "date"},
+        {"type": "string", "format": "uuid"},
+    ]
+)
+NUMBERS = st.builds(
+    lambda kind, bounds, step: {"type": kind, **bounds, **step},
+    st.sampled_from(["integer", "number"]),
+    limits("minimum", "maximum"),
+    st.sampled_from([{}, {"multipleOf": 1}]),
+)
+LEAVES = (
+    STRINGS
+    | NUMBERS
+    | st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": ["integer", "null"]}, {}, True])
+    | st.lists(VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values})
+    | VALUES.map(lambda value: {"const": value})
+)
+
+
+def compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    arrays = st.builds(
+        lambda items, bounds: {"type": "array", "items": items, **bounds}, inner, limits("minItems", "maxItems")
+    )
+    tuples = st.lists(inner, min_size=1, max_size=3).map(
+        lambda items: {"type": "array", "prefixItems": items, "items": False, "minItems": 1}
+    )
+
+    @st.composite
+    def objects(draw: Any) -> dict[str, Any]:
+        properties = draw(st.dictionaries(NAMES, inner, max_size=4))
+        required = [name for name in properties if draw(st.booleans())]
+        more = draw(st.sampled_from([False, False, {"type": "integer"}, {"type": "string", "maxLength": 3}]))
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
+
+    several = st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options})
+    return arrays | tuples | objects() | several | inner.map(lambda one: {"$defs": {"d": True}, "allOf": [one]})
+
+
+SCHEMAS = st.recursive(LEAVES, compound, max_leaves=6)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    schema=SCHEMAS, temperature=st.sampled_from([0.0, 0.7, 1.3, 2.0]), seed=st.integers(0, 99), cut=st.integers(1, 30)
+)
+def test_whatever_the_schema_a_finished_reply_meets_it(
+    llm: LLM, schema: Any, temperature: float, seed: int, cut: int
+) -> None:
+    form = {"json": schema}
+    try:
+        params = [
+            SamplingParams(structured_outputs=form, temperature=temperature, seed=seed, max_tokens=most)
+            for most in (300, cut)
+        ]
+        whole, part = (output.outputs[0] for output in llm.generate(["Once", "Once"], params))
+    except SamplingParamsError as error:
+        assert "unsatisfiable" in str(error).lower() or "cannot be used" in str(error), error
+        return
+    assert whole.error is None and whole.finish_reason in ("stop", "length")
+    assert whole.text.startswith(part.text.rstrip("\ufffd"))  # what is cut is the beginning of something valid
+    if whole.finish_reason == "stop":
+        jsonschema.validate(json.loads(whole.text), schema)
+
+
+# -- beside other parameters -----------------------------------------------------------------------------------
+
+
+def test_min_tokens_that_a_form_does_not_allow_end_the_request_with_an_error_and_no_other(llm: LLM) -> None:
+    plain = SamplingParams(max_tokens=20, seed=3)
+    [expected] = llm.generate("Once", plain)
+    params = [SamplingParams(structured_outputs={"choice": ["yes"]}, min_tokens=9, max_tokens=20), plain]
+    bad, good = llm.generate(["Once"] * 2, params)
+    assert bad.outputs[0].finish_reason == "error"
+    assert "min_tokens" in (bad.outputs[0].error or "")
+    assert good.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_masks_that_contradict_the_form_end_the_request_with_an_error(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=[5, 6], max_tokens=20)
+    [output] = llm.generate("Once", params)
+    assert output.outputs[0].finish_reason == "error"
+    assert "structured_outputs" in (output.outputs[0].error or "")
+
+
+def test_a_stop_token_comes_only_where_the_reply_is_complete(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    [comma] = llm.tokenizer.encode(",", add_special_tokens=False)
+    form = {"json": {"type": "array", "items": {"enum": [1]}, "minItems": 3, "maxItems": 3}}
+    text, reason = text_of(llm, form, stop_token_ids=[comma], temperature=0)
+    assert reason == "stop" and text.endswith("]")
+    assert "," not in text.split("]")[0]  # it would be the end
+    [output] = llm.generate(
+        "Once", SamplingParams(structured_outputs={"regex": "x{2,9}"}, stop_token_ids=[comma], logit_bias={comma: 100})
+    )
+    assert output.outputs[0].text.strip("x,") == "" and output.outputs[0].stop_reason == comma
+
+
+def test_a_stop_string_ends_a_constrained_output_too(llm: LLM) -> None:
+    [output] = llm.generate(
+        "Once", SamplingParams(structured_outputs={"regex": "(ab){20}"}, stop=["ba"], max_tokens=50)
+    )
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("a", "ba")
+
+
+def test_special_tokens_are_no_text(llm: LLM) -> None:
+    text, reason = text_of(llm, {"choice": ["<|im_end|>", "<|endoftext|>"]}, skip_special_tokens=False)
+    assert reason == "stop"
+    assert text.startswith(("<|im_end|>", "<|endoftext|>"))
+    [output] = llm.generate(
+        "Once", SamplingParams(structured_outputs={"choice": ["<|im_end|>"]}, max_tokens=50, temperature=0)
+    )
+    assert len(output.outputs[0].token_ids) > 2
+
+
+def test_a_request_goes_on_after_tokens_that_another_engine_made(llm: LLM) -> None:
+    form = StructuredOutputsParams(json=PERSON)
+    [whole] = llm.generate("Once", SamplingParams(structured_outputs=form, seed=4, temperature=1.2, max_tokens=200))
+    tokens, engine = whole.outputs[0].token_ids, llm._engine
+    assert whole.outputs[0].finish_reason == "stop" and len(tokens) > 8
+    for done in (1, 5, len(tokens) - 1):
+        params = SamplingParams(structured_outputs=form, seed=4, temperature=1.2).resolved()
+        stops = frozenset(llm.model.eos_token_ids)
+        request = Request(
+            10_000 + done, whole.prompt_token_ids, params, max_tokens=200, stop_token_ids=stops,
+            output_token_ids=tokens[:done],
+        )  # fmt: skip
+        engine.add(request)
+        new: list[int] = []
+        while not engine.idle:
+            new += [token for update in engine.step() for token in update.tokens]
+        assert [*tokens[:done], *new] == tokens
+
+
+# -- compiling --------------------------------------------------------------------------------------------------
+
+
+def add(llm: LLM, number: int, form: StructuredOutputsParams | None) -> None:
+    params = SamplingParams(structured_outputs=form, seed=1).resolved()
+    stops = frozenset(llm.model.eos_token_ids)
+    llm._engine.add(Request(number, [70, 71], params, max_tokens=5, stop_token_ids=stops))
+
+
+def test_others_pass_a_request_whose_grammar_is_being_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, grammars = llm._engine, llm._engine.grammars
+    begun: list[StructuredOutputsParams] = []
+    with monkeypatch.context() as held:
+        held.setattr(grammars, "begin", begun.append)
+        held.setattr(type(grammars), "compiling", True)
+        held.setattr(grammars, "ended", lambda seconds=0.0: [])
+        form = StructuredOutputsParams(regex="zz[0-9]{3}")
+        add(llm, 20_000, form)
+        add(llm, 20_001, None)
+        ended: list[int] = []
+        while len(ended) < 1:
+            ended += [update.request for update in engine.step() if update.finish_reason]
+        assert ended == [20_001] and begun == [form]
+    grammars.begin(form)
+    while not engine.idle:
+        ended += [update.request for update in engine.step() if update.finish_reason]
+    assert ended == [20_001, 20_000]
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(llm: LLM) -> None:
+    add(llm, 30_000, StructuredOutputsParams(regex="(?=a)b"))
+    add(llm, 30_001, None)
+    reasons = {}
+    while not llm._engine.idle:
+        reasons |= {
+            update.request: (update.finish_reason, update.error)
+            for update in llm._engine.step()
+            if update.finish_reason
+        }
+    assert reasons[30_001] == ("length", None)
+    assert reasons[30_000][0] == "error" and "look-ahead" in reasons[30_000][1]
+
+
+def test_a_checkpoint_without_a_tokenizer_or_an_end_has_no_forms(llm: LLM) -> None:
+    frontend = llm._frontend
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(frontend, "tokenizer", None)
+        with pytest.raises(SamplingParamsError, match="structured_outputs needs a tokenizer"):
+            frontend.check(None, [1], SamplingParams(structured_outputs={"regex": "a"}), [])
+        patch.undo()
+        patch.setattr(frontend, "_eos", frozenset())
+        with pytest.raises(SamplingParamsError, match="give stop_token_ids"):
+            frontend.check(None, [1], SamplingParams(structured_outputs={"regex": "a"}), [])
