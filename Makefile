@@ -42,7 +42,7 @@ CLOCKLESS := $(filter-out tests/test_cpu_library.py,$(wildcard $(patsubst %,test
     cli_generate triton_* cpu_* engine_process server_generate server_http_process cli_doctor gpu_check models_* ops* quantization* sampling_* experts latent* \
     layers device* trees demo_* \
     memory_plan runner_batch checkpoint_* chat_template tokenizer tokenizer_pool config recorder timeline bench \
-    llm parallel_group engine_resume engine_waiting detokenizer tokenizer_trial reading \
+    llm structured_outputs structured_server grammar parallel_group engine_resume engine_waiting detokenizer tokenizer_trial reading \
     cli_options server_app bench_scripts \
     server_config server_hosts server_metrics server_protocol server_responses tokenizer_backend \
     bench_peers_gguf cli_bench_transfer bench_serve_workloads bench_sparse cli_quantize))) tests/core
