@@ -16,7 +16,7 @@ from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputsPa
 from quire.errors import SamplingParamsError
 from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher
 from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, check_schema
-from quire.grammar.vocabulary import Vocabulary
+from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
 from quire.text.tokenizer import Tokenizer
 
@@ -380,3 +380,24 @@ def test_a_vocabulary_of_byte_fallback_spells_any_text(tokenizer: Tokenizer) -> 
     spelled = own.vocabulary(own.vocab_size).tokens
     assert b"".join(spelled[token] for token in made).decode() == "{é a}"
     assert own.decode([*own.anchor, *made]).endswith("{é a}")
+
+
+def test_a_text_that_must_come_is_tokenized_in_pieces_however_long_it_is(tokenizer: Tokenizer) -> None:
+    asked: list[int] = []
+    made = tokenizer.vocabulary(tokenizer.vocab_size)
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text))
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    grammars = Grammars(lambda: Vocabulary(made.tokens[:-1], [0, 1, 2], encode))
+    text = "the quick brown fox " * 5000
+    matcher = grammars.matcher(StructuredOutputsParams(choice=[text]), [2])
+    tokens: list[int] = []
+    for _ in range(400):
+        [token] = allowed(matcher)
+        assert matcher.forced()[0] == token
+        tokens.append(token)
+        matcher.append(token)
+    assert tokens == tokenizer.encode(text, add_special_tokens=False)[:400]
+    assert 0 < max(asked) <= MAX_FORCED

@@ -133,6 +133,28 @@ def test_each_form_is_met(llm: LLM, temperature: float) -> None:
             assert re.fullmatch(r"\([0-9]{1,3}(\+[0-9]{1,3})*\)", text)
 
 
+def test_what_a_form_forces_is_drafted_for_free(llm: LLM) -> None:
+    fields = [f"field_number_{number}" for number in range(20)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "integer", "minimum": 0, "maximum": 999} for name in fields},
+        "required": fields,
+        "additionalProperties": False,
+    }
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    params = SamplingParams(structured_outputs=form, max_tokens=600, seed=3)
+    with LLM("demo", threads=1, speculative_config={"method": "ngram", "prompt_lookup_min": 5}) as other:
+        counts, tokens = [], []
+        for engine in (llm, other):
+            before = engine.stats.steps
+            [output] = engine.generate("Once", params)
+            assert [*json.loads(output.outputs[0].text)] == fields
+            tokens.append(output.outputs[0].token_ids)
+            counts.append(engine.stats.steps - before)
+    assert tokens[0] == tokens[1]
+    assert counts[1] < 0.7 * counts[0]
+
+
 # -- any schema ------------------------------------------------------------------------------------------------
 
 NAMES = st.sampled_from(["a", "b", "name", "x-y", "Ä", 'q"t', "a/b", "0", "line\n"])
