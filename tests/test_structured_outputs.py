@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,6 +18,9 @@ from hypothesis import strategies as st
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.request import Request
 from quire.errors import SamplingParamsError
+from quire.grammar.json_schema import ANNOTATIONS, ASSERTIONS, FORMATS, LISTS, MAPS, ONE
+
+ROOT = Path(__file__).resolve().parents[1]
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -90,6 +95,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "draft model": {"speculative_config": {"method": "draft_model", "adaptive": False}, "async_scheduling": True},
     "tree": {"speculative_config": {"method": "eagle", "adaptive": False, "tree_width": 2, "tree_depth": 3}},
     "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
 }  # fmt: skip
 
 
@@ -377,3 +383,21 @@ def test_a_checkpoint_without_a_tokenizer_or_an_end_has_no_forms(llm: LLM) -> No
         patch.setattr(frontend, "_eos", frozenset())
         with pytest.raises(SamplingParamsError, match="give stop_token_ids"):
             frontend.check(None, [1], SamplingParams(structured_outputs={"regex": "a"}), [])
+
+
+# -- the documentation ---------------------------------------------------------------------------------------------
+
+
+def test_the_example_for_python_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    (tmp_path / "example.py").write_text(example)
+    runpy.run_path(str(tmp_path / "example.py"))
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["name"] in ("Ada", "Grace") and 0 <= answer["age"] <= 130
+
+
+def test_the_documentation_names_every_keyword_and_format_that_is_enforced() -> None:
+    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w$-]+)`", text))
+    assert ONE | LISTS | MAPS | ASSERTIONS | FORMATS | (ANNOTATIONS - {"id"}) <= named
