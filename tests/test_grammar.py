@@ -36,7 +36,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 def allowed(matcher: Matcher, ahead: list[int] | None = None) -> set[int]:
     bits = np.unpackbits(matcher.mask(ahead or []).view(np.uint8), bitorder="little")
-    return {*np.flatnonzero(bits).tolist()}
+    return {*np.flatnonzero(bits[: matcher._vocab_size]).tolist()}
 
 
 def accepts(grammars: Grammars, tokenizer: Tokenizer, form: StructuredOutputsParams, text: str) -> bool:
@@ -401,3 +401,20 @@ def test_a_text_that_must_come_is_tokenized_in_pieces_however_long_it_is(tokeniz
         matcher.append(token)
     assert tokens == tokenizer.encode(text, add_special_tokens=False)[:400]
     assert 0 < max(asked) <= MAX_FORCED
+
+
+def test_drafts_may_lead_to_the_end_and_beyond_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    form = StructuredOutputsParams(choice=["ab"])
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
+    [whole] = tokenizer.encode("ab", add_special_tokens=False)
+    matcher = grammars.matcher(form, [2])
+    before = matcher.mask()
+    for ahead in ([whole], [whole, 2], [whole, 2, 2], [whole, whole], [letters[0]] * 2):
+        after = allowed(matcher, ahead)
+        assert after == {2} if ahead == [whole] else len(after) > tokenizer.vocab_size
+        assert matcher.error is None and (matcher.mask() == before).all()
+    matcher.append(whole)
+    assert allowed(matcher) == {2} and matcher.forced() == []
+    assert len(allowed(matcher, [whole])) > tokenizer.vocab_size
+    assert allowed(matcher) == {2} and matcher.error is None
+    matcher.append(2)
