@@ -422,3 +422,34 @@ def test_drafts_change_no_text_and_are_counted_in_the_table_and_in_each_line(
 def test_the_closing_table_has_dashes_for_what_never_happened() -> None:
     rows = dict(closing_rows([], EngineStats(), 0.0))
     assert rows["time to first token"] == rows["prefill"] == rows["decode"] == "-"
+
+
+# -- what outputs must look like ------------------------------------------------------------------------------
+
+
+def test_outputs_have_the_form_that_a_flag_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "list.gbnf"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}')
+    grammar.write_text('root ::= "a" ("b" | "c")')
+    common = ["generate", "demo", "Once", "--quiet", "--temperature", "0", "--max-tokens", "60"]
+    assert main([*common, "--json-schema", str(schema)]) == 0
+    assert json.loads(capsys.readouterr().out)["a"] in (1, 2)
+    assert main([*common, "--regex", "x{3}"]) == 0
+    assert capsys.readouterr().out == "xxx\n"
+    assert main([*common, "--grammar", str(grammar)]) == 0
+    assert capsys.readouterr().out in ("ab\n", "ac\n")
+
+
+def test_a_form_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"uniqueItems": true}')
+    cases = [
+        (["--json-schema", str(bad)], "uniqueItems"),
+        (["--json-schema", str(tmp_path / "none.json")], "cannot be read"),
+        (["--regex", "a", "--structured-outputs", '{"regex": "b"}'], "give one of them"),
+        (["--regex", "a", "--grammar", str(bad)], "not allowed with"),
+    ]
+    for flags, says in cases:
+        assert main(["generate", "demo", "Once", *flags]) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if says in line]
+        assert line.startswith("quire")

@@ -17,7 +17,7 @@ from quire.ops import Kernels
 from quire.ops import sampling as ops
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
-from quire.ops.logit_edits import Edits, Lists, Masks
+from quire.ops.logit_edits import BitMasks, Edits, Lists, Masks
 from quire.runner.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
@@ -178,7 +178,16 @@ def make_edits(rows: list[int], vocab: int, draw: random.Random) -> Edits:
         Lists.of(bias, [np.array([draw.uniform(-100, 100) for _ in part], np.float32) for part in bias]),
         Masks(masks, torch.tensor([draw.randrange(4) for _ in rows])),
         Lists.of(ids(5)),
+        bits(rows, vocab, draw),
     )  # fmt: skip
+
+
+def bits(rows: list[int], vocab: int, draw: random.Random) -> BitMasks:
+    """Of some of the rows, with a word more than the vocabulary needs: some words allow all tokens, some none."""
+    masked = draw.sample(rows, draw.randrange(len(rows) + 1))
+    words = torch.zeros(len(masked), vocab // 32 + 2, dtype=torch.int32)
+    words.apply_(lambda _: draw.choice([0, -1, draw.randrange(-(1 << 31), 1 << 31)]))
+    return BitMasks(torch.tensor(masked, dtype=torch.int64), words)
 
 
 def test_edits_are_bit_equal_to_the_reference(kernels: Kernels) -> None:
@@ -224,6 +233,13 @@ def test_bad_input_is_refused_before_c_reads_it(kernels: Kernels) -> None:
     edits.masks.requests[1] = 4
     with pytest.raises(ValueError, match="mask is 4"):
         kernels.edit_logits(logits, edits)
+    edits = make_edits([0, 1], 50, random.Random(1))
+    edits.bits = BitMasks(torch.tensor([0]), torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="1 rows of 50 bits"):
+        kernels.edit_logits(logits, edits)
+    edits.bits = BitMasks(torch.tensor([9]), torch.zeros(1, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="row is 9"):
+        kernels.edit_logits(logits, edits)
     edits = make_edits([0, 1], 49, random.Random(1))
     with pytest.raises(ValueError, match="49 columns; they must be float32 of 50"):
         kernels.edit_logits(logits, edits)
@@ -254,3 +270,20 @@ def test_the_sampler_gives_the_same_rows_on_torch(kernels: Kernels) -> None:
             if one.logprobs and other.logprobs:
                 assert one.logprobs.ids == other.logprobs.ids
                 assert one.logprobs.values == pytest.approx(other.logprobs.values, abs=1e-5)
+
+
+def test_a_bit_says_whether_a_token_may_come(kernels: Kernels) -> None:
+    allowed, bits = [0, 31, 32, 63, 64], [0] * 3
+    for token in allowed:
+        bits[token // 32] |= 1 << token % 32
+    words = np.array([bits], np.uint32).view(np.int32)
+    none, numbers = Lists.of([np.zeros(0, np.int64)], [np.zeros(0, np.float32)]), torch.tensor([1.0])
+    masks = Masks(torch.full((1, 70), math.inf), torch.tensor([0]))
+    mask = BitMasks(torch.tensor([0]), torch.from_numpy(words))
+    for kind in (Kernels(), kernels):
+        logits, before = noise(2, 70), noise(2, 70)
+        kind.edit_logits(
+            logits, Edits(torch.tensor([0]), numbers, numbers * 0, numbers * 0, none, none, masks, none, mask)
+        )
+        assert torch.isfinite(logits[0]).nonzero().flatten().tolist() == allowed
+        assert torch.equal(logits[0, allowed], before[0, allowed]) and torch.equal(logits[1], before[1])

@@ -16,7 +16,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.ops import Kernels
 from quire.ops import sampling as ops
-from quire.ops.logit_edits import Edits, History, Lists, Masks
+from quire.ops.logit_edits import BitMasks, Edits, History, Lists, Masks
 from quire.ops.triton import sampling
 from quire.runner.device import Device
 from quire.runner.sampler import Sampler
@@ -208,7 +208,16 @@ def make_edits(rows: list[int], vocab: int, draw: random.Random) -> Edits:
         Lists.of(bias, [np.array([draw.uniform(-100, 100) for _ in part], np.float32) for part in bias]),
         Masks(masks, torch.tensor([draw.randrange(4) for _ in rows])),
         Lists.of(ids(5)),
+        bits(rows, vocab, draw),
     )  # fmt: skip
+
+
+def bits(rows: list[int], vocab: int, draw: random.Random) -> BitMasks:
+    """Of some of the rows, with a word more than the vocabulary needs: some words allow all tokens, some none."""
+    masked = draw.sample(rows, draw.randrange(len(rows) + 1))
+    words = torch.zeros(len(masked), vocab // 32 + 2, dtype=torch.int32)
+    words.apply_(lambda _: draw.choice([0, -1, draw.randrange(-(1 << 31), 1 << 31)]))
+    return BitMasks(torch.tensor(masked, dtype=torch.int64), words)
 
 
 @pytest.mark.parametrize("vocab", [1, 17, 1000, PART + 1])

@@ -60,6 +60,8 @@ def check_schema(text: str) -> None:
         raise SamplingParamsError(f"the JSON Schema is not valid JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise SamplingParamsError(f"the JSON Schema is a {type(schema).__name__}; it must be an object")
+    if schema is False:
+        raise SamplingParamsError("nothing meets the JSON Schema false")
     found: dict[str, Any] = {}
     _walk(schema, found)
     for pointer, each in found.items():

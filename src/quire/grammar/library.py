@@ -44,7 +44,7 @@ def compiled(wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
     """
     matcher = llguidance.LLMatcher(tokenizer, grammar_text(wanted), log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise SamplingParamsError(f"structured_outputs.{wanted.kind} cannot be used: {in_words(matcher.get_error())}")
+        raise SamplingParamsError(f"structured_outputs.{wanted.kind} cannot be used: {why_not(matcher.get_error())}")
     return matcher
 
 
@@ -57,6 +57,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     if wanted.json is not None or wanted.json_object:
         schema = str(wanted.json) if wanted.json is not None else '{"type":"object"}'
         check_schema(schema)
+        schema = "{}" if schema.strip() == "true" else schema  # the library takes options with objects alone
         if wanted.disable_any_whitespace:
             return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         spaces = wanted.whitespace_pattern or WHITESPACE
@@ -72,6 +73,13 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # whatever a converter finds in a user's text
         raise SamplingParamsError(f"the grammar cannot be read as GBNF: {in_words(str(error))}") from None
+
+
+def why_not(text: str) -> str:
+    """Why the library cannot use a grammar, as it says, where that can be understood."""
+    if text.startswith("oneOf constraints"):
+        return "oneOf is enforced only where no two of its options can hold at once; write anyOf"
+    return in_words(text)
 
 
 def _literal(text: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+MAX_FORCED = 512
+"""Characters of a text that is tokenized because nothing else may come."""
+
 END = "<end>"
 """Text of the token that the vocabulary has for the end, and that the model does not have."""
 
@@ -36,7 +39,11 @@ class Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text: as the tokenizer makes them, where they are that text byte for byte."""
+        """The tokens of a text: as the tokenizer makes them, where they are that text byte for byte.
+
+        Of a long text the first ones: the library asks again after every token, for all that must come.
+        """
+        text = text[:MAX_FORCED]
         wanted = text.encode()
         ids = self._encode(text)
         if b"".join(self.tokens[token] for token in ids) == wanted:

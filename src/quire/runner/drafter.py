@@ -147,7 +147,8 @@ class Drafter:
             for span, given in zip(known, spans, strict=True)
             if len(span.tokens) < len(given.tokens) and self._texts[span.request].drafted
         ]
-        drafts = self._propose(wanted) if wanted else {}
+        drafts = self._forced(wanted) if wanted else {}
+        drafts |= self._propose([want for want in wanted if want.request not in drafts])
         for span in known if drafts else ():
             if span.request in drafts:
                 guesses = drafts[span.request].tokens
@@ -162,6 +163,11 @@ class Drafter:
         start = text.length - 1 if span.start_follows else span.start
         return Span(span.request, start, tokens, 1, span.targets)
 
+    def _forced(self, wanted: list[Wanted]) -> dict[int, Drafts]:
+        """By request, what its grammar has one way for: no proposer could do better."""
+        made = {want.request: self._context.sampler.forced(want.request)[: want.count] for want in wanted}
+        return {request: Drafts(tokens) for request, tokens in made.items() if tokens}
+
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
         """By request; a proposer that fails proposes nothing, and one that says too much is not listened to."""
 
@@ -170,6 +176,8 @@ class Drafter:
             pairs = zip(wanted, proposed, strict=True)
             return {want.request: _usable(drafts, want.count, self._context.vocab_size) for want, drafts in pairs}
 
+        if not wanted:
+            return {}
         found = self._ask("propose drafts", ask) or {}
         return {request: drafts for request, drafts in found.items() if drafts.tokens}
 

@@ -229,6 +229,11 @@ class Sampler:
         edited = self._edited.get(request)
         return edited is not None and edited.needs_host(length)
 
+    def forced(self, request: int) -> list[int]:
+        """The tokens that must come next, as far as the request's grammar has one way on."""
+        edited = self._edited.get(request)
+        return edited.matcher.forced() if edited is not None and edited.matcher is not None else []
+
     def count(self, requests: Sequence[int], tokens: Tensor) -> None:
         """The next tokens [requests, most] of requests' outputs, -1 where there are fewer, for their penalties.
 

@@ -1,0 +1,420 @@
+"""Grammars: what is enforced of a JSON Schema, what is refused, and masks of a vocabulary's tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from jsonschema_specifications import REGISTRY
+
+from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputsParams
+from quire.errors import SamplingParamsError
+from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher
+from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, check_schema
+from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
+from quire.models.hub import ASSETS
+from quire.text.tokenizer import Tokenizer
+
+PADDED = 40
+"""Ids that the model has more than the tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(ASSETS / "demo")
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size + PADDED))
+
+
+def allowed(matcher: Matcher, ahead: list[int] | None = None) -> set[int]:
+    bits = np.unpackbits(matcher.mask(ahead or []).view(np.uint8), bitorder="little")
+    return {*np.flatnonzero(bits[: matcher._vocab_size]).tolist()}
+
+
+def accepts(grammars: Grammars, tokenizer: Tokenizer, form: StructuredOutputsParams, text: str) -> bool:
+    """Whether the whole text may come, and the end after it."""
+    matcher = grammars.matcher(form, [2])
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed(matcher):
+            # The grammar may spell forced text in another way; letter by letter, it may not.
+            return _accepts_letters(grammars, tokenizer, form, text)
+        matcher.append(token)
+    return 2 in allowed(matcher)
+
+
+def _accepts_letters(grammars: Grammars, tokenizer: Tokenizer, form: StructuredOutputsParams, text: str) -> bool:
+    matcher = grammars.matcher(form, [2])
+    tokens = [token for letter in text for token in tokenizer.encode(letter, add_special_tokens=False)]
+    return matcher._matcher.validate_tokens([*tokens, matcher._vocab_size]) == len(tokens) + 1
+
+
+# -- every keyword ---------------------------------------------------------------------------------------------
+
+
+def keywords(draft: str) -> set[str]:
+    """All keywords of a draft, from its own meta-schemas."""
+    found: set[str] = set()
+    for uri in REGISTRY:
+        if draft in uri:
+            found |= {*REGISTRY.contents(uri).get("properties", {})}
+    return found
+
+
+EVERY = keywords("draft-07") | keywords("draft/2020-12")
+
+ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "$ref": ({"$ref": "#/$defs/x", "$defs": {"x": {"const": 1}}}, [1], [2]),
+    "$defs": ({"$ref": "#/$defs/x", "$defs": {"x": {"const": 1}}}, [1], [2]),
+    "definitions": ({"$ref": "#/definitions/x", "definitions": {"x": {"const": 1}}}, [1], [2]),
+    "const": ({"const": {"a": 1}}, [{"a": 1}], [{"a": 2}, {}]),
+    "enum": ({"enum": [1, "a", None]}, [1, "a", None], [2, "b", True]),
+    "type": ({"type": ["integer", "null"]}, [5, None], ["5", 1.5, True]),
+    "allOf": ({"allOf": [{"minimum": 2, "type": "integer"}, {"maximum": 4}]}, [2, 4], [1, 5]),
+    "anyOf": ({"anyOf": [{"const": 1}, {"type": "string"}]}, [1, "a"], [2, None]),
+    "oneOf": ({"oneOf": [{"const": "a"}, {"const": "b"}, {"type": "null"}]}, ["a", "b", None], ["c", 3]),
+    "items": ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2]], [["a"], [1, None]]),
+    "additionalItems": (
+        {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [{"const": 1}],
+         "additionalItems": False},
+        [[1]], [[1, 2], [2]],
+    ),
+    "prefixItems": (
+        {"type": "array", "prefixItems": [{"const": 1}], "items": False, "minItems": 1}, [[1]], [[2], [1, 1]]
+    ),
+    "minItems": ({"type": "array", "minItems": 2}, [[1, 2]], [[], [1]]),
+    "maxItems": ({"type": "array", "maxItems": 1}, [[], [1]], [[1, 2]]),
+    "properties": ({"type": "object", "properties": {"a": {"const": 1}}}, [{"a": 1}, {"b": 2}], [{"a": 2}]),
+    "required": ({"type": "object", "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
+    "additionalProperties": (
+        {"type": "object", "properties": {"a": True}, "additionalProperties": {"type": "integer"}},
+        [{"a": "x", "b": 1}], [{"b": "x"}],
+    ),
+    "patternProperties": (
+        {"type": "object", "patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False},
+        [{"xa": 1}, {}], [{"xa": "s"}, {"a": 1}],
+    ),
+    "minProperties": ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
+    "maxProperties": ({"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
+    "minLength": ({"type": "string", "minLength": 2}, ["ab", "éü"], ["", "a", "é"]),
+    "maxLength": ({"type": "string", "maxLength": 2}, ["", "ab", "😀é"], ["abc"]),
+    "pattern": ({"type": "string", "pattern": "b[0-9]"}, ["ab1c", "b0"], ["ab", "1b"]),
+    "format": ({"type": "string", "format": "date"}, ["2024-02-29"], ["2024-13-01", "today"]),
+    "minimum": ({"type": "number", "minimum": 2.5}, [2.5, 30], [2.4, -3]),
+    "maximum": ({"type": "integer", "maximum": 12}, [12, -99], [13, 120]),
+    "exclusiveMinimum": ({"type": "number", "exclusiveMinimum": 2}, [2.01, 3], [2, 1.9]),
+    "exclusiveMaximum": ({"type": "integer", "exclusiveMaximum": 12}, [11], [12]),
+    "multipleOf": ({"type": "integer", "multipleOf": 7}, [0, 7, 77], [1, 8]),
+}  # fmt: skip
+"""A schema that needs the keyword, values that meet it, and values that do not."""
+
+REFUSED = EVERY - ENFORCED.keys() - ANNOTATIONS
+
+
+def test_every_keyword_is_enforced_an_annotation_or_refused() -> None:
+    assert {"not", "if", "contains", "uniqueItems", "dependentRequired", "unevaluatedProperties"} <= REFUSED
+    assert not ENFORCED.keys() & ANNOTATIONS
+    for name in REFUSED:
+        for schema in ({name: {}}, {"type": "object", "properties": {"a": {"anyOf": [{name: 1}]}}}):
+            with pytest.raises(SamplingParamsError, match="which is not enforced") as caught:
+                check_schema(json.dumps(schema))
+            assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_a_keyword_is_enforced(grammars: Grammars, tokenizer: Tokenizer, name: str) -> None:
+    schema, good, bad = ENFORCED[name]
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    for value, valid in [*((value, True) for value in good), *((value, False) for value in bad)]:
+        assert jsonschema.validators.validator_for(schema)(
+            schema, format_checker=jsonschema.FormatChecker()
+        ).is_valid(value) == valid  # fmt: skip
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        assert accepts(grammars, tokenizer, form, text) == valid, (schema, value)
+
+
+@pytest.mark.parametrize("name", sorted(ANNOTATIONS))
+def test_an_annotation_changes_nothing(grammars: Grammars, tokenizer: Tokenizer, name: str) -> None:
+    value = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://x.org/y", "id": "z"}.get(
+        name, "x"
+    )
+    form = StructuredOutputsParams(json={name: value, "type": "integer"})
+    assert accepts(grammars, tokenizer, form, "12") and not accepts(grammars, tokenizer, form, '"x"')
+
+
+def test_what_the_drafts_do_not_know_is_refused(grammars: Grammars) -> None:
+    for name in ("nullable", "x-guidance", "discriminator", "minimun", "typ"):
+        with pytest.raises(SamplingParamsError, match=name):
+            grammars.compile(StructuredOutputsParams(json={name: True, "type": "object"}))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_each_format_that_is_taken_is_enforced(grammars: Grammars, tokenizer: Tokenizer, name: str) -> None:
+    form = StructuredOutputsParams(json={"type": "string", "format": name})
+    assert not accepts(grammars, tokenizer, form, '"  ? "')
+
+
+BAD_SCHEMAS: list[tuple[Any, str]] = [
+    ("{", "not valid JSON"), ("[]", "it must be an object"), ("1", "it must be an object"),
+    ('{"const": NaN}', "no number of JSON"), ('{"type": "null", "type": "string"}', "twice"),
+    ({"properties": []}, "must be an object of schemas"), ({"anyOf": {}}, "must be a list"),
+    ({"items": 5}, "a schema is an object"), ({"format": "regex"}, "the format 'regex'"),
+    ({"$ref": "#/$defs/none"}, "no schema"), ({"$ref": "other.json#/a"}, "within the schema"),
+    ({"$ref": 5}, "no string"), ({"$ref": "#here"}, "anchors"), ({"$ref": "#/default", "default": {}}, "no schema"),
+    ({"$ref": "#"}, "leads back"),
+    ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}, "type": "null"}, "leads back"),
+    ({"properties": {"a": {"$id": "x"}}}, "only stand at the root"), ({"$schema": "my own"}, "\\$schema"),
+    ({"type": "object", "minProperties": 3, "required": ["a"]}, "minProperties 3"),
+    ({"type": "string", "pattern": "(?=a)"}, "look-"), ({"type": "string", "pattern": "("}, "cannot be used"),
+    ({"type": "strange"}, "cannot be used"), ({"minimum": "a"}, "cannot be used"),
+    ({"required": "a"}, "cannot be used"),
+    (False, "nothing meets"), ({"oneOf": [{"type": "integer"}, {"minimum": 1}]}, "write anyOf"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be used"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "says"), BAD_SCHEMAS, ids=[says for _, says in BAD_SCHEMAS])
+def test_a_schema_that_is_not_valid_is_refused_with_the_reason(grammars: Grammars, schema: Any, says: str) -> None:
+    with pytest.raises(SamplingParamsError, match=says):
+        grammars.compile(StructuredOutputsParams(json=schema))
+
+
+def nested(depth: int, more: Callable[[Any], Any]) -> Any:
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = more(schema)
+    return schema
+
+
+def test_schemas_have_a_depth_and_a_size(grammars: Grammars) -> None:
+    grammars.compile(StructuredOutputsParams(json=nested(MAX_DEPTH, lambda inner: {"type": "array", "items": inner})))
+    for depth in (MAX_DEPTH + 1, 2000):
+        text = '{"items":' * depth + "{}" + "}" * depth
+        with pytest.raises(SamplingParamsError, match="nests deeper"):
+            grammars.compile(StructuredOutputsParams(json=text))
+    with pytest.raises(SamplingParamsError, match="nests deeper"):
+        grammars.compile(StructuredOutputsParams(json={"const": nested(MAX_DEPTH + 1, lambda inner: [inner])}))
+    with pytest.raises(SamplingParamsError, match="at most"):
+        StructuredOutputsParams(json={"title": "x" * MAX_GRAMMAR_BYTES})
+
+
+def test_schemas_that_explode_are_refused(grammars: Grammars) -> None:
+    def option(i: int, j: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"{i}_{j}": {"type": "null"}}, "required": [f"{i}_{j}"]}
+
+    product = {"allOf": [{"anyOf": [option(i, j) for j in range(8)]} for i in range(10)]}
+    with pytest.raises(SamplingParamsError, match="too large"):
+        grammars.compile(StructuredOutputsParams(json=product))
+    with pytest.raises(SamplingParamsError, match="too big"):
+        grammars.compile(StructuredOutputsParams(json={"enum": [f"x{i}" for i in range(100_000)]}))
+
+
+def test_a_recursive_schema_works(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    tree = {
+        "type": "object",
+        "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}},
+        "additionalProperties": False,
+    }
+    form = StructuredOutputsParams(json=tree, disable_any_whitespace=True)
+    assert accepts(grammars, tokenizer, form, '{"left":{"right":{}},"right":{}}')
+    assert not accepts(grammars, tokenizer, form, '{"left":1}')
+
+
+# -- other languages -------------------------------------------------------------------------------------------
+
+
+def test_choices_are_taken_by_the_letter(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    choices = ["a", "ab", ".*", 'say "x\\n"', "  two\nlines ", "ünï😀", "a|b", "[/]"]
+    form = StructuredOutputsParams(choice=choices)
+    assert all(accepts(grammars, tokenizer, form, choice) for choice in choices)
+    assert not any(accepts(grammars, tokenizer, form, text) for text in ("b", "", "x", "abab", "aa"))
+    many = StructuredOutputsParams(choice=[f"choice {i}" for i in range(10_000)])
+    assert accepts(grammars, tokenizer, many, "choice 9999")
+
+
+BAD_FORMS: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one"), ({"regex": "a", "grammar": "b"}, "regex and grammar"),
+    ({"json_object": False}, "none of them"),
+    ({"regex": ""}, "not empty"), ({"regex": 5}, "text"),
+    ({"choice": "a"}, "list of strings"), ({"choice": []}, "list"),
+    ({"choice": [""]}, "not empty"), ({"choice": ["\ud800"]}, "Unicode"), ({"json": 5}, "JSON Schema"),
+    ({"json": {"a": {1, 2}}}, "written as JSON"), ({"json": {"a": float("nan")}}, "written as JSON"),
+    ({"structural_tag": "x"}, "structural_tag is not supported"),
+    ({"json": {}, "disable_fallback": 1}, "disable_fallback"),
+    ({"json": {}, "disable_additional_properties": True}, "additionalProperties: false"),
+    ({"regex": "a", "whitespace_pattern": " "}, "white space"),
+    ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradict"),
+    ({"choice": ["a"] * 10_001}, "at most"), ({"json_object": "yes"}, "json_object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "says"), BAD_FORMS, ids=[f"{i}-{says}" for i, (_, says) in enumerate(BAD_FORMS)])
+def test_a_form_that_is_not_valid_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SamplingParamsError, match=says):
+        StructuredOutputsParams(**fields)
+
+
+@pytest.mark.parametrize(
+    "text", ['root ::= "a', "start: (", "root ::= other", "%json {}", "(" * 9000, "start: <|nope|>"]
+)
+def test_a_grammar_that_is_not_valid_is_refused(grammars: Grammars, text: str) -> None:
+    with pytest.raises(SamplingParamsError):
+        grammars.compile(StructuredOutputsParams(grammar=text))
+
+
+# -- masks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_depends_on_the_tokens_alone(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    form = StructuredOutputsParams(json={"type": "array", "items": {"enum": ["red", "green"]}})
+    tokens = tokenizer.encode('["red","gre', add_special_tokens=False)
+    one = grammars.matcher(form, [2])
+    masks = []
+    for token in tokens:
+        masks.append(one.mask())
+        one.append(token)
+    for count in range(len(tokens)):
+        fresh = grammars.matcher(form, [2], tokens[:count])
+        assert (fresh.mask() == masks[count]).all()
+        first = grammars.matcher(form, [2])
+        assert (first.mask(tokens[:count]) == masks[count]).all()  # as drafts
+        assert (first.mask() == masks[0]).all()  # which change nothing
+
+
+def test_after_drafts_that_may_not_stand_there_all_may_come(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    matcher = grammars.matcher(StructuredOutputsParams(regex="ab"), [2])
+    before = matcher.mask()
+    wrong = tokenizer.encode("x", add_special_tokens=False)
+    assert allowed(matcher, wrong) >= {*range(tokenizer.vocab_size)} and allowed(matcher, [2, 5])
+    assert (matcher.mask() == before).all() and matcher.error is None
+
+
+def test_neither_special_tokens_nor_padding_may_come_and_ends_only_at_the_end(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    matcher = grammars.matcher(StructuredOutputsParams(regex="(?s:.){2,}"), [2, tokenizer.vocab_size + PADDED - 1])
+    ends = {2, tokenizer.vocab_size + PADDED - 1}
+    for _ in range(2):
+        now = allowed(matcher)
+        assert not now & ({*tokenizer.special_ids} | {*range(tokenizer.vocab_size, tokenizer.vocab_size + PADDED)})
+        matcher.append(tokenizer.encode("a", add_special_tokens=False)[0])
+    assert allowed(matcher) & {*range(tokenizer.vocab_size, 10**5), *tokenizer.special_ids} >= ends
+
+
+def test_grammars_are_kept_as_long_as_there_is_room(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    forms = [StructuredOutputsParams(regex=f"a{i}") for i in range(MAX_GRAMMARS + 3)]
+    for form in forms:
+        grammars.compile(form)
+    assert [form in grammars for form in forms[:4]] == [False, False, False, True]
+    grammars.compile(forms[3])
+    grammars.compile(forms[0])
+    assert forms[3] in grammars and forms[4] not in grammars
+    large = [StructuredOutputsParams(json={"description": str(i) * 900_000}) for i in range(10)]
+    for form in large:
+        grammars.compile(form)
+    assert forms[-1] not in grammars and large[0] not in grammars and large[-1] in grammars
+
+
+# -- vocabularies ----------------------------------------------------------------------------------------------
+
+
+def byte_fallback() -> Tokenizer:
+    """A tokenizer as sentencepiece's: spaces are ▁, and letters that it does not know are bytes."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "{",
+        "}",
+        "▁{",
+        '"',
+    ]
+    model = tokenizers.models.BPE(
+        {piece: id for id, piece in enumerate(pieces)}, [("▁", "a"), ("▁", "{")], byte_fallback=True
+    )
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    decoders = tokenizers.decoders
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(made.to_str())
+
+
+@pytest.mark.parametrize("which", ["demo", "byte fallback"])
+def test_a_vocabularys_bytes_are_what_tokens_add_to_a_text(tokenizer: Tokenizer, which: str) -> None:
+    own = tokenizer if which == "demo" else byte_fallback()
+    vocabulary: Vocabulary = own.vocabulary(own.vocab_size)
+    for text in ("a b {é😀}\n\t", "ab  a", '{"ü": "日本"}'):
+        ids = own.encode(text, add_special_tokens=False)
+        spelled = b"".join(vocabulary.tokens[token] for token in [*own.anchor, *ids])
+        assert spelled.decode().removeprefix(" ") == own.decode([*own.anchor, *ids], skip_special_tokens=False)
+        assert b"".join(vocabulary.tokens[token] for token in vocabulary(text)) == text.encode()
+    assert all(vocabulary.tokens[byte] for byte in own.byte_ids)
+
+
+def test_a_vocabulary_of_byte_fallback_spells_any_text(tokenizer: Tokenizer) -> None:
+    own = byte_fallback()
+    grammars = Grammars(lambda: own.vocabulary(own.vocab_size))
+    matcher = grammars.matcher(StructuredOutputsParams(choice=["{é a}"]), [2])
+    made: list[int] = []
+    while 2 not in (now := allowed(matcher)):
+        made.append(max(now, key=lambda token: len(own.vocabulary(own.vocab_size).tokens[token])))
+        matcher.append(made[-1])
+    spelled = own.vocabulary(own.vocab_size).tokens
+    assert b"".join(spelled[token] for token in made).decode() == "{é a}"
+    assert own.decode([*own.anchor, *made]).endswith("{é a}")
+
+
+def test_a_text_that_must_come_is_tokenized_in_pieces_however_long_it_is(tokenizer: Tokenizer) -> None:
+    asked: list[int] = []
+    made = tokenizer.vocabulary(tokenizer.vocab_size)
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text))
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    grammars = Grammars(lambda: Vocabulary(made.tokens[:-1], [0, 1, 2], encode))
+    text = "the quick brown fox " * 5000
+    matcher = grammars.matcher(StructuredOutputsParams(choice=[text]), [2])
+    tokens: list[int] = []
+    for _ in range(400):
+        [token] = allowed(matcher)
+        assert matcher.forced()[0] == token
+        tokens.append(token)
+        matcher.append(token)
+    assert tokens == tokenizer.encode(text, add_special_tokens=False)[:400]
+    assert 0 < max(asked) <= MAX_FORCED
+
+
+def test_drafts_may_lead_to_the_end_and_beyond_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    form = StructuredOutputsParams(choice=["ab"])
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
+    [whole] = tokenizer.encode("ab", add_special_tokens=False)
+    matcher = grammars.matcher(form, [2])
+    before = matcher.mask()
+    for ahead in ([whole], [whole, 2], [whole, 2, 2], [whole, whole], [letters[0]] * 2):
+        after = allowed(matcher, ahead)
+        assert after == {2} if ahead == [whole] else len(after) > tokenizer.vocab_size
+        assert matcher.error is None and (matcher.mask() == before).all()
+    matcher.append(whole)
+    assert allowed(matcher) == {2} and matcher.forced() == []
+    assert len(allowed(matcher, [whole])) > tokenizer.vocab_size
+    assert allowed(matcher) == {2} and matcher.error is None
+    matcher.append(2)
