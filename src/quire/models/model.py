@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -13,6 +12,7 @@ from quire.layers.experts import ExpertsLayer
 from quire.layers.latent import may_expand
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
+from quire.models.layer_groups import LayerGroup
 from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
@@ -108,18 +108,13 @@ class ModelSizes:
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
         """What each group keeps of a token."""
-        layers = [self.config.layer_at(group.layers[0]) for group in self.config.groups]
-        return [
-            KVShape(
-                len(group.layers),
-                own_heads(layer.num_kv_heads, self.stage),
-                layer.head_dim,
-                self.dtype,
-                kv_cache_dtype,
-                self.kv_sides,
-            )
-            for group, layer in zip(self.groups, layers, strict=True)
-        ]
+        return [self._kept(group, len(group.layers), kv_cache_dtype) for group in self.groups]
+
+    def _kept(self, group: LayerGroup, layers: int, kv_cache_dtype: KVCacheDtype) -> KVShape:
+        """What so many layers of a group keep of a token."""
+        layer = self.config.layer_at(group.layers[0])
+        heads = own_heads(layer.num_kv_heads, self.stage)
+        return KVShape(layers, heads, layer.head_dim, self.dtype, kv_cache_dtype, self.kv_sides)
 
 
 class Model(ModelSizes):
@@ -220,12 +215,13 @@ class Model(ModelSizes):
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
         """See `ModelSizes`. All stages have the same blocks, as large as the one with most layers of a group needs."""
-        shapes = super().kv_shapes(kv_cache_dtype)
         if self.stages == 1:
-            return shapes
+            return super().kv_shapes(kv_cache_dtype)
         parts = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
         most = [max(len(group.within(part).layers) for part in parts) for group in self.config.groups]
-        return [replace(shape, layers=layers) for shape, layers in zip(shapes, most, strict=True)]
+        return [
+            self._kept(group, layers, kv_cache_dtype) for group, layers in zip(self.config.groups, most, strict=True)
+        ]
 
     @property
     def shared_bytes(self) -> int:
