@@ -120,7 +120,7 @@ class NullModel:
 
     vocab_size = 151_936
     kernels = NullKernels()
-    ranks, expert_layers = OneRank(), {}  # type: ignore[var-annotated]
+    ranks, expert_layers, expert_slots = OneRank(), {}, 0  # type: ignore[var-annotated]
 
     def forward(self, batches: list[RaggedBatch], kv: object, aux: object = None) -> Tensor:
         return torch.zeros(len(batches[0].token_ids), 1)

@@ -51,6 +51,8 @@ SERVER_VALUES: dict[str, tuple[list[str], Any]] = {
     "stall_restart_s": (["60"], 60.0),
     "cors_origin": (["*"], ("*",)),
     "log_format": (["json"], "json"),
+    "join": (["http://127.0.0.1:8080"], "http://127.0.0.1:8080"),
+    "otlp_traces_endpoint": (["http://127.0.0.1:4318/v1/traces"], "http://127.0.0.1:4318/v1/traces"),
 }
 
 

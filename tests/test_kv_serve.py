@@ -195,7 +195,9 @@ def test_servers_of_a_pool_read_what_another_one_has_and_tell_of_it(key: str) ->
             wait_until(read)
             wait_until(lambda: "from another node in" in second.stderr)
             metrics = second.get("/metrics")[2].decode()
-            assert f'quire:kv_tier_blocks_total{{event="loaded",tier="remote"}} {remote("loaded")}.0' in metrics
+            assert (
+                f'quire:kv_tier_blocks_total{{engine="0",event="loaded",tier="remote"}} {remote("loaded")}.0' in metrics
+            )
             options = second.json("/server_info")["engine_options"]
             assert options["kv_directory"]["value"] == redis.url.replace("//", "//:***@")
             assert "sesame" not in second.stderr + str(second.json("/view"))

@@ -17,7 +17,7 @@ import struct
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,8 +31,10 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
-from quire.grammar.grammars import Grammars
 from quire.text.tokenizer import TOKENIZER_FILE, Tokenizer
+
+if TYPE_CHECKING:
+    from quire.grammar.grammars import Grammars
 
 LENGTH = struct.Struct(">I")
 MAX_ID = (1 << 32) - 1
@@ -134,6 +136,8 @@ def main() -> None:
             return
         _limit_memory(start.memory_bytes)
         _send(connection, _done(None))
+        from quire.grammar.grammars import Grammars  # only here: whoever starts a worker needs none of it
+
         grammars = Grammars(lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size))
         while (body := _receive(connection)) is not None:
             _send(connection, Begun())

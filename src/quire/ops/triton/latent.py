@@ -485,6 +485,7 @@ def attend_latent(
             spans.row_starts,
             spans.starts,
             result,
+            None,
             short=plan.short,
             slots=plan.slots,
             HEADS=heads,
