@@ -584,7 +584,7 @@ class Engine:
         ended, self._committing = self._committing, []
         self._in_flight.clear()
         if not whole:
-            self.tiers.reset()
+            self.tiers.reset(self.scheduler)
         culprit = self.scheduler.restart(failed=failed is not None, whole=whole)
         if failed is not None:
             self._log_failure(failed, culprit)
