@@ -101,7 +101,7 @@ class Decoder:
 
     def forget_all(self) -> None:
         """What its tier has, too, so that prompts are computed elsewhere again."""
-        self.engine.tiers.reset()
+        self.engine.tiers.reset(self.engine.scheduler)
         self.engine.scheduler.restart(whole=False)
 
     def close(self) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
+from quire.engine.ranks import PipelineExecutor
 from quire.errors import ConfigError, RanksDisagreeError, StepGivenUpError
 from quire.models.model import layers_of
 from quire.models.quantize import quantize_folder
@@ -112,6 +116,38 @@ def test_each_stage_has_its_layers_alone(tmp_path: Path) -> None:
         assert found[0] == found[1]
         assert kv[1] == kv[0] // stages_of_it
         assert weights[1] < (1 / stages_of_it + 0.1) * weights[0]
+
+
+class RunnerInTwoSlots:
+    """What a pipeline of two stages computes with: a step that enters waits until it may."""
+
+    model = SimpleNamespace(stages=2)
+
+    def __init__(self) -> None:
+        self.may_enter = [threading.Event() for _ in range(3)]
+
+    def launch(self, plan: StepPlan) -> Any:
+        assert self.may_enter[plan.number].wait(60.0)
+        return SimpleNamespace(wait=lambda: plan.number)
+
+    def drain(self) -> None:
+        """A slot without a plan."""
+
+
+def test_with_overlap_a_step_is_through_while_the_next_but_one_is_still_computed() -> None:
+    runner = RunnerInTwoSlots()
+    executor = PipelineExecutor(cast(Any, runner), cast(Any, MagicMock()), True)
+    pending = [executor.submit(StepPlan(number, [])) for number in range(3)]
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(pending[0].wait()), daemon=True)
+    waiting.start()
+    for entering in runner.may_enter[:2]:
+        entering.set()
+    waiting.join(30.0)
+    assert found == [0]
+    runner.may_enter[2].set()
+    assert [each.wait() for each in pending[1:]] == [1, 2]
+    executor.close()
 
 
 def test_as_many_steps_are_on_their_way_as_there_are_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,13 @@ def test_of_nodes_that_have_left_nothing_is_kept():
     assert known.ban("a"), "its name is not kept, either"
 
 
+def test_nodes_that_have_left_hold_nothing():
+    known = told([["a", "b"], ["a"]])
+    known.keep(frozenset(["b", "c"]))
+    assert known.of(CHAIN[0], 0.0) == ("b",) and known.count(CHAIN[0]) == 1, "so it is saved here, too"
+    assert known.best(CHAIN, Tier(), lambda node: None, 0.0) == ("b", 1)
+
+
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("quire.core.holders.MOST_KNOWN", 3)
     known = told([["a"]] * 6)

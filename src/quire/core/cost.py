@@ -65,7 +65,7 @@ class Costs:
         return tokens * (a + b * (context + tokens / 2))
 
     def moved(self, source: str, blocks: int, seconds: float) -> None:
-        """So many blocks came from "host" or "disk" in so many seconds."""
+        """So many blocks came from a tier, or the node of that name, in so many seconds."""
         before = self._loads.get(source, (0.0, 0.0))
         self._loads[source] = _later(before[0], blocks), _later(before[1], seconds)
 

@@ -63,6 +63,7 @@ class Holders:
         self._next = 0
         self._known: OrderedDict[bytes, tuple[float, tuple[str, ...]]] = OrderedDict()  # since when, and who
         self._banned: set[str] = set()
+        self._nodes: frozenset[str] | None = None  # those that are there; None: that was not told yet
         self.reset()
 
     def reset(self) -> None:
@@ -113,11 +114,11 @@ class Holders:
     def of(self, block_hash: bytes, now: float) -> tuple[str, ...]:
         """Who holds a block."""
         since, names = self._known.get(block_hash, (-KEPT_SECONDS, ()))
-        return tuple(each for each in names if each not in self._banned) if now - since < KEPT_SECONDS else ()
+        return self._there(names) if now - since < KEPT_SECONDS else ()
 
     def count(self, block_hash: bytes) -> int:
         """How many others hold a block, as was said last."""
-        return len(self._known.get(block_hash, (0.0, ()))[1])
+        return len(self._there(self._known.get(block_hash, (0.0, ()))[1]))
 
     def best(
         self, hashes: Sequence[bytes], tier: Tier, cost: Callable[[str], float | None], now: float
@@ -152,8 +153,14 @@ class Holders:
         return new
 
     def keep(self, nodes: frozenset[str]) -> None:
-        """These are there; what is known of others is forgotten."""
+        """These are there; what is known of others counts no more."""
+        self._nodes = nodes
         self._banned &= nodes
+
+    def _there(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of these nodes that blocks can be had from."""
+        nodes = self._nodes
+        return tuple(name for name in names if name not in self._banned and (nodes is None or name in nodes))
 
     def _learn(self, block_hash: bytes, names: tuple[str, ...], now: float) -> None:
         self._known[block_hash] = now, names

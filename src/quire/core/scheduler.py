@@ -27,7 +27,7 @@ from quire.core.stages import dealt_out, share_of_prompts
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
-from quire.core.turns import Turns
+from quire.core.turns import Turns, outranked
 from quire.core.waiting_queue import WaitingQueue
 from quire.errors import RequestError
 
@@ -373,7 +373,7 @@ class Scheduler:
     def _admit(self, request: Request, step: PendingStep, now: float) -> bool:
         """Give a waiting request its first chunk; False if it must go on waiting."""
         seats_taken = len(self.running) >= self.config.max_num_seqs
-        if seats_taken and not self._outranked(request):
+        if seats_taken and not outranked(self.running, request):
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
@@ -424,7 +424,7 @@ class Scheduler:
         if not count or (count < remaining and self._too_many_partial(request, step)):
             return False
         num_tokens = cached + count
-        if self.kv.lacks(self._blocks_to_start(request, match, num_tokens)) and not self._outranked(request):
+        if self.kv.lacks(self._blocks_to_start(request, match, num_tokens)) and not outranked(self.running, request):
             return False  # the lock below leaves no more
         self.kv.lock(match)
         if not self._make_room(request, match, num_tokens, seats_taken, step):
@@ -452,12 +452,12 @@ class Scheduler:
             needed = self._blocks_to_start(request, match, num_tokens)
             if not seats_taken and not self.kv.lacks(needed):
                 return True
-            outranked = self._outranked(request)
-            if not outranked or self.kv.num_deferred:
+            later = outranked(self.running, request)
+            if not later or self.kv.num_deferred:
                 return False
-            if self.kv.lacks(needed, self.kv.blocks_of_these_alone(outranked)):
+            if self.kv.lacks(needed, self.kv.blocks_of_these_alone(later)):
                 return False
-            self._preempt(outranked[0], step)
+            self._preempt(later[0], step)
             seats_taken = False
 
     def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> list[int]:
@@ -497,20 +497,6 @@ class Scheduler:
                 return request
             last = last or request
         return last
-
-    def _outranked(self, request: Request) -> list[Request]:
-        """Running requests that give way to a waiting one, the last in order first.
-
-        They are of lower priority, or of the same and another owner's with a later turn.
-        """
-        outranked = []
-        priority, turn, _ = request.order
-        for other in reversed(self.running):
-            if other.order < request.order:
-                break
-            if other.order[0] > priority or (other.owner != request.owner and other.order[1] > turn):
-                outranked.append(other)
-        return outranked
 
     def _preempt(self, victim: Request, step: PendingStep) -> None:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""

@@ -8,6 +8,10 @@ unit. With a single owner, turns are the order of arrival.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from quire.core.request import Request
+
 
 class Turns:
     """Deals turns."""
@@ -30,3 +34,18 @@ class Turns:
         """No request is left: earlier turns give no precedence."""
         self._last.clear()
         self._newest = -1
+
+
+def outranked(running: Sequence[Request], request: Request) -> list[Request]:
+    """Running requests, which are in order, that give way to a waiting one, the last in order first.
+
+    They are of lower priority, or of the same and another owner's with a later turn.
+    """
+    later = []
+    priority, turn, _ = request.order
+    for other in reversed(running):
+        if other.order < request.order:
+            break
+        if other.order[0] > priority or (other.owner != request.owner and other.order[1] > turn):
+            later.append(other)
+    return later

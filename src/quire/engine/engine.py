@@ -22,7 +22,7 @@ from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.request import Event, Request, RequestUpdate
-from quire.core.sampling_params import NEUTRAL, SamplingParams
+from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.tier import Tier
@@ -30,22 +30,19 @@ from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
-from quire.engine.loading import load, open_grammars
+from quire.engine.loading import load, open_grammars, sampling_defaults
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.stats import EngineStats
 from quire.engine.tiers import WAIT_SECONDS, KVTiers
 from quire.errors import (
     ConfigError,
     EngineClosedError,
-    ModelConfigError,
     RequestError,
-    SamplingParamsError,
     StepFailedError,
 )
 from quire.kv.host import HostTier
 from quire.kv.layout import Layout
 from quire.models.checkpoint import Checkpoint, resolve
-from quire.models.fields import Fields
 from quire.models.registry import check_ranks
 from quire.observe.timeline import KernelProfile, Timeline, TraceFile
 from quire.ops import choice_note
@@ -54,7 +51,7 @@ from quire.parallel.group import OneRank
 from quire.runner.device import open_device
 from quire.runner.kv_pools import retentions
 from quire.runner.memory_plan import MemoryPlan
-from quire.runner.model_runner import STEP_FAILED
+from quire.runner.model_runner import STEP_FAILED, ModelRunner
 from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Proposer
 from quire.runner.start import OnLoad, Started, free_for_each, start_runner
@@ -178,9 +175,8 @@ class Engine:
         self._timeline = None if trace is None else self._make_timeline(trace)
         self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
-        self._depth = (
-            config.pipeline_parallel_size - 1 + int(config.async_scheduling)
-        )  # steps in flight beside the one that is waited for
+        # Steps in flight beside the one that is waited for.
+        self._depth = config.pipeline_parallel_size - 1 + int(config.async_scheduling)
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._updates: list[RequestUpdate] = []  # not handed out yet
         self._committing: list[int] = []  # requests of the step that is being committed
@@ -228,7 +224,7 @@ class Engine:
             counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
         self.kv_cache = started.kv
-        self.sampling_defaults = self._read_sampling_defaults()
+        self.sampling_defaults = {} if config.generation_config == "off" else sampling_defaults(self.path)
         self.max_model_len = self.memory_plan.max_model_len
         spec = config.speculation
         if spec is not None and spec.num_speculative_tokens >= self.max_model_len:
@@ -250,17 +246,17 @@ class Engine:
             Scheduler(config, kv, self.max_model_len) for kv in self._kv_managers(hash_key, started.runner.host)
         ]
         self.scheduler: Scheduler | Lockstep = schedulers[0] if replicas == 1 else Lockstep(schedulers)
-        runner = started.runner
-        in_thread = config.async_scheduling and not self.device.asynchronous
-        self.executor: Executor
         if self._ranks:
             self._ranks.begin(self.memory_plan, hash_key)
-        if self._ranks and isinstance(runner, PipelineRunner):
-            self.executor = PipelineExecutor(runner, self._ranks, in_thread)
-        else:
-            own = (ThreadExecutor if in_thread else InlineExecutor)(runner)
-            self.executor = RankExecutor(own, self._ranks) if self._ranks else own
+        self.executor = self._make_executor(started.runner)
         return started
+
+    def _make_executor(self, runner: ModelRunner) -> Executor:
+        in_thread = self.config.async_scheduling and not self.device.asynchronous
+        if self._ranks and isinstance(runner, PipelineRunner):
+            return PipelineExecutor(runner, self._ranks, in_thread)
+        own = (ThreadExecutor if in_thread else InlineExecutor)(runner)
+        return RankExecutor(own, self._ranks) if self._ranks else own
 
     def _start_ranks(
         self, report: OnLoad, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None
@@ -292,18 +288,6 @@ class Engine:
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None
         return Timeline(trace, self.scheduler, kernels)
-
-    def _read_sampling_defaults(self) -> dict[str, Any]:
-        """What unset sampling parameters mean: `generation_config.json`'s values, or neutral ones."""
-        if self.config.generation_config == "off":
-            return {}
-        file = self.path / "generation_config.json"
-        defaults = Fields.read(file).picked(NEUTRAL)
-        try:
-            SamplingParams().resolved(defaults)
-        except SamplingParamsError as error:
-            raise ModelConfigError(f"{file} cannot be used: {error}") from error
-        return defaults
 
     def _own_notes(self) -> list[str]:
         """What a user should know of options that act otherwise than their names say."""
@@ -584,7 +568,7 @@ class Engine:
         ended, self._committing = self._committing, []
         self._in_flight.clear()
         if not whole:
-            self.tiers.reset()
+            self.tiers.reset(self.scheduler)
         culprit = self.scheduler.restart(failed=failed is not None, whole=whole)
         if failed is not None:
             self._log_failure(failed, culprit)

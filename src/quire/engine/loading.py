@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.core.sampling_params import NEUTRAL, SamplingParams
+from quire.errors import ConfigError, ModelConfigError, SamplingParamsError
 from quire.grammar.grammars import Grammars
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.checkpoint import Checkpoint, content_hash, resolve
+from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import choose_kernels
@@ -117,3 +120,18 @@ def open_grammars(path: Path, vocab_size: int) -> Grammars:
         return None if tokenizer is None else tokenizer.vocabulary(vocab_size)
 
     return Grammars(vocabulary)
+
+
+def sampling_defaults(path: Path) -> dict[str, Any]:
+    """What unset sampling parameters mean, as a checkpoint's `generation_config.json` says.
+
+    Raises:
+        ModelConfigError: it says what is not allowed.
+    """
+    file = path / "generation_config.json"
+    defaults = Fields.read(file).picked(NEUTRAL)
+    try:
+        SamplingParams().resolved(defaults)
+    except SamplingParamsError as error:
+        raise ModelConfigError(f"{file} cannot be used: {error}") from error
+    return defaults

@@ -387,7 +387,7 @@ class PipelineExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._newest = -1  # plan
         self._thread = RunnerThread() if overlap else None
-        self._flow: deque[_Pipelined] = deque(maxlen=runner.model.stages)
+        self._flow: deque[_Pipelined] = deque(maxlen=runner.model.stages - 1)  # a newer step's slot is not theirs
 
     def submit(self, plan: StepPlan) -> PendingResult:
         self._newest, runner = plan.number, self._runner
@@ -449,7 +449,7 @@ class _Pipelined:
         step = self._executor.done(self._entered)
         while len(self.slots) < self._stages - 1:
             self._executor.drain()
-        for slot in self.slots:
+        for slot in self.slots[: self._stages - 1]:  # overlap: later ones go on meanwhile
             self._executor.done(slot)
         return attempt(step.wait)
 

@@ -318,15 +318,16 @@ class KVTiers:
             self.exchange(scheduler, wait_seconds=wait_seconds)
         return True
 
-    def reset(self) -> None:
+    def reset(self, scheduler: Scheduler | Lockstep) -> None:
         """The scheduler's books are made anew: nothing may be written into slots that they do not know of."""
         if self.disk is not None:
             self.disk.drain()
         for readers in (self.importer, self.nodes):
             if readers is not None:
                 readers.drain()
-        if self.mailbox is not None:
-            self.mailbox.take()
+        for news in self.mailbox.take() if self.mailbox is not None else ():
+            if isinstance(news, Nodes) and isinstance(scheduler, Scheduler):  # it is told once, and holds on
+                self._take_in(scheduler, news)
         if self.exporter is not None:
             self.exporter.all_gone()
 

@@ -43,8 +43,9 @@ class Layout:
     @classmethod
     def of(cls, cache: KVCache, model: Model, group: int = 0) -> Layout:
         """Of the blocks of which a rank has its part in a cache, that of a KV group."""
-        layers = len(model.config.groups[group].layers)
-        shape = replace(cache.shape, layers=layers, kv_heads=model.config.layer.num_kv_heads)
+        layers = model.config.groups[group].layers
+        heads = model.config.layer_at(layers[0]).num_kv_heads
+        shape = replace(cache.shape, layers=len(layers), kv_heads=heads)
         return cls(cache.block_size, shape, cache.draft_kv.shape if cache.draft_kv else None)
 
     @property

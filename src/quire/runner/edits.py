@@ -184,6 +184,7 @@ def edit_arrays(
 
 
 NUM_EDIT_ARRAYS = 13
+"""Of `edit_arrays`."""
 
 
 def make_edits(

@@ -145,7 +145,7 @@ class DirectoryAgent:
         while self._lookups:
             number, hashes = self._lookups[0]
             rows = [[node for node in row if node.name != self._node.name] for row in self._directory.query(hashes)]
-            self.nodes = self.nodes | {node.name: node for row in rows for node in row}
+            self._know(self.nodes | {node.name: node for row in rows for node in row})
             self._mailbox.post(Located(number, [[node.name for node in row] for row in rows]))
             del self._lookups[0]
         self._tell()
@@ -156,14 +156,17 @@ class DirectoryAgent:
             self._node = self._node._replace(epoch=secrets.token_hex(8))
             self._directory.join(self._node, self._lease)
             self._tell_all()
-        nodes = {node.name: node for node in self._directory.nodes() if node.name != self._node.name}
-        if nodes.keys() != self.nodes.keys():
-            self._mailbox.post(Nodes(frozenset(nodes)))
-        self.nodes = nodes
+        self._know({node.name: node for node in self._directory.nodes() if node.name != self._node.name})
         self._renew = time.monotonic() + self._lease / 3
         if self.problem:
             logger.info("the KV directory answers again")
         self.ready, self.problem = True, ""
+
+    def _know(self, nodes: dict[str, Node]) -> None:
+        """These others are there."""
+        before, self.nodes = self.nodes, nodes
+        if nodes.keys() != before.keys():
+            self._mailbox.post(Nodes(frozenset(nodes)))
 
     def _tell_all(self) -> None:
         self._changed = dict.fromkeys(self._held, True) | {

@@ -80,9 +80,7 @@ class EtcdDirectory:
 
     def leave(self, node: Node) -> None:
         key = PREFIX + b"n/" + node.name.encode()
-        self._ask(
-            "/v3/kv/txn", _transaction([_is(key, _record(node))], [{"requestDeleteRange": {"key": _b64(key)}}], [])
-        )
+        self._ask("/v3/kv/txn", _transaction([_is(key, _record(node))], [_delete(key)], []))
 
     def publish(self, node: Node, blocks: Sequence[bytes]) -> bool:
         there = [_is(PREFIX + b"n/" + node.name.encode(), _record(node))]
