@@ -249,6 +249,7 @@ class EdgeMiddleware:
                 await send_error(error, send_on)
 
         metrics, traces = self.context.metrics, self.context.traces
+        metrics.request_received()
         if traces is not None:
             traces.begin(scope)
         try:
