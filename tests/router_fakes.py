@@ -58,7 +58,7 @@ class FakeServer:
     """One server.
 
     Attributes:
-        stalls_after: events after which it says nothing more, whatever it is asked.
+        stalls_after: events after which it says nothing more, whatever it is asked: it is stalled.
         chunk: characters an event. pause: seconds before each. die_after: events after which it goes away, once.
         status: of answers to requests for text. requests: bodies that came, with their headers in "headers".
     """
@@ -71,6 +71,7 @@ class FakeServer:
     pause: float = 0.0
     die_after: int | None = None
     stalls_after: int | None = None
+    stalled: bool = False
     status: int = 200
     error_code: str = "busy"
     last_words: str | None = None
@@ -84,7 +85,6 @@ class FakeServer:
 
     def __post_init__(self) -> None:
         self._server: asyncio.Server | None = None
-        self._stalled = False
         self._writers: set[asyncio.StreamWriter] = set()
         self.start()
 
@@ -130,7 +130,7 @@ class FakeServer:
 
     async def _answer(self, request: tuple[str, dict[str, str], bytes], writer: asyncio.StreamWriter) -> None:
         path, headers, data = request
-        while self._stalled:
+        while self.stalled:
             await asyncio.sleep(0.01)
         if self.key and headers.get("authorization") != f"Bearer {self.key}":
             return _json(writer, 401, {"error": {"message": "no", "code": "invalid_api_key"}})
@@ -182,8 +182,8 @@ class FakeServer:
                 return _chunks(writer, f"data: {json.dumps(words)}\n\n".encode(), b"data: [DONE]\n\n", b"")
             _chunks(writer, event)
             await writer.drain()
-            self._stalled = self._stalled or number == self.stalls_after
-            while self._stalled:
+            self.stalled = self.stalled or number == self.stalls_after
+            while self.stalled:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(self.pause)
         _chunks(writer, b"data: [DONE]\n\n", b"")

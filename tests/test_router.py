@@ -290,6 +290,18 @@ def test_without_any_server_requests_are_refused_at_once(loop: Loop) -> None:
         assert router.http.get("/health").status_code == 503
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_request_before_the_first_look_at_the_servers_waits_for_it(path: str, loop: Loop) -> None:
+    server = FakeServer(loop, stalled=True)
+    with RouterThread([server], wait=False) as router, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(router.http.post, path, json={"prompt": "p", "model": "m"})
+        both = "quire:http_requests_in_progress 2.0"  # the question is one itself
+        assert wait_until(lambda: answer.done() or both in router.http.get("/metrics").text)
+        server.stalled = False
+        assert answer.result().status_code == 200
+    server.stop()
+
+
 def test_a_response_is_ended_by_its_id_wherever_it_is_made(pair: list[FakeServer]) -> None:
     with RouterThread(pair) as router:
         assert router.http.post("/abort/some-id").json()["path"] == "/abort/some-id"

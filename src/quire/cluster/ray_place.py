@@ -127,12 +127,12 @@ class RayPlace:
             return await self._here.start(member)
         told = msgspec.json.encode(member)
         try:
-            pid = await self._actors[member.name].start.remote(told)
-        except ray.exceptions.RayActorError:
             try:
+                pid = await self._actors[member.name].start.remote(told)
+            except ray.exceptions.RayActorError:
                 pid = await self._actor(member.name).start.remote(told)
-            except ray.exceptions.RayError as error:
-                raise ClusterError(f"{member.name} cannot be started by Ray: {error}") from error
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"{member.name} cannot be started by Ray: {error}") from error
         return _Remote(self._actors[member.name], f"{member.host} pid {pid}")
 
     async def close(self) -> None:

@@ -148,6 +148,11 @@ def _check(path: Path, cluster: ClusterFile) -> None:
     """Refuse what no process could be started from."""
     if cluster.place not in ("processes", "ray"):
         raise ConfigError(f"{path}: place={cluster.place!r}; allowed: processes, ray")
+    if not (cluster.redis in ("auto", False, "off") or "://" in str(cluster.redis)):
+        raise ConfigError(
+            f"{path}: redis={cluster.redis!r}; allowed: auto, off, or a URL such as redis://127.0.0.1:6379"
+        )
+    _check_options(str(path), cluster.options)
     if not cluster.servers:
         raise ConfigError(f"{path}: servers is empty; name one, such as '- port: 8010'")
     for index, servers in enumerate(cluster.servers):
@@ -156,9 +161,7 @@ def _check(path: Path, cluster: ClusterFile) -> None:
             raise ConfigError(f"{where}: role={servers.role!r}; allowed: {', '.join(ROLES)}, or none at all")
         if not 1 <= servers.count <= MAX_COUNT:
             raise ConfigError(f"{where}: count={servers.count}; allowed: 1 to {MAX_COUNT}")
-        for name in ("port", "host", "kv_role", "role", "model"):
-            if name in servers.options:
-                raise ConfigError(f"{where}: options must not have {name}; it stands beside options, or above servers")
+        _check_options(where, servers.options)
     if all(servers.role == "prefill" for servers in cluster.servers):
         raise ConfigError(f"{path}: every server has role=prefill, and none could answer; add one with role=decode")
     taken: dict[int, str] = {}
@@ -170,6 +173,14 @@ def _check(path: Path, cluster: ClusterFile) -> None:
                 f"{path}: {taken[port]} and {name} would both listen on port {port}; give one another port"
             )
         taken[port] = name
+
+
+def _check_options(where: str, options: Mapping[str, Any]) -> None:
+    for name in ("port", "host", "kv_role", "role", "model"):
+        if name in options:
+            raise ConfigError(
+                f"{where}: options must not have {name}; it stands beside options, or in an entry of servers"
+            )
 
 
 def _ports(cluster: ClusterFile) -> Iterator[tuple[str, int]]:

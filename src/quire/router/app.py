@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.router.relay import Relay
+from quire.router.relay import Relay, nobody
 from quire.router.servers import Server
 from quire.router.site import Site
 from quire.router.upstream import UpstreamError
@@ -138,12 +138,13 @@ class RouterApp:
         check_media_type(request.headers.getlist("content-type"))
         with site.bodies.holding(tenant_of(scope).owner) as fits:
             body = await read_body(request, site.config.max_body_bytes, fits)
-        for server in sorted(site.servers.by_name.values(), key=lambda one: one.load.running):
-            if server.is_up:
-                return await _send_json(send, *await self._asked(server, scope, body))
-        raise ApiError(
-            503, "no server can take requests now; try again", code="no_server", headers={"retry-after": "1"}
-        )
+        servers = site.servers
+        while not (able := [one for one in servers.by_name.values() if one.is_up]):
+            if not servers.has_new:
+                raise nobody()
+            await servers.wait_for_change(0.25)
+        server = min(able, key=lambda one: one.load.running)
+        await _send_json(send, *await self._asked(server, scope, body))
 
     async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Whichever server makes this response ends it: ids are the clients', so the router keeps no list of them."""

@@ -161,10 +161,11 @@ class Relay:
                 status, headers, body = self._refusal
                 await self._whole(status, headers, body)
                 return None
-            if not servers.has_model(prompt.model):
-                raise _unknown_model(servers.by_name.values())
-            if not self._patience_end or time.monotonic() >= self._patience_end:
-                raise _nobody()
+            if not servers.has_new:
+                if not servers.has_model(prompt.model):
+                    raise _unknown_model(servers.by_name.values())
+                if not self._patience_end or time.monotonic() >= self._patience_end:
+                    raise nobody()
             self._tried.clear()  # who died may be back
             await servers.wait_for_change(0.25)
             if self._left:
@@ -364,7 +365,8 @@ def _before_loss(data: bytes) -> tuple[bytes, str | None]:
     return data, None
 
 
-def _nobody() -> ApiError:
+def nobody() -> ApiError:
+    """No server is up that could take a request."""
     message = "no server can take requests now; try again"
     return ApiError(503, message, code="no_server", headers={"retry-after": str(RETRY_RESTARTING)})
 

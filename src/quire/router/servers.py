@@ -237,6 +237,13 @@ class Servers:
         known = [one for one in self.by_name.values() if one.models]
         return model is None or not known or any(model in one.models for one in known)
 
+    @property
+    def has_new(self) -> bool:
+        """Whether any server was not looked at yet: until then, it cannot be said that none takes a request. A look
+        ends within `PATIENCE_SECONDS` a question.
+        """
+        return any(one.state == "new" for one in self.by_name.values())
+
     async def wait_for_change(self, seconds: float) -> None:
         """Until a server's state has changed, or so long."""
         self._changed.clear()

@@ -52,6 +52,8 @@ async def keep_joined(router: str, key: str, url: str, role: str, leaving: Calla
                 return f"the router {router} does not take this server's key: give both the same first --api-key"
             if answer.status_code != 200:
                 return f"the router {router} does not take this server ({answer.status_code})"
+            if not isinstance(found, dict):
+                return f"{router} is no router of Quire's: give the URL of 'quire route'"
             refused = found.get("state") == "refused"
             return f"the router {router} sends nothing here: {found.get('reason')}" if refused else "joined"
 
