@@ -97,14 +97,18 @@ class Policies:
                 assert left == 0, f"request {request.id} was left out, and blocks of all groups are free"
 
     def _windows_bound_what_is_held(self) -> None:
-        """Beyond its window, a request holds no more than what its steps in flight, and this one, may write."""
+        """Beyond its window, a request holds no more than what its steps in flight, and this one, may write.
+
+        A step of it is a chunk of its prompt, or a token and its drafts.
+        """
         kv, config = self.scheduler.kv, self.scheduler.config
-        drafted = config.speculation.num_speculative_tokens if config.speculation else 0
-        chunk = max(min(config.long_prefill_token_threshold or 2**30, config.max_num_batched_tokens), 1 + drafted)
+        drafts = config.speculation.num_speculative_tokens if config.speculation else 0
+        chunk = max(config.long_prefill_token_threshold or 2**30, 1 + drafts)
+        rows = min(chunk, config.max_num_batched_tokens)
         for number, group in enumerate(kv.groups):
             if group.window is None:
                 continue
-            most = -(-(group.window + (self.depth + 1) * chunk) // kv.block_size) + 2
+            most = -(-(group.window + (self.depth + 1) * rows) // kv.block_size) + 2
             for request in self.scheduler.running:
                 held = sum(block != 0 for block in request.tables[number])
                 assert held <= most, f"request {request.id} holds {held} blocks; its window and steps need {most}"

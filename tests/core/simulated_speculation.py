@@ -6,8 +6,9 @@ the same everywhere.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
@@ -111,14 +112,39 @@ class Machine:
 
 def always(costs: Costs, work: Work, drafts: int, seed: int = 0) -> Machine:
     """So many drafts of each request in each step, 0 for plain decoding, without a scheduler: what it does is known."""
+    return _decided(costs, work, lambda machine, left: drafts, drafts > 0, seed)
+
+
+def knowing(costs: Costs, work: Work, seed: int = 0) -> Machine:
+    """Each step has as many drafts of each request as make the most tokens a second, by the true costs and chances."""
+
+    def rate(machine: Machine, left: list[int], drafts: int) -> float:
+        chances = work.chances_after(machine.made)
+        tokens, rows, depth = float(len(left)), len(left), 0
+        for count in (min(drafts, each - 1) for each in left):
+            tokens += sum(math.prod(chances[min(i, len(chances) - 1)] for i in range(n)) for n in range(1, count + 1))
+            rows, depth = rows + count, max(depth, count)
+        return tokens / (1 + costs.row * max(0, rows - costs.free) + costs.draft * depth)
+
+    def best(machine: Machine, left: list[int]) -> int:
+        return max(range(MOST + 1), key=lambda drafts: rate(machine, left, drafts))
+
+    return _decided(costs, work, best, True, seed)
+
+
+def _decided(
+    costs: Costs, work: Work, drafts: Callable[[Machine, list[int]], int], followed: bool, seed: int
+) -> Machine:
+    """As many drafts of each request of a step as `drafts` says, given how many tokens each has left."""
     machine = Machine(costs, work, seed)
     for _ in range(work.waves):
-        machine.step(work.together * len(PROMPT), [0] * work.together, work.together if drafts else 0)
+        machine.step(work.together * len(PROMPT), [0] * work.together, work.together if followed else 0)
         machine.made += work.together
         left = [work.length - 1] * work.together
         while left:
-            counts = [min(drafts, each - 1) for each in left]
-            machine.step(len(left) + sum(counts), counts, len(left) if drafts else 0)
+            wanted = drafts(machine, left)
+            counts = [min(wanted, each - 1) for each in left]
+            machine.step(len(left) + sum(counts), counts, len(left) if followed else 0)
             made = [1 + machine.accepted(count) for count in counts]
             machine.made += sum(made)
             left = [each - new for each, new in zip(left, made, strict=True) if each > new]

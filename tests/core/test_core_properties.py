@@ -16,7 +16,16 @@ from quire.core.kv_manager import Handle
 from quire.core.prefix_cache import KEY_BYTES
 from quire.core.request import Event
 from quire.errors import RequestTooLargeError
-from tests.core.fake_runner import ALL, StepFailed, expected_output, interrupted, make_request, make_scheduler, outputs
+from tests.core.fake_runner import (
+    ALL,
+    StepFailed,
+    expected_output,
+    interrupted,
+    make_request,
+    make_scheduler,
+    outputs,
+    run_all,
+)
 from tests.core.policies import Policies
 
 MIXED = [(9,), (None, 9), (None, 9), (None, 3, 12), (16, 5), (1, None)]
@@ -248,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_plan(self, plan):
         config = self.scheduler.config
         assert plan.num_tokens == sum(len(span.tokens) for span in plan.spans)
-        assert plan.spans or plan.loads
+        assert plan.spans or plan.loads or plan.saves
         assert len(plan.spans) <= plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.spans) <= config.max_num_seqs
         assert len({span.request for span in plan.spans}) == len(plan.spans)
@@ -334,6 +343,19 @@ class TestSchedulerMachineForLong(SchedulerMachine.TestCase):
     settings = settings(
         SchedulerMachine.TestCase.settings, max_examples=4000, stateful_step_count=80, derandomize=False
     )
+
+
+def test_what_is_evicted_while_nothing_runs_is_saved_by_a_plan_of_its_own():
+    scheduler, runner = make_scheduler(num_slots=20)
+    for id in range(3):
+        scheduler.add(make_request(id, [*range(20), id], max_tokens=1))
+        run_all(scheduler, runner)
+    scheduler.kv.cache.clear()
+    plan = scheduler.schedule(0.0)
+    assert len(plan.saves) == 5 and not plan.spans and not plan.loads and scheduler.idle
+    scheduler.commit(plan, runner.run(plan), 0.0)
+    check(scheduler)
+    assert scheduler.kv.fetches.saved == 5 and scheduler.schedule(0.0) is None
 
 
 @pytest.mark.parametrize("seed", range(40))

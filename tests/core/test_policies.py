@@ -319,8 +319,28 @@ def test_a_window_bounds_the_blocks_a_request_holds(block_size, cache):
     assert most_decoding == (9 if block_size == 1 else 3), "eight tokens before the one that is computed, and that one"
 
 
-def test_a_request_that_fits_its_window_into_a_small_pool_is_accepted_and_runs():
-    scheduler, runner = make_scheduler(num_blocks=9, block_size=4, windows=(9,), max_num_batched_tokens=12)
+@pytest.mark.parametrize("most", [2, 8])
+def test_beyond_its_window_a_request_that_decodes_holds_its_drafts_too_however_short_chunks_are(most):
+    """A step of it is a chunk of the prompt, or one token and its drafts, which may be more."""
+    scheduler, runner = make_scheduler(
+        num_blocks=200, block_size=1, windows=(None, 9), drafts=most, long_prefill_token_threshold=5
+    )
+    request = make_request(0, [n % 7 for n in range(60)], max_tokens=40)
+    scheduler.add(request)
+    policies, held = Policies(scheduler, 0), {}
+    while not scheduler.idle:
+        policies.before()
+        plan = scheduler.schedule(0.0)
+        policies.after(plan)
+        if decodes(plan):
+            held[drafts(plan)[0]] = sum(block != 0 for block in request.tables[1])
+        scheduler.commit(plan, runner.run(plan), 0.0)
+    assert held[most] == 9 + most and all(blocks == 9 + count for count, blocks in held.items())
+
+
+@pytest.mark.parametrize("most", [0, 8])
+def test_a_request_that_fits_its_window_into_a_small_pool_is_accepted_and_runs(most):
+    scheduler, runner = make_scheduler(num_blocks=9, block_size=4, windows=(9,), max_num_batched_tokens=12, drafts=most)
     prompt = [n % 7 for n in range(300)]
     scheduler.add(make_request(0, prompt, max_tokens=10))
     assert outputs(run_all(scheduler, runner))[0] == expected_output(prompt, 10, windows=(9,))

@@ -48,7 +48,8 @@ _FREE_ROWS = 1.5
 """So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
 
 _MARGIN = 1.03
-"""Drafts must make this many times the tokens a second of none: less is within the error of what was measured."""
+"""Drafts must make this many times the tokens a second of none, and deeper ones that of less deep ones: less is within
+the error of what was measured."""
 
 _SHORTEST = 1e-6
 """Seconds that a step takes at least: a coarse clock may see none of it."""
@@ -361,8 +362,9 @@ class DraftLengths:
     def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
         """Those worth the most first, down to each depth: how many of them make the most tokens a second."""
         alike = Counter(zip(kinds, room, strict=True))
-        best, depth, least = _MARGIN * base / self._verifying.at(base), 0, 2.0
+        best, depth, least = base / self._verifying.at(base), 0, 2.0
         for deepest in self._depths:
+            enough = _MARGIN * best
             counts: Counter[float] = Counter()
             for (chances, drafts), count in alike.items():
                 for worth in self._worth(chances, min(drafts, deepest)):
@@ -374,8 +376,9 @@ class DraftLengths:
                 if rows > base + budget:
                     break
                 rate = tokens / (self._verifying.at(rows) + drafting)
-                if rate > best:
-                    best, depth, least = rate, deepest, worth
+                if rate > enough:
+                    enough = best = rate
+                    depth, least = deepest, worth
         return [
             sum(worth >= least for worth in self._worth(chances, min(drafts, depth)))
             for chances, drafts in zip(kinds, room, strict=True)

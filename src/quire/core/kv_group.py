@@ -76,6 +76,9 @@ class KVGroup:
 
 
 def peak_blocks(window: int | None, num_tokens: int, max_chunk: int, block_size: int) -> int:
-    """Most blocks of a group that a request of `num_tokens` holds at once, in chunks of at most `max_chunk` tokens."""
+    """Most blocks of a group that a request of `num_tokens` needs at once, in chunks of at most `max_chunk` tokens.
+
+    Drafts take no more than what is free beside that.
+    """
     blocks = -(-num_tokens // block_size)
     return blocks if window is None else min(blocks, -(-(window + max_chunk) // block_size) + 1)
