@@ -226,6 +226,11 @@ def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
     check_schema(json.dumps({"$defs": {**links, "9000": {}}, "$ref": "#/$defs/0"}))
 
 
+def test_where_nothing_meets_a_form_not_even_the_end_may_come(grammars: Grammars) -> None:
+    matcher = grammars.matcher(StructuredOutputsParams(regex="[^\\s\\S]"), [2])
+    assert not matcher.mask().any() and matcher.error
+
+
 def test_a_recursive_schema_works(grammars: Grammars, tokenizer: Tokenizer) -> None:
     tree = {
         "type": "object",
