@@ -216,6 +216,21 @@ def test_schemas_that_explode_are_refused(grammars: Grammars) -> None:
         grammars.compile(StructuredOutputsParams(json={"enum": [f"x{i}" for i in range(100_000)]}))
 
 
+def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
+    inner = {"properties": {str(number): {} for number in range(9000)}}
+    with pytest.raises(SamplingParamsError, match="make the names shorter"):
+        check_schema(json.dumps({"properties": {"x" * 300_000: inner}}))
+    with pytest.raises(SamplingParamsError, match="the key 'k49999' twice"):
+        check_schema("{" + ",".join(f'"k{number}":1' for number in range(50_000)) + ',"k49999":2}')
+    links = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(9000)}
+    check_schema(json.dumps({"$defs": {**links, "9000": {}}, "$ref": "#/$defs/0"}))
+
+
+def test_where_nothing_meets_a_form_not_even_the_end_may_come(grammars: Grammars) -> None:
+    matcher = grammars.matcher(StructuredOutputsParams(regex="[^\\s\\S]"), [2])
+    assert not matcher.mask().any() and matcher.error
+
+
 def test_a_recursive_schema_works(grammars: Grammars, tokenizer: Tokenizer) -> None:
     tree = {
         "type": "object",

@@ -63,7 +63,10 @@ class Matcher:
             words[:] = -1
         elif not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            self._set_ends(words)
+            if self._matcher.is_error():  # the library then allows the end
+                words[:] = 0
+            else:
+                self._set_ends(words)
         if taken:
             self._matcher.rollback(taken)
         return words

@@ -19,6 +19,9 @@ MAX_DEPTH = 64
 MAX_SCHEMAS = 20_000
 """Schemas in one, all together."""
 
+MAX_POINTERS = 16 << 20
+"""Characters of the JSON pointers to them, all together: each holds the names of all properties that lead to it."""
+
 ONE = frozenset({"additionalProperties", "items", "additionalItems"})
 LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -72,7 +75,7 @@ def check_schema(text: str) -> None:
 
 def _walk(root: Any, found: dict[str, Any]) -> None:
     """All schemas in a schema, by their JSON pointers."""
-    waiting = [("", root, 0)]
+    waiting, size = [("", root, 0)], 0
     while waiting:
         pointer, schema, depth = waiting.pop()
         if depth > MAX_DEPTH:
@@ -85,7 +88,11 @@ def _walk(root: Any, found: dict[str, Any]) -> None:
         if not isinstance(schema, dict):
             raise _refused(pointer, f"is a {type(schema).__name__}; a schema is an object, true or false")
         _check_keywords(schema, pointer)
-        waiting += [(f"{pointer}/{place}", each, depth + 1) for place, each in _schemas_in(schema, pointer)]
+        for place, each in _schemas_in(schema, pointer):
+            size += len(pointer) + len(place) + 1
+            if size > MAX_POINTERS:
+                raise _refused(pointer, "has many schemas below properties with long names; make the names shorter")
+            waiting.append((f"{pointer}/{place}", each, depth + 1))
 
 
 def _check_keywords(schema: dict[str, Any], pointer: str) -> None:
@@ -156,16 +163,16 @@ def _check_cycles(found: Mapping[str, Any]) -> None:
     """No schema may lead back to itself through `$ref`, `allOf`, `anyOf` and `oneOf` alone: no value would be told."""
     done: set[str] = set()
     for start in found:
-        path: list[str] = []
+        path: dict[str, None] = {}  # in order
         waiting = [(start, True)]
         while waiting:
             pointer, enters = waiting.pop()
             if not enters:
-                done.add(path.pop())
+                done.add(path.popitem()[0])
             elif pointer in path:
                 raise _refused(pointer, "leads back to itself through $ref, with no value in between")
             elif pointer not in done:
-                path.append(pointer)
+                path[pointer] = None
                 waiting.append((pointer, False))
                 waiting += [(each, True) for each in _same_value(pointer, found)]
 
@@ -190,10 +197,11 @@ def _refused(pointer: str, what: str) -> SamplingParamsError:
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object's pairs as a mapping; raises ValueError where a key stands twice: one of them would be dropped."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"an object has the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} twice")
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"an object has the key {key[:80]!r} twice")
+        made[key] = value
     return made
 
 
