@@ -226,9 +226,19 @@ def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
     check_schema(json.dumps({"$defs": {**links, "9000": {}}, "$ref": "#/$defs/0"}))
 
 
-def test_where_nothing_meets_a_form_not_even_the_end_may_come(grammars: Grammars) -> None:
-    matcher = grammars.matcher(StructuredOutputsParams(regex="[^\\s\\S]"), [2])
-    assert not matcher.mask().any() and matcher.error
+def test_a_form_that_nothing_meets_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(SamplingParamsError, match="structured_outputs.regex cannot be used: no text meets it"):
+        grammars.compile(StructuredOutputsParams(regex="[^\\s\\S]"))
+
+
+def test_where_the_library_gives_up_not_even_the_end_may_come(grammars: Grammars) -> None:
+    matcher = grammars.matcher(StructuredOutputsParams(regex="((((a{100}){100}){100}){100})"), [2])
+    for _ in range(64):
+        mask = matcher.mask()
+        if matcher.error:
+            break
+        matcher.append(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0]))
+    assert matcher.error and not mask.any()
 
 
 def test_a_recursive_schema_works(grammars: Grammars, tokenizer: Tokenizer) -> None:

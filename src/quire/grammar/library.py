@@ -43,6 +43,8 @@ def compiled(wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
         SamplingParamsError: it is not valid, or too large.
     """
     matcher = llguidance.LLMatcher(tokenizer, grammar_text(wanted), log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first mask may take long, or too much: here, and not in a step
     if matcher.is_error():
         raise SamplingParamsError(f"structured_outputs.{wanted.kind} cannot be used: {why_not(matcher.get_error())}")
     return matcher
@@ -79,6 +81,8 @@ def why_not(text: str) -> str:
     """Why the library cannot use a grammar, as it says, where that can be understood."""
     if text.startswith("oneOf constraints"):
         return "oneOf is enforced only where no two of its options can hold at once; write anyOf"
+    if text.startswith("NoExtensionBias"):
+        return "no text meets it"
     return in_words(text)
 
 
