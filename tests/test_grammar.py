@@ -227,7 +227,7 @@ def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
 
 
 def test_a_form_that_nothing_meets_is_refused(grammars: Grammars) -> None:
-    with pytest.raises(SamplingParamsError, match="structured_outputs.regex cannot be used: no text meets it"):
+    with pytest.raises(SamplingParamsError, match=r"structured_outputs.regex cannot be used: no text meets it"):
         grammars.compile(StructuredOutputsParams(regex="[^\\s\\S]"))
 
 
