@@ -126,6 +126,8 @@ _encode = msgspec.msgpack.encode
 
 def main() -> None:
     """The process: load, then work until the socket is closed."""
+    from quire.grammar.grammars import Grammars  # only here: whoever starts a worker needs none of it
+
     start = child.begin(WorkerStart)
     with socket.socket(fileno=start.socket) as connection, contextlib.suppress(ConnectionError):
         _limit_memory(start.memory_bytes)
@@ -136,8 +138,6 @@ def main() -> None:
             return
         _limit_memory(start.memory_bytes)
         _send(connection, _done(None))
-        from quire.grammar.grammars import Grammars  # only here: whoever starts a worker needs none of it
-
         grammars = Grammars(lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size))
         while (body := _receive(connection)) is not None:
             _send(connection, Begun())
