@@ -86,7 +86,7 @@ def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float) -
             key.write_text("0123456789abcdef" * 2)
             key.chmod(0o600)
             options += ["--kv-directory", stack.enter_context(redis()), "--cluster-key-file", str(key)]
-            options += ["--host-kv-memory", "64MiB"]
+            options += ["--role", "both", "--host-kv-memory", "64MiB"]
         command = [*QUIRE, "serve", "demo", "--port", "0", *options]
         urls = [stack.enter_context(process(command, r"http://127.0.0.1:\d+")) for _ in range(SERVERS)]
         for url in urls:
@@ -139,7 +139,9 @@ def run(trace: str, requests: int, speedup: float) -> Result:
         ttft = found["latencies"]["ttft"]
         share = (found["cached_tokens"] or 0) / found["input_tokens"]
         row = (name, f"{share:.1%}", f"{ttft['p50']:.0f}", f"{ttft['p99']:.0f}", f"{found['goodput']['share']:.1%}")
-        result.add((*row, f"{found['loaded_blocks']:,} blocks"), what=name, trace=Path(trace).stem, **found)
+        row = (*row, f"{found['loaded_blocks']:,} blocks")
+        tell("fleet: " + " | ".join(row))
+        result.add(row, what=name, trace=Path(trace).stem, **found)
     return result
 
 

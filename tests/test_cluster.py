@@ -75,7 +75,8 @@ def test_a_redis_that_runs_elsewhere_is_not_started(tmp_path: Path) -> None:
     path = written(tmp_path, SMALL + "redis: redis://10.0.0.9:6379/1\n")
     found = members(read_cluster(path), redis=True, key="secret", hosts=HOSTS)
     assert [member.name for member in found] == ["server-0", "router"]
-    assert options_of(found[0])["kv_directory"] == "redis://10.0.0.9:6379/1"
+    options = options_of(found[0])
+    assert (options["kv_directory"], options["kv_role"]) == ("redis://10.0.0.9:6379/1", "both")
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def members(cluster: ClusterFile, *, redis: bool, key: str, hosts: Mapping[str, 
         if entry.role in ("decode", "both") and prefill:
             own["prefill_url"] = ",".join(prefill)
         if directory is not None:
-            own |= {"kv_directory": directory, "kv_host": host}
+            own |= {"kv_role": entry.role or "both", "kv_directory": directory, "kv_host": host}
         if "kv_host" in own:
             own["cluster_key_file"] = KEY_FILE
         found.append(_member(name, "server", "serve", own | cluster.options | entry.options, key))
