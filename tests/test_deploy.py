@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from quire.cli.options import CommandParser
+from quire.router.config import RouterConfig
+from quire.server.config import ServerConfig
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 
@@ -40,6 +42,8 @@ def test_every_command_line_has_flags_that_there_are(name: str, command: list[st
     module.add_arguments(parser)
     given = vars(parser.parse([argument.replace("${MODEL:-demo}", "demo") for argument in command[1:]]))
     assert given["api_key"]
+    config = RouterConfig if command[0] == "route" else ServerConfig
+    assert given.get("port", config.__dataclass_fields__["port"].default) == 8000  # what is published, and asked
 
 
 def test_containers_run_without_root_and_with_probes() -> None:

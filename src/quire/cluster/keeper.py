@@ -13,7 +13,7 @@ from typing import Literal
 from quire.cluster.place import Place, Running
 from quire.cluster.spec import Member
 from quire.errors import ClusterError
-from quire.server.processes import RestartBudget
+from quire.server.processes import RestartBudget, host_and_port
 
 LOOK_SECONDS = 0.25
 """Between two looks at a member."""
@@ -45,11 +45,6 @@ class Kept:
     restarts: int = 0
     why: str = ""
     running: Running | None = None
-
-    def enter(self, state: State) -> None:
-        """Be in this state from now on."""
-        if state != self.state:
-            self.state, self.since = state, time.monotonic()
 
 
 class Keeper:
@@ -104,7 +99,7 @@ class Keeper:
 
     def _enter(self, kept: Kept, state: State) -> None:
         if kept.state != state:
-            kept.enter(state)
+            kept.state, kept.since = state, time.monotonic()
             self._changed(kept)
 
     async def _keep(self, kept: Kept) -> None:
@@ -169,7 +164,7 @@ async def is_well(member: Member) -> bool:
                 if member.kind == "redis":
                     writer.write(b"PING\r\n")
                     return (await reader.read(64)).startswith((b"+PONG", b"-NOAUTH"))
-                host = f"{member.host}:{member.port}"
+                host = host_and_port(member.host, member.port)
                 writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 return b" 200 " in await reader.readline()
     except (OSError, TimeoutError):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -54,9 +52,7 @@ class Place(Protocol):
 
 def command_of(member: Member, folder: str) -> list[str]:
     """A member's command line; `folder` is where its files lie."""
-    program = [shutil.which("redis-server") or "redis-server"]
-    if member.kind != "redis":
-        program = [*child.python("quire.cli.main")]
+    program = ["redis-server"] if member.kind == "redis" else child.python("quire.cli.main")
     return [*program, *(argument.replace("{folder}", folder) for argument in member.arguments)]
 
 
@@ -105,7 +101,7 @@ class Here:
         start = Start(command_of(member, str(self._folder)), str(self._folder / f"{member.name}.log"))
         try:
             write_files(member, self._folder)
-            return _Process(await child.spawn([sys.executable, "-P", "-m", "quire.cluster.member"], start))
+            return _Process(await child.spawn(child.python("quire.cluster.member"), start))
         except OSError as error:
             raise ClusterError(f"{member.name} cannot be started: {error.strerror or error}") from error
 

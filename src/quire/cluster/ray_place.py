@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ class _Starter:
         member = msgspec.json.decode(told, type=Member)
         write_files(member, self._folder)
         start = Start(command_of(member, str(self._folder)), str(self._folder / f"{member.name}.log"))
-        self._process = child.spawn_quietly([sys.executable, "-P", "-m", "quire.cluster.member"], start)
+        self._process = child.spawn_quietly(child.python("quire.cluster.member"), start)
         return self._process.pid
 
     def exit_code(self) -> int | None:

@@ -21,6 +21,7 @@ import msgspec
 import yaml
 
 from quire.errors import ConfigError
+from quire.server.processes import host_and_port
 
 MAX_FILE_BYTES = 1 << 20
 """A cluster file larger than this was named by mistake."""
@@ -59,9 +60,7 @@ class Member:
     @property
     def url(self) -> str:
         """Where it is reached."""
-        scheme = "redis" if self.kind == "redis" else "http"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{scheme}://{host}:{self.port}"
+        return f"{'redis' if self.kind == 'redis' else 'http'}://{host_and_port(self.host, self.port)}"
 
 
 class Servers(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -236,18 +235,16 @@ def members(cluster: ClusterFile, *, redis: bool, key: str, hosts: Mapping[str, 
         found.append(_redis(cluster))
         directory = found[0].url
     servers = [(name, entry, hosts[name], entry.port + number) for name, entry, number in _servers(cluster)]
-    urls = {name: f"http://{host}:{port}" for name, _, host, port in servers}
+    urls = {name: f"http://{host_and_port(host, port)}" for name, _, host, port in servers}
     prefill = [urls[name] for name, entry, _, _ in servers if entry.role == "prefill"]
     for name, entry, host, port in servers:
         own: dict[str, Any] = {"model": cluster.model, "host": host, "port": port}
-        if entry.role is not None:
-            own |= {"kv_role": entry.role, "kv_host": host}
+        if role := entry.role or (directory and "both"):
+            own |= {"kv_role": role, "kv_host": host, "cluster_key_file": KEY_FILE}
         if entry.role in ("decode", "both") and prefill:
             own["prefill_url"] = ",".join(prefill)
         if directory is not None:
-            own |= {"kv_role": entry.role or "both", "kv_directory": directory, "kv_host": host}
-        if "kv_host" in own:
-            own["cluster_key_file"] = KEY_FILE
+            own["kv_directory"] = directory
         found.append(_member(name, "server", "serve", own | cluster.options | entry.options, key))
     others = [url for url in urls.values() if url not in prefill]
     router = {"host": cluster.host, "port": _router_port(cluster), "server": others}

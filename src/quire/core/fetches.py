@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import NamedTuple
 
 from quire.core.cost import Costs
@@ -410,6 +410,14 @@ class Fetches:
             fetch.node, fetch.wanted = node, [name for _, name in blocks]
             self.orders.append(Pull(self._next_read, blocks, node))
         return fetch
+
+    def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> Lookup | None:
+        """See `Holders.answered`."""
+        return None if self.holders is None else self.holders.answered(number, holders, now)
+
+    def unanswered(self, now: float) -> list[Lookup]:
+        """See `Holders.expired`."""
+        return [] if self.holders is None else self.holders.expired(now)
 
     def keep_nodes(self, nodes: frozenset[str]) -> None:
         """These other nodes are there, and no others."""

@@ -107,8 +107,7 @@ class Scheduler:
 
     def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> None:
         """The directory has said who holds blocks, or that it does not answer; see `Holders.answered`."""
-        found = self.kv.fetches.holders
-        if found is not None and (lookup := found.answered(number, holders, now)) is not None:
+        if (lookup := self.kv.fetches.located(number, holders, now)) is not None:
             self.arrived(lookup.event)
 
     def _line_up(self, request: Request) -> None:
@@ -142,7 +141,7 @@ class Scheduler:
         """See `schedule`; it is known which requests may run now."""
         for late in self.kv.fetches.expired(now):
             self._abandon(late)
-        for lookup in self.kv.fetches.holders.expired(now) if self.kv.fetches.holders else ():
+        for lookup in self.kv.fetches.unanswered(now):
             self.arrived(lookup.event)
         step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)

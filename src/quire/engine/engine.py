@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +22,6 @@ from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.request import Event, Request, RequestUpdate
-from quire.core.sampling_params import NEUTRAL
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.tier import Tier
@@ -31,6 +30,7 @@ from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import load, open_grammars, sampling_defaults
+from quire.engine.notes import notes_of
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.stats import EngineStats
 from quire.engine.tiers import WAIT_SECONDS, KVTiers
@@ -45,7 +45,6 @@ from quire.kv.layout import Layout
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.registry import check_ranks
 from quire.observe.timeline import KernelProfile, Timeline, TraceFile
-from quire.ops import choice_note
 from quire.ops.threads import usable_threads
 from quire.parallel.group import OneRank
 from quire.runner.device import open_device
@@ -65,25 +64,6 @@ GRAMMAR = "grammar"
 
 GRAMMAR_SECONDS = 0.005
 """So long a step waits for one where there is nothing else to do."""
-
-OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
-"""Options that change nothing on a CPU."""
-
-TWO_FORMS = (
-    "deterministic=False: each step computes latent attention in the form that is cheaper for it, "
-    "so that a request's tokens may depend on the others"
-)
-
-
-ADDED = (
-    "deterministic=False: ranks add up what they have of products that are not quantized, so that tokens may depend "
-    "on how many ranks there are"
-)
-
-REJECTION_NOTE = (
-    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the tokens, which "
-    "depend on how many are drafted"
-)
 
 
 class StepObserver(Protocol):
@@ -189,7 +169,7 @@ class Engine:
             *self.memory_plan.notes,
             *started.notes,
             *self.tiers.notes,
-            *self._own_notes(),
+            *notes_of(config, self.model, self.sampling_defaults, self._timeline),
         )
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)
@@ -288,55 +268,6 @@ class Engine:
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None
         return Timeline(trace, self.scheduler, kernels)
-
-    def _own_notes(self) -> list[str]:
-        """What a user should know of options that act otherwise than their names say."""
-        config = self.config
-        notes = self._notes_of_cpu() if config.device == "cpu" else []
-        changed = [f"{name}={value}" for name, value in self.sampling_defaults.items() if value != NEUTRAL[name]]
-        if changed:
-            notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
-        if config.pipeline_parallel_size > 1:
-            notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
-        if config.tensor_parallel_size > 1:
-            notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
-        if config.data_parallel_size > 1:
-            notes.append(
-                f"{config.data_parallel_size} replicas of attention have requests and KV of their own; limits of "
-                "requests and tokens are those of each"
-            )
-        if config.nnodes > 1:
-            from quire.engine.placement import notes_of
-
-            notes += notes_of(config)
-        if config.redundant_experts is not None:
-            each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
-            notes.append(f"each rank has experts of its own, which {each}")
-        if config.speculation is not None:
-            notes.append(config.speculation.describe())
-            if config.speculative_acceptance == "rejection":
-                notes.append(REJECTION_NOTE)
-        if self._timeline is not None:
-            notes.append(f"a timeline of the steps is written to {self._timeline.path}")
-        return notes
-
-    def _notes_of_cpu(self) -> list[str]:
-        """Why it is slower than it might be, and what changes nothing here although it was set."""
-        config = self.config
-        notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
-        if not config.deterministic:
-            latent = self.model.config.layer.latent
-            if latent:
-                notes.append(TWO_FORMS)
-            elif config.tensor_parallel_size == 1:
-                notes.append("deterministic=False changes nothing on a CPU for this model")
-            if config.tensor_parallel_size > 1:
-                notes.append(ADDED)
-        for each in fields(config):
-            value = getattr(config, each.name)
-            if each.name in OF_GPUS and value != each.default:
-                notes.append(f"{each.name}={value} changes nothing on a CPU")
-        return notes
 
     def _kv_managers(self, hash_key: bytes, host: HostTier | None) -> list[KVManager]:
         """Of each replica; the host tier is that of all of them."""

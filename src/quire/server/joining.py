@@ -9,7 +9,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from quire.log import event
-from quire.server.processes import url_of
+from quire.server.processes import host_and_port, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def url_for(router: str, listener: socket.socket) -> str:
             host = probe.getsockname()[0]
     except OSError:
         return url_of(listener)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_and_port(host, port)}"
 
 
 async def keep_joined(router: str, key: str, url: str, role: str, leaving: Callable[[], bool]) -> None:

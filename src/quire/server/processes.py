@@ -88,7 +88,12 @@ def url_of(listener: socket.socket) -> str:
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified:
         host = "::1" if address.version == 6 else "127.0.0.1"
-    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+    return f"http://{host_and_port(host, port)}"
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As URLs have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(listener: socket.socket) -> bool:

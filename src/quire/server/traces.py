@@ -14,7 +14,7 @@ from typing import Any
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Span, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import StatusCode
@@ -32,13 +32,11 @@ class Traces:
     Args:
         endpoint: of the collector, such as http://127.0.0.1:4318/v1/traces.
         service: what this process is called in traces.
-        exporter: where spans go in place of the endpoint.
     """
 
-    def __init__(self, endpoint: str, service: str, exporter: SpanExporter | None = None) -> None:
-        sink = exporter or OTLPSpanExporter(endpoint)
+    def __init__(self, endpoint: str, service: str) -> None:
         self._provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(sink, schedule_delay_millis=1000))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint), schedule_delay_millis=1000))
         self._tracer = self._provider.get_tracer("quire")
 
     def begin(self, scope: MutableMapping[str, Any]) -> None:

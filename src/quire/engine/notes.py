@@ -1,0 +1,86 @@
+"""What a user should know of options that act otherwise than their names say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.core.sampling_params import NEUTRAL
+from quire.devices import find_device
+from quire.models.model import Model
+from quire.observe.timeline import Timeline
+from quire.ops import choice_note
+
+OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
+"""Options that change nothing on a CPU."""
+
+TWO_FORMS = (
+    "deterministic=False: each step computes latent attention in the form that is cheaper for it, "
+    "so that a request's tokens may depend on the others"
+)
+
+ADDED = (
+    "deterministic=False: ranks add up what they have of products that are not quantized, so that tokens may depend "
+    "on how many ranks there are"
+)
+
+REJECTION_NOTE = (
+    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the tokens, which "
+    "depend on how many are drafted"
+)
+
+
+def notes_of(
+    config: EngineConfig, model: Model, sampling_defaults: Mapping[str, Any], timeline: Timeline | None
+) -> list[str]:
+    """Of an engine with these options, a line each.
+
+    Args:
+        sampling_defaults: what unset sampling parameters mean.
+    """
+    notes = _of_cpu(config, model) if config.device == "cpu" else []
+    changed = [f"{name}={value}" for name, value in sampling_defaults.items() if value != NEUTRAL[name]]
+    if changed:
+        notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
+    if config.pipeline_parallel_size > 1:
+        notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
+    if config.tensor_parallel_size > 1:
+        notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
+    if config.data_parallel_size > 1:
+        notes.append(
+            f"{config.data_parallel_size} replicas of attention have requests and KV of their own; limits of "
+            "requests and tokens are those of each"
+        )
+    if config.nnodes > 1:
+        from quire.engine import placement
+
+        notes += placement.notes_of(config)
+    if config.redundant_experts is not None:
+        each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
+        notes.append(f"each rank has experts of its own, which {each}")
+    if config.speculation is not None:
+        notes.append(config.speculation.describe())
+        if config.speculative_acceptance == "rejection":
+            notes.append(REJECTION_NOTE)
+    if timeline is not None:
+        notes.append(f"a timeline of the steps is written to {timeline.path}")
+    return notes
+
+
+def _of_cpu(config: EngineConfig, model: Model) -> list[str]:
+    """Why it is slower than it might be, and what changes nothing here although it was set."""
+    notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
+    if not config.deterministic:
+        if model.config.layer.latent:
+            notes.append(TWO_FORMS)
+        elif config.tensor_parallel_size == 1:
+            notes.append("deterministic=False changes nothing on a CPU for this model")
+        if config.tensor_parallel_size > 1:
+            notes.append(ADDED)
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if each.name in OF_GPUS and value != each.default:
+            notes.append(f"{each.name}={value} changes nothing on a CPU")
+    return notes
