@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jsonschema_specifications import REGISTRY
 
 from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 from quire.errors import SamplingParamsError
+from quire.grammar import library
 from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher
 from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, check_schema
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
@@ -36,7 +38,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 def allowed(matcher: Matcher, ahead: list[int] | None = None) -> set[int]:
     bits = np.unpackbits(matcher.mask(ahead or []).view(np.uint8), bitorder="little")
-    return {*np.flatnonzero(bits[: matcher._vocab_size]).tolist()}
+    return {*np.flatnonzero(bits[: matcher.vocab_size]).tolist()}
 
 
 def accepts(grammars: Grammars, tokenizer: Tokenizer, form: StructuredOutputsParams, text: str) -> bool:
@@ -53,7 +55,28 @@ def accepts(grammars: Grammars, tokenizer: Tokenizer, form: StructuredOutputsPar
 def _accepts_letters(grammars: Grammars, tokenizer: Tokenizer, form: StructuredOutputsParams, text: str) -> bool:
     matcher = grammars.matcher(form, [2])
     tokens = [token for letter in text for token in tokenizer.encode(letter, add_special_tokens=False)]
-    return matcher._matcher.validate_tokens([*tokens, matcher._vocab_size]) == len(tokens) + 1
+    return matcher._matcher.validate_tokens([*tokens, matcher.vocab_size]) == len(tokens) + 1
+
+
+def test_a_matcher_waits_for_a_grammar_that_is_being_compiled(tokenizer: Tokenizer) -> None:
+    grammars, form = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size)), StructuredOutputsParams(regex="[ab]")
+    real, compiled = library.compiled, []
+    began, goes_on = threading.Event(), threading.Event()
+
+    def slow(wanted: StructuredOutputsParams, library_tokenizer: object) -> object:
+        began.set()
+        assert goes_on.wait(60)
+        compiled.append(wanted)
+        return real(wanted, library_tokenizer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "compiled", slow)
+        grammars.begin(form)
+        assert began.wait(60)
+        threading.Timer(0.05, goes_on.set).start()
+        matcher = grammars.matcher(form, [2])
+    assert compiled == [form] and len(allowed(matcher)) == 2
+    grammars.close()
 
 
 # -- every keyword ---------------------------------------------------------------------------------------------

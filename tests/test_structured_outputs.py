@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.request import Request
+from quire.core.step import StepPlan
 from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import ANNOTATIONS, ASSERTIONS, FORMATS, LISTS, MAPS, ONE
 
@@ -356,6 +357,22 @@ def test_others_pass_a_request_whose_grammar_is_being_compiled(llm: LLM, monkeyp
     while not engine.idle:
         ended += [update.request for update in engine.step() if update.finish_reason]
     assert ended == [20_001, 20_000]
+
+
+def test_other_ranks_are_told_of_a_grammar_no_later_than_its_request_starts(llm: LLM) -> None:
+    plans: list[StepPlan] = []
+    form = StructuredOutputsParams(regex="yy[0-9]{3}")
+    with pytest.MonkeyPatch.context() as patch:
+        submit = llm._engine.executor.submit
+        patch.setattr(llm._engine.executor, "submit", lambda plan: plans.append(plan) or submit(plan))
+        add(llm, 25_000, None)
+        llm._engine.step()
+        add(llm, 25_001, form)
+        while not llm._engine.idle:
+            llm._engine.step()
+    told = [index for index, plan in enumerate(plans) if form in plan.compiles]
+    starts = [index for index, plan in enumerate(plans) for info in plan.started if info.request == 25_001]
+    assert len(told) == len(starts) == 1 and told <= starts
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(llm: LLM) -> None:

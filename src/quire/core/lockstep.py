@@ -34,9 +34,10 @@ class LockstepPlan(StepPlan):
     plans: list[StepPlan] = field(default_factory=list)
 
     def of_replicas(self) -> list[StepPlan]:
-        """They know what this one has been told of experts."""
+        """They know what this one has been told of experts and grammars."""
         for plan in self.plans:
             plan.expert_move, plan.expert_version = self.expert_move, self.expert_version
+            plan.compiles = self.compiles
         return self.plans
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs import StructuredOutputsParams
 
 FROM_PREVIOUS = -1
 """Stands for a token id in a span: the token that this request's previous step sampled."""
@@ -124,6 +125,7 @@ class StepPlan:
         saves: blocks to be copied into the host tier before anything of this step is written.
         loads: blocks to be copied from there after that, and checked; before the spans' own copies. A plan may have
             moves and no spans.
+        compiles: grammars that requests to come need: other ranks begin to compile them beside their steps.
     """
 
     number: int
@@ -137,6 +139,7 @@ class StepPlan:
     expert_loads: bool = False
     saves: list[Move] = field(default_factory=list)
     loads: list[Move] = field(default_factory=list)
+    compiles: list[StructuredOutputsParams] = field(default_factory=list)
 
 
 @dataclass(slots=True)

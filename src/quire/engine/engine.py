@@ -24,6 +24,7 @@ from quire.core.lockstep import Lockstep
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.core.tier import Tier
 from quire.devices import find_device
 from quire.engine import fingerprint
@@ -159,6 +160,7 @@ class Engine:
         self._depth = config.pipeline_parallel_size - 1 + int(config.async_scheduling)
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._updates: list[RequestUpdate] = []  # not handed out yet
+        self._compiles: list[StructuredOutputsParams] = []  # grammars of which the ranks have not been told
         self._committing: list[int] = []  # requests of the step that is being committed
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
@@ -323,6 +325,7 @@ class Engine:
         self.scheduler.add(request)
         if request.awaits is not None and wanted is not None:
             self.grammars.begin(wanted)
+            self._compiles.append(wanted)
         self._stats.prompt_tokens += request.num_prompt
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
@@ -413,6 +416,7 @@ class Engine:
             scheduled = time.monotonic()
             if self.expert_balancer:
                 self.expert_balancer.plan(plan, scheduled)
+            plan.compiles, self._compiles = self._compiles, []
             for observer in self._observers:
                 observer.planned(plan, begin, scheduled - begin)
             submitting = time.monotonic()

@@ -23,6 +23,7 @@ from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Measured, R
 from quire.errors import DeviceLostError, QuireError, StepGivenUpError
 
 if TYPE_CHECKING:
+    from quire.grammar.grammars import Grammars
     from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None, p
                 runner.drain()
             else:
                 plan = decoder.decode(encoded)
+                _begin_compiling(runner.grammars, plan)
                 _answer(runner, plan, answers)
             failed = False
             if profile is not None:
@@ -113,6 +115,14 @@ def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None, p
             logger.log(level, "rank %d: a step failed: %s: %s", rank, type(error).__name__, error, exc_info=True)
             failed = True
     return 0
+
+
+def _begin_compiling(grammars: Grammars | None, plan: StepPlan) -> None:
+    """Whatever comes of it: a request that starts before has its matcher wait, and one that cannot does not start."""
+    if grammars is not None:
+        grammars.ended()
+        for wanted in plan.compiles:
+            grammars.begin(wanted)
 
 
 def _answer(runner: ModelRunner, plan: StepPlan, answers: Link | None) -> None:

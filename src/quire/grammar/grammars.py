@@ -38,8 +38,7 @@ class Matcher:
     """
 
     def __init__(self, compiled: llguidance.LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
-        self._matcher, self._vocab_size, self._ends = compiled, vocab_size, ends
-        self._words = -(-(vocab_size + 1) // 32)
+        self._matcher, self.vocab_size, self.ends = compiled, vocab_size, ends
 
     @property
     def error(self) -> str | None:
@@ -48,42 +47,50 @@ class Matcher:
 
     def append(self, token: int) -> None:
         """This is the next token; one that ends the request is followed by none."""
-        if token not in self._ends:
+        if token not in self.ends:
             self._matcher.consume_token(token)
 
     def mask(self, ahead: Sequence[int] = ()) -> NDArray[np.int32]:
-        """A bit for each token, the lowest first: whether it may come next, after the drafts `ahead`.
-
-        [words] of 32. After drafts that may not stand there all may come, since nothing will. Where the matcher has
-        failed, none may.
-        """
-        words = np.zeros(self._words, np.int32)
-        taken = self._matcher.try_consume_tokens(list(ahead)) if ahead else 0
-        if taken < len(ahead):
-            words[:] = -1
-        elif not self._matcher.is_error():
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if self._matcher.is_error():  # the library then allows the end
-                words[:] = 0
-            else:
-                self._set_ends(words)
-        if taken:
-            self._matcher.rollback(taken)
+        """See `masks`."""
+        words: NDArray[np.int32] = masks([self], [ahead])[0]
         return words
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as far as there is one way on."""
         return self._matcher.compute_ff_tokens()
 
-    def _set_ends(self, words: NDArray[np.int32]) -> None:
-        bits = words.view(np.uint32)
-        may_end = bits[self._vocab_size >> 5] >> (self._vocab_size & 31) & 1
-        for token in self._ends:
-            bit = np.uint32(1 << (token & 31))
-            if may_end:
-                bits[token >> 5] |= bit
-            else:
-                bits[token >> 5] &= ~bit
+    def _fill(self, address: int, size: int, ahead: Sequence[int]) -> int | None:
+        """Writes the library's mask there, or returns the word that all of the mask consists of."""
+        taken = self._matcher.try_consume_tokens(list(ahead)) if ahead else 0
+        if taken == len(ahead):
+            self._matcher.unsafe_compute_mask_ptr(address, size)
+        failed = self._matcher.is_error()  # the library then allows the end
+        if taken:
+            self._matcher.rollback(taken)
+        return 0 if failed else -1 if taken < len(ahead) else None
+
+
+def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    """A bit for each token, the lowest first: whether it may come next in each matcher, after the drafts `ahead`.
+
+    [matchers, words] of 32. After drafts that may not stand there all may come, since nothing will. Where the matcher
+    has failed, none may.
+    """
+    vocab_size = matchers[0].vocab_size if matchers else 0
+    words = np.zeros((len(matchers), -(-(vocab_size + 1) // 32)), np.int32)
+    address, size = words.ctypes.data, words.itemsize * words.shape[1]
+    for row, (matcher, drafts) in enumerate(zip(matchers, ahead, strict=True)):
+        all_words = matcher._fill(address + row * size, size, drafts)
+        if all_words is not None:
+            words[row] = all_words
+    ends = [len(matcher.ends) for matcher in matchers]
+    rows = np.repeat(np.arange(len(matchers)), ends)
+    tokens = np.fromiter((token for matcher in matchers for token in matcher.ends), np.int64, len(rows))
+    may_end = (words[:, vocab_size >> 5] >> (vocab_size & 31) & 1).astype(np.int32)
+    places, bits = (rows, tokens >> 5), np.left_shift(1, tokens & 31).astype(np.int32)
+    np.bitwise_and.at(words, places, ~bits)
+    np.bitwise_or.at(words, places, bits * may_end[rows])
+    return words
 
 
 class Grammars:
@@ -157,6 +164,8 @@ class Grammars:
         Raises:
             SamplingParamsError: see `compile`.
         """
+        if begun := self._begun.get(wanted):
+            wait([begun])
         compiled, known = self._compiled(wanted), [token for token in stop_ids if 0 <= token < self._vocab_size]
         ends = [token for token in known if token not in self._texts] or known
         matcher = Matcher(compiled.deep_copy(), self._vocab_size, ends)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo
+from quire.grammar.grammars import Matcher, masks
 from quire.ops.logit_edits import BitMasks, Edits, Lists, Masks, list_arrays
 from quire.runner.device import Device
 from quire.runner.device_rows import DeviceRows
 from quire.runner.penalties import DevicePenalties, ListedPenalties, has_penalties
-
-if TYPE_CHECKING:
-    from quire.grammar.grammars import Matcher
 
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -173,13 +171,13 @@ def edit_arrays(
     for request, position, drafts in places:
         request.check_known(position, drafts)
     banned = [request.banned(position, drafts) for request, position, drafts in places]
-    masks = [request.matcher.mask(drafts) for request, _, drafts in places if request.matcher]
-    masked = [row for row, request in zip(rows.tolist(), requests, strict=True) if request.matcher]
+    masked = [(row, request.matcher, drafts) for row, (request, _, drafts) in enumerate(places) if request.matcher]
+    bits = masks([matcher for _, matcher, _ in masked], [drafts for *_, drafts in masked])
     return [
         *(rows, state["repetition"], state["frequency"], state["presence"], state["mask"]),
         *list_arrays([r.bias_ids for r in requests], [r.biases for r in requests]),
         *list_arrays(banned),
-        *(np.array(masked, np.int64), np.stack(masks) if masks else np.zeros((0, 0), np.int32)),
+        *(rows[[row for row, *_ in masked]], bits),
     ]
 
 

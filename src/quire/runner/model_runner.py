@@ -99,7 +99,7 @@ class ModelRunner:
         self._threads = threads
         self._halves = halves
         self._speculation = speculation
-        self._grammars = grammars
+        self.grammars = grammars
         self._requests: dict[int, _Request] = {}
         self._drafter: Drafter | DeviceDrafter | None = None
         self.mover = ExpertMover(model.expert_layers, model.kernels) if model.expert_slots else None
@@ -112,7 +112,7 @@ class ModelRunner:
             if self._drafter is not None:
                 self._drafter.end(request)
         self._requests = {}
-        self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device, self._grammars)
+        self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device, self.grammars)
         self._drafter = None if self._speculation is None else self._make_drafter(self._speculation)
         self._free_rows: list[int] = []  # of the block tables
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
