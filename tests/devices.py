@@ -7,6 +7,7 @@ again. `SpanKernels` are the plain-torch kernels behind the interface of those t
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,8 @@ class DelayedDevice(Device):
         self.num_recorded = self.num_replayed = self.num_elsewhere = 0
         self.peaks = 0
         self._memory = memory
-        self._hidden: list[tuple[Tensor, Tensor]] = []  # what is downloaded, and what will stand there
+        self._hidden: deque[tuple[Tensor, Tensor]] = deque()  # what is downloaded, and what will stand there
+        self._num_shown = 0  # that are not there any more
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -74,8 +76,16 @@ class DelayedDevice(Device):
         return shown
 
     def mark(self) -> Any:
-        hidden, self._hidden = self._hidden, []
-        return _Mark(hidden)
+        downloads = self._num_shown + len(self._hidden)
+        return _Mark(lambda: self._show(downloads))
+
+    def _show(self, downloads: int) -> None:
+        """All that was queued before a mark."""
+        with torch.inference_mode():
+            while self._num_shown < downloads:
+                shown, tensor = self._hidden.popleft()
+                shown.copy_(tensor)
+                self._num_shown += 1
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         if self.num_recorded == self._most_graphs:
@@ -100,15 +110,9 @@ class DelayedDevice(Device):
 
 
 class _Mark(Reached):
-    def __init__(self, hidden: list[tuple[Tensor, Tensor]], waited: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()
-        self._hidden, self._waited = hidden, waited
-
-    def wait(self) -> None:
-        self._waited()
-        with torch.inference_mode():
-            for shown, tensor in self._hidden:
-                shown.copy_(tensor)
+        self.wait = wait
 
 
 class StrictDevice(DelayedDevice):
@@ -122,13 +126,10 @@ class StrictDevice(DelayedDevice):
         with super().active(), _Unseen():
             yield
 
-    def mark(self) -> Any:
-        hidden, self._hidden = self._hidden, []
-        return _Mark(hidden, self._check_free)
-
-    def _check_free(self) -> None:
+    def _show(self, downloads: int) -> None:
         if self._active:
             pytest.fail("a step is waited for while another one is launched")
+        super()._show(downloads)
 
 
 class _Unseen(TorchFunctionMode):

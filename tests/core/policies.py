@@ -43,7 +43,7 @@ class Policies:
         self._running = list(self.scheduler.running)
         self._preemptions = {request.id: request.stats.preemptions for request in self._running}
         alone = [] if self.scheduler.in_flight else self._running
-        self._decoding = [each for each in alone if each.num_remaining == 1 and not each.must_wait]
+        self._decoding = [each for each in alone if each.num_remaining == 1]
 
     def after(self, plan: StepPlan | None) -> None:
         if self.scheduler.trials.on:  # it is being found out who makes steps fail: others wait for that

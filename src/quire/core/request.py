@@ -248,11 +248,6 @@ class Request:
             return 0
         return max(0, self.num_positions - len(self.tokens) - self.num_pending)
 
-    @property
-    def must_wait(self) -> bool:
-        """Its next mask depends on a token that a step in flight is still to sample."""
-        return self.num_pending > 0 and (bool(self.bad_words) or self.params.structured_outputs is not None)
-
     def key_bytes(self, start: int, end: int) -> bytes:
         """Key ids of positions `start` to `end` as bytes."""
         return self.keys[start:end].tobytes()

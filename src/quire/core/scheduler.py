@@ -270,7 +270,7 @@ class Scheduler:
             running, most = dealt_out(running, stages, known)
         for request in running:
             remaining = request.num_remaining
-            if request.status is not Status.RUNNING or not remaining or request.must_wait:
+            if request.status is not Status.RUNNING or not remaining:
                 continue  # preempted for one before it, or waiting for its last commit
             if remaining > 1:
                 step.partial_before.append(request)

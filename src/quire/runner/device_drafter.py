@@ -136,6 +136,7 @@ class DeviceDrafter:
             sampled = self._sample(rows, logits(made.hidden.index_select(0, rows.picked)))
             placed, [verified] = rows.placed(), self._context.download(rows.drafts)
             self._put_accepted(rows, sampled.tokens, made.finite.index_select(0, rows.picked))
+            self._context.sampler.goes_on(sampled)
         computed = [
             Computed(span.request, span.start, span.tokens, None, range(first, first + len(span.tokens)))
             for span, first in zip(spans, row_starts, strict=False)

@@ -25,7 +25,7 @@ it has gone is told afterwards (`take`). Rejection sampling then decides about t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from quire.core.step import RequestInfo, TokenLogprobs
 from quire.ops import Kernels, choose_kernels, rejection
 from quire.ops import sampling as ops
 from quire.ops.logit_edits import Edits
-from quire.runner.device import Device
+from quire.runner.device import Device, Mark
 from quire.runner.edits import AllowedTokens, EditedRequest, edit_arrays, edited_request, make_edits
 from quire.runner.penalties import DevicePenalties, ListedPenalties
 from quire.runner.proposer import Ahead, Row
@@ -80,8 +80,13 @@ class Sampled:
     _asked: NDArray[np.int64]  # rows that want log-probabilities
     _scored: Scored | None  # of these
 
+    @property
+    def is_to_tell(self) -> bool:
+        """Whether some request must still know its token."""
+        return bool(self._told)
+
     def tell(self) -> None:
-        """Lets the requests know their tokens, once."""
+        """Lets the requests know their tokens, once; the device has come past the launch."""
         tokens = self._on_host.tolist() if self._told else []
         for row, request in self._told:
             request.append(tokens[row])
@@ -126,6 +131,7 @@ class Sampler:
         self._device = device or Device()
         self._table = SamplingTable(vocab_size)
         self._edited: dict[int, EditedRequest] = {}
+        self._untold: list[tuple[Mark, Sampled]] = []  # launches of which requests must know their tokens
         self._greedy: dict[int, ops.Filters] = {}  # by the number of rows
         self._penalties = DevicePenalties(vocab_size, self._device) if self._kernels.reads_spans else ListedPenalties()
         self._allowed = AllowedTokens(vocab_size, self._device)
@@ -166,8 +172,9 @@ class Sampler:
     def launch(self, logits: Tensor, rows: Sequence[tuple[int, int]]) -> Sampled:
         """Queues the sampling of one token a row, and remembers that each row's request has gone on.
 
-        The next launch need not wait until this one is finished, but where a request has `bad_words` or a grammar:
-        what they mask depends on tokens that the host must know.
+        The next launch need not wait until this one is finished. Where a request has `bad_words` or a grammar, what
+        they mask depends on tokens that the host must know: it waits for those here, while the device computes what it
+        has been told before.
 
         Args:
             logits: [rows, vocab] fp32, contiguous. They may be overwritten.
@@ -180,17 +187,32 @@ class Sampler:
 
         Raises:
             ValueError: a position that does not follow from the request's prompt and output so far.
-            RuntimeError: a request needs tokens on the host, and its last launch was not finished.
         """
         slots, state = self._table.next(rows)
+        self._tell(request for request, _ in rows)
         sampled, edits = self._launch(logits, rows, state, None, ())
         # Requests go on only now, so that a step for which the memory did not suffice can be tried again.
         if edits is not None:
             self._penalties.count(state["history"][state["edited"]], sampled.tokens[edits.rows][:, None])
         self._table.rows["next"][slots] += 1
+        self.goes_on(sampled)
+        return sampled
+
+    def goes_on(self, sampled: Sampled) -> None:
+        """These are the next tokens: requests whose masks depend on them will know them."""
         if not self._device.asynchronous:
             sampled.tell()
-        return sampled
+        elif sampled.is_to_tell:
+            self._untold = [(mark, each) for mark, each in self._untold if each.is_to_tell]
+            self._untold.append((self._device.mark(), sampled))
+
+    def _tell(self, requests: Iterable[int]) -> None:
+        """Lets some requests know the tokens of the launches before, where what is masked depends on them."""
+        if self._untold and any(map(self.follows, requests)):
+            for mark, sampled in self._untold:
+                mark.wait()
+                sampled.tell()
+            self._untold = []
 
     def launch_with_drafts(self, logits: Tensor, places: Sequence[Row], verified: Sequence[Verified] = ()) -> Sampled:
         """Queues the sampling of one token a place, any number of which may be a request's.
@@ -211,18 +233,24 @@ class Sampler:
     def launch_ahead(self, logits: Tensor, rows: Sequence[tuple[int, int]], ahead: Ahead) -> Sampled:
         """The same for rows of which the host knows no more than a bound, so that nothing need be finished before.
 
-        The requests go on when `count` and `take` say which tokens are theirs.
+        The requests go on when `count`, `goes_on` and `take` say which tokens are theirs.
 
         Args:
             rows: per row, the request and at most the position that the token will take: the very one, and alone,
                 where `needs_host`.
         """
+        self._tell(request for request, _ in rows)
         return self._launch(logits, rows, self._table.at(rows), ahead, ())[0]
 
     def draw_ahead(self, logits: Tensor, rows: Sequence[tuple[int, int]], ahead: Ahead) -> Tensor:
         """The tokens [rows] that `launch_ahead` would sample."""
         filters, edits, _ = self._prepare(self._table.at(rows), ahead, [request for request, _ in rows])
         return self._sample(logits, filters, edits)[0]
+
+    def follows(self, request: int) -> bool:
+        """Whether what is masked depends on which the tokens before are."""
+        edited = self._edited.get(request)
+        return edited is not None and edited.follows
 
     def needs_host(self, request: int, length: int) -> bool:
         """Whether what is masked after `length` tokens or more depends on what these are, or how many."""
@@ -306,15 +334,13 @@ class Sampler:
         return ids.gather(1, best.indices), best.values
 
     def take(self, request: int, tokens: Sequence[int], counted: bool = False) -> None:
-        """These are the request's next tokens; `counted` where `count` was told of them."""
+        """These are the request's next tokens; `counted` where `count` and `goes_on` were told of them."""
         [slot] = self._table.slots([request])
         self._table.rows["next"][slot] += len(tokens)
         if not counted:
             self._penalties.add(int(self._table.rows["history"][slot]), tokens)
-        edited = self._edited.get(request)
-        if edited is not None:
-            for token in tokens:
-                edited.append(token)
+            for token in tokens if request in self._edited else ():
+                self._edited[request].append(token)
 
     def sample(self, logits: Tensor, rows: list[tuple[int, int]]) -> list[SampledRow]:
         """`launch`, and wait for what comes of it."""
@@ -357,7 +383,8 @@ class Sampler:
             of_rows = tokens[asked_rows].clamp_(min=0)
             scored = launch_scores(self._kernels, self._device, raw, raw_rows, of_rows, state["logprobs"][asked])
         held = [(i, self._edited[requests[i]]) for i in edited.tolist()]
-        told = [(i, request) for i, request in held if request.follows] if ahead is None else []
+        alone = ahead is None or isinstance(ahead, Ahead)
+        told = [(i, request) for i, request in held if request.follows] if alone else []
         on_host, finite = self._device.download(tokens, finite)
         return Sampled(tokens, on_host, finite, held, told, asked, scored), edits
 
