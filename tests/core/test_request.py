@@ -54,19 +54,14 @@ def test_key_ids_are_the_tokens_as_64_bit_integers_a_block_at_a_time():
     assert request.tokens[8:] == [9, 10] and request.block_keys(4, 5, 2) == [array("q", [9, 10]).tobytes()]
 
 
-def test_a_request_with_bad_words_waits_for_the_token_that_its_mask_depends_on():
-    """Others are planned a step ahead beside it."""
+def test_a_request_with_bad_words_is_planned_ahead_as_others_are():
+    """The sampler waits for the token that its mask depends on; the schedule does not."""
     scheduler, runner = make_scheduler()
-    request = Request(0, [1, 2, 3], SamplingParams(), max_tokens=4, bad_words=[[99]])
-    scheduler.add(request)
+    scheduler.add(Request(0, [1, 2, 3], SamplingParams(), max_tokens=4, bad_words=[[99]]))
     scheduler.add(make_request(1, [4, 5], max_tokens=4))
-    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
-    assert [span.request for span in first.spans] == [0, 1] and [span.request for span in second.spans] == [1]
-    updates = scheduler.commit(first, runner.run(first), 0.0)
-    third = scheduler.schedule(0.0)
-    assert [span.request for span in third.spans] == [0, 1]
-    for plan in (second, third):
-        updates += scheduler.commit(plan, runner.run(plan), 0.0)
+    plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+    assert [[span.request for span in plan.spans] for plan in plans] == [[0, 1], [0, 1]]
+    updates = [update for plan in plans for update in scheduler.commit(plan, runner.run(plan), 0.0)]
     assert outputs(updates)[0] == expected_output([1, 2, 3], 2)
 
 
