@@ -14,7 +14,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import QuireError, RequestError
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from quire.engine.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestMetrics, RequestOutput
     from quire.llm import LLM, AsyncLLM
 
     __version__: str
@@ -24,6 +24,7 @@ _LAZY = {
     "AsyncLLM": "quire.llm",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
+    "EmbeddingOutput": "quire.engine.outputs",
     "RequestMetrics": "quire.engine.outputs",
     "Logprob": "quire.engine.outputs",
 }
@@ -32,6 +33,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineConfig",
     "Logprob",
     "QuireError",

@@ -20,12 +20,13 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from quire.config import EngineConfig
+from quire.core.pooling import PoolingParams
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.interrupts import Interrupts
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs import EmbeddingOutput, RequestOutput
 from quire.engine.stats import EngineStats
 from quire.engine.streams import Streams
 from quire.engine.thread_guard import ThreadGuard
@@ -39,6 +40,7 @@ from quire.errors import (
 )
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
+from quire.models.pooling import PoolingConfig
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
 from quire.text.tokenizer import Tokenizer
@@ -191,7 +193,9 @@ class LLM(_Base):
         """
         self._check_open()
         many = _prompt_list(prompts)
-        prepared = self._frontend.prepare_all(many, _params_list(params, len(many)))
+        return self._run_all(self._frontend.prepare_all(many, _params_list(params, len(many))), progress)
+
+    def _run_all(self, prepared: list[Prepared], progress: bool) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         with self._interrupts.held():
             try:
@@ -203,6 +207,34 @@ class LLM(_Base):
                     self._drop(output)
                 raise
         return outputs
+
+    @_one_thread
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
+    ) -> list[EmbeddingOutput]:
+        """Embed prompts as the checkpoint says (see `PoolingConfig`); one output a prompt, in their order.
+
+        Args:
+            prompts: as of `generate`.
+            dimensions: cut embeddings to so many, as those of Matryoshka models may be.
+
+        Raises:
+            RequestError: a prompt or `dimensions` is not valid, or a prompt could not be embedded.
+            ModelConfigError: the checkpoint's embeddings are made in a way that is not supported.
+        """
+        self._check_open()
+        many, pooling = _prompt_list(prompts), PoolingConfig.read(self._engine.path)
+        pooling.check_dimensions(dimensions)
+        checked = self._frontend.prepare_all(many, [SamplingParams(max_tokens=0, speculate=False)] * len(many))
+        wanted = PoolingParams(pooling.method)
+        outputs = self._run_all([self._frontend.pooled(prompt, wanted) for prompt in checked], progress)
+        embeddings = []
+        for index, output in enumerate(outputs):
+            if output.pooled is None:
+                raise RequestError(output.outputs[0].error or "the prompt could not be embedded").at(index)
+            embedding = pooling.embedding(output.pooled, dimensions).tolist()
+            embeddings.append(EmbeddingOutput(output.prompt, output.prompt_token_ids, embedding, output.cached_tokens))
+        return embeddings
 
     def chat(
         self,

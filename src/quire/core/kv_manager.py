@@ -152,7 +152,7 @@ class KVManager:
     def match(self, request: Request, whole: bool = False) -> Match:
         """The longest cached prefix of a waiting request; its hashes up to its last full block are made here.
 
-        A request that asks for prompt log-probabilities reads nothing, since cached rows have no logits.
+        A request that needs every row of its prompt reads nothing, since cached rows have no hidden states.
 
         Args:
             whole: in whole blocks, so that none need be copied.
@@ -160,7 +160,7 @@ class KVManager:
         if not self.cache.caching:
             return Match()
         self._hash_prompt(request)
-        if request.params.prompt_logprobs is not None:
+        if request.computes_all:
             return Match()
         limit = len(request.tokens) - 1
         back = 0 if not self.needs_next_token else self.block_size if whole else 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.core.draft_length import DraftState
+from quire.core.pooling import PoolingParams
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, TokenLogprobs
@@ -98,6 +99,7 @@ class RequestUpdate:
         finish_reason: "stop", "length", "abort" or "error".
         stop_reason: the token id that ended it, if one did.
         cached_tokens: prompt tokens that were found in the prefix cache at first admission.
+        pooled: what its prompt was pooled to, at its end.
     """
 
     request: int
@@ -109,6 +111,7 @@ class RequestUpdate:
     error: str | None = None
     cached_tokens: int = 0
     stats: RequestStats | None = None
+    pooled: list[float] | None = None
 
 
 class Request:
@@ -140,6 +143,7 @@ class Request:
         num_in_flight: steps in flight that hold a span of this request; `last_step` is the newest one's number.
         num_scored: rows whose prompt log-probability was asked for already.
         num_fetches: fetches that it has begun since it was last admitted, and that have not brought all they were to.
+        pooling: how its prompt is pooled; None: it is not. `pooled`: what has been pooled so far.
     """
 
     __slots__ = (
@@ -169,6 +173,8 @@ class Request:
         "order",
         "owner",
         "params",
+        "pooled",
+        "pooling",
         "scope",
         "stats",
         "status",
@@ -194,6 +200,7 @@ class Request:
         output_token_ids: Sequence[int] = (),
         num_scored: int = 0,
         awaits: Event | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -219,6 +226,8 @@ class Request:
         self.high_water = 0
         self.num_scored = num_scored
         self.num_fetches = 0
+        self.pooling = pooling
+        self.pooled: list[float] = []
         self.known_to_runner = False
         self.draft_state = DraftState(drafting_enabled=params.speculate)
 
@@ -240,6 +249,11 @@ class Request:
     def num_remaining(self) -> int:
         """Tokens that could be computed next: one for a decoding request, none when it must wait for a commit."""
         return min(len(self.tokens) + self.num_pending, self.num_positions) - self.num_computed
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether it needs every row of its prompt, so that cached ones, whose hidden states are gone, are no use."""
+        return self.params.prompt_logprobs is not None or (self.pooling is not None and self.pooling.method == "mean")
 
     @property
     def num_draftable(self) -> int:
@@ -267,6 +281,12 @@ class Request:
             self.id, finish_reason=reason, error=error, cached_tokens=self.num_cached, stats=self.stats
         )
 
+    def pool(self, start: int, pooled: list[float] | None) -> None:
+        """Take in what was pooled of a span from position `start` on. A prompt that is computed again begins anew."""
+        if pooled is not None and self.pooled and start:
+            pooled = [before + more for before, more in zip(self.pooled, pooled, strict=True)]
+        self.pooled = pooled or self.pooled
+
     def cut_at_end(self, update: RequestUpdate, end: int) -> None:
         """Find the stop token, or the length, that ends it in an update that it has not got yet; the rest is dropped.
 
@@ -285,6 +305,8 @@ class Request:
             if len(update.tokens) < left or end < self.num_prompt:
                 return
             update.finish_reason = "length"
+            if self.pooling is not None:
+                update.pooled = self.pooling.finished(self.pooled, self.num_prompt)
         update.tokens = update.tokens[:left]
         update.logprobs = update.logprobs and update.logprobs[:left]
 
@@ -310,4 +332,5 @@ class Request:
             stop_token_ids=self.stop_token_ids,
             bad_words=self.bad_words,
             drafting_enabled=self.draft_state.drafting_enabled,
+            pooling=self.pooling,
         )

@@ -387,7 +387,7 @@ class Scheduler:
 
     def _awaited(self, request: Request, match: Match, seats_taken: bool, now: float, decoding: bool) -> Event | None:
         """What a request waits for: another one computes its next blocks, or a fetch brings them."""
-        if request.params.prompt_logprobs is not None:
+        if request.computes_all:
             return None
         size = self.kv.block_size
         # The token that is computed again for a drafting head is of a cached block.
@@ -552,6 +552,7 @@ class Scheduler:
         if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
+        request.pool(span.start, outcome.pooled)
         request.cut_at_end(update, span.start + len(span.tokens))
         request.append(update.tokens)
         if current:

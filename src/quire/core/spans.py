@@ -20,6 +20,8 @@ def next_span(request: Request, count: int, number: int, kv: KVManager) -> Span:
     span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_unverified_tokens > 0)
     if request.params.prompt_logprobs is not None:
         span.targets = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
+    if request.pooling is not None:
+        span.num_pooled = request.pooling.pooled_rows(start, end, request.num_prompt)
     if len(request.tables[0]) > request.num_sent:
         span.table_start = request.num_sent
         span.blocks = [table[request.num_sent :] for table in request.tables]

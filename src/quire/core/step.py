@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 
@@ -35,6 +36,7 @@ class Span:
             1 + drafts when drafts are verified.
         targets: the prompt tokens that rows 0, 1, ... should have predicted; empty unless the request asks
             for prompt log-probabilities. The last one may lie in the next span.
+        num_pooled: how many of the last rows are pooled, see `PoolingParams`.
         table_start: `blocks`, if there are any, replace the request's block tables from this index on.
         blocks: block ids that are new in the tables since the request's last span: as many for each KV group.
         copies: (group, source, destination, tokens): beginnings of blocks to copy before anything of this step is
@@ -47,6 +49,7 @@ class Span:
     tokens: list[int]
     num_sampled: int = 0
     targets: Sequence[int] = ()
+    num_pooled: int = 0
     table_start: int = 0
     blocks: Sequence[Sequence[int]] = ()
     copies: Sequence[tuple[int, int, int, int]] = ()
@@ -80,6 +83,7 @@ class RequestInfo:
         stop_token_ids: ids that end the request, so that `min_tokens` can mask them.
         bad_words: token sequences of which the last token must not follow the others.
         drafting_enabled: whether it may be drafted later; else its tokens need not be followed.
+        pooling: how its prompt is pooled; None: it is not.
     """
 
     request: int
@@ -90,6 +94,7 @@ class RequestInfo:
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: list[list[int]] = field(default_factory=list)
     drafting_enabled: bool = True
+    pooling: PoolingParams | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +170,8 @@ class SpanResult:
         prompt_logprobs: one entry a target, when asked for.
         error: why this request must end (its logits were not finite); None when all is well.
         num_drafted: drafts that were verified; fewer than the span has room for where the proposer had fewer.
+        pooled: of the rows that are pooled: the sum of their hidden states in parts of `UNIT`, or the
+            log-probability of each label.
     """
 
     tokens: list[int]
@@ -172,6 +179,7 @@ class SpanResult:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     num_drafted: int = 0
+    pooled: list[float] | None = None
 
 
 @dataclass(slots=True)

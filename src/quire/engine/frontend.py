@@ -6,6 +6,7 @@ into its `n` choices, turns tokens back into text step by step, finds stop strin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from quire.core.pooling import MAX_LABELS, PoolingParams
 from quire.core.request import Request, RequestStats, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
@@ -63,6 +65,7 @@ class Prepared:
     Attributes:
         max_tokens: how many the engine makes at most.
         clamped_from: the `max_tokens` that was asked for, where the context did not hold it.
+        pooling: how the prompt is pooled; then no tokens are made.
     """
 
     text: str | None
@@ -71,6 +74,7 @@ class Prepared:
     max_tokens: int
     bad_words: list[list[int]]
     clamped_from: int | None = None
+    pooling: PoolingParams | None = None
 
 
 @dataclass(slots=True)
@@ -173,6 +177,21 @@ class Frontend:
         clamped_from = asked if asked is not None and asked > room else None
         return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from)
 
+    def pooled(self, prompt: Prepared, pooling: PoolingParams) -> Prepared:
+        """A prompt that is checked, to be pooled.
+
+        Raises:
+            RequestError: it asks for tokens, too, or labels are not tokens of the vocabulary.
+        """
+        if prompt.max_tokens or prompt.params.n != 1:
+            raise SamplingParamsError("a prompt that is pooled makes no tokens: set max_tokens=0 and n=1")
+        labels = pooling.label_token_ids
+        if bool(labels) != (pooling.method == "labels") or len(labels) > MAX_LABELS:
+            raise RequestError(f"there are {len(labels)} labels; scoring needs 1 to {MAX_LABELS} token ids")
+        if labels and not 0 <= min(labels) <= max(labels) < self.vocab_size:
+            raise TokenOutOfRangeError(f"labels are token ids from 0 to {self.vocab_size - 1}")
+        return dataclasses.replace(prompt, pooling=pooling)
+
     def prepare_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]) -> list[Prepared]:
         """Check and tokenize prompts, all of them before any may run; an error's `index` says which is bad."""
         try:
@@ -263,6 +282,7 @@ class Frontend:
             scope=live.scope or params.cache_salt or "",
             owner=live.owner,
             arrived=now,
+            pooling=prepared.pooling,
         )
 
     def _request_id(self, request_id: str | None) -> str:
@@ -375,6 +395,7 @@ class Frontend:
         output = choice.output
         if update.prompt_logprobs and live.output.prompt_logprobs is not None:
             live.output.prompt_logprobs += [self._logprobs(entry) for entry in update.prompt_logprobs]
+        live.output.pooled = update.pooled
         if output.index == 0 and not output.token_ids:  # later, on a new engine, its own tokens might be cached too
             live.output.cached_tokens = update.cached_tokens
         stopped_before = choice.stopped_by is not None

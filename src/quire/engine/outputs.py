@@ -81,6 +81,21 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of one prompt.
+
+    Attributes:
+        prompt: its text; None where token ids were given.
+        cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """All that belongs to one prompt.
 
@@ -92,6 +107,7 @@ class RequestOutput:
         seed: what the noise was keyed with: the user's, or the one drawn at admission.
         clamped_from: the `max_tokens` that was asked for, where the context has less left; else None.
         metrics: filled when the request has ended.
+        pooled: of a prompt that is pooled, what came of it (see `PoolingParams`), when the request has ended.
     """
 
     request_id: str
@@ -103,6 +119,7 @@ class RequestOutput:
     cached_tokens: int = 0
     clamped_from: int | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    pooled: list[float] | None = None
     _handed_out: bool = field(default=False, init=False, repr=False, compare=False)
 
     def hand_out(self) -> RequestOutput:

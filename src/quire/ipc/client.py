@@ -20,6 +20,7 @@ import msgspec
 import zmq
 from blake3 import blake3
 
+from quire.core.pooling import PoolingParams
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.frontend import Frontend, Prepared
@@ -171,6 +172,10 @@ class EngineClient:
             EngineClosedError: no engine has been ready yet.
         """
         return self._ready().check(text, token_ids, params, bad_words or [])
+
+    def pooled(self, prompt: Prepared, pooling: PoolingParams) -> Prepared:
+        """See `Frontend.pooled`."""
+        return self._ready().pooled(prompt, pooling)
 
     async def generate(
         self, prepared: Prepared, *, name: str, owner: str = "", arrived: float, tokenize_seconds: float = 0.0
@@ -424,5 +429,6 @@ def _message(request: Request, origin: _Origin) -> wire.Add:
         tokenize_seconds=origin.tokenize_seconds,
         output_token_ids=request.tokens[request.num_prompt :],
         num_scored=request.num_scored,
+        pooling=request.pooling,
         suspect=origin.suspect,
     )

@@ -477,6 +477,7 @@ def _request(number: int, add: wire.Add) -> Request:
         arrived=add.arrived,
         output_token_ids=add.output_token_ids,
         num_scored=add.num_scored,
+        pooling=add.pooling,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.core.pooling import PoolingParams
 from quire.core.request import RequestUpdate
 from quire.core.sampling_params import SamplingParams
 
@@ -82,6 +83,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
         params: with a seed and with every default filled in.
         output_token_ids: what it has produced already, when it resumes on a new engine.
         num_scored: prompt log-probabilities that were delivered already.
+        pooling: see `Request`.
         suspect: it was in the step that brought an engine down; it runs on probation.
         arrived: seconds on the monotonic clock of this machine. tokenize_seconds: what rendering and tokenizing took.
     """
@@ -100,6 +102,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
     tokenize_seconds: float = 0.0
     output_token_ids: list[int] = []
     num_scored: int = 0
+    pooling: PoolingParams | None = None
     suspect: bool = False
 
 

@@ -34,7 +34,16 @@ from quire.server.transport import read_body
 STATIC = Path(__file__).parent / "static"
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}
 TEXT_PATHS = ("/v1/completions", "/v1/chat/completions")
-PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/embeddings")
+PASSED_PATHS = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/embeddings",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+)
 """Answered by any server."""
 ANSWER_SECONDS = 60.0
 DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"

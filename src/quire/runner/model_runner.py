@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.pooling import PoolingParams
 from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprobs
 from quire.kv.host import HostTier
 from quire.models.model import Model
@@ -35,6 +36,7 @@ from quire.runner.draft_context import DeviceContext, DraftContext
 from quire.runner.drafter import Drafter, Outcome, accepted_path, branch_of
 from quire.runner.expert_mover import ExpertMover
 from quire.runner.host_forward import Forwarded, HostForward
+from quire.runner.pooling import Pooled, launch_labels, launch_sum
 from quire.runner.proposer import Branch, DeviceProposer, Drafts, Speculation
 from quire.runner.sampler import Sampled, SampledRow, Sampler
 from quire.runner.scores import Scored
@@ -248,7 +250,7 @@ class ModelRunner:
     def _take_in_starts(self, plan: StepPlan) -> None:
         for info in plan.started:
             row = self._free_rows.pop() if self._free_rows else len(self._requests)
-            self._requests[info.request] = _Request(row, info.params.prompt_logprobs or 0)
+            self._requests[info.request] = _Request(row, info.params.prompt_logprobs or 0, info.pooling)
             self.sampler.start(info)
             if self._drafter is not None:
                 self._drafter.start(info)
@@ -309,6 +311,9 @@ class ModelRunner:
         part = Part(spans, row_starts=row_starts.tolist())
         for index in [index for index, span in enumerate(spans) if span.targets]:
             part.scored[index] = self._score_prompt(spans[index], hidden[row_starts[index] :])
+        for index in [index for index, span in enumerate(spans) if span.num_pooled]:
+            end = row_starts[index + 1]
+            part.pooled[index] = self._pool(spans[index], hidden[end - spans[index].num_pooled : end])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
         # Sampling comes last: if there is no memory for anything else, no request has gone on yet.
         [part.finite] = self.device.download(finite)
@@ -328,6 +333,13 @@ class ModelRunner:
             self.sampler.launch_score(self.model.logits(hidden[start:stop]), list(span.targets[start:stop]), top)
             for start, stop in _slices(len(span.targets), self._logit_rows)
         ]
+
+    def _pool(self, span: Span, hidden: Tensor) -> Pooled:
+        """What the request wants of these rows: see `PoolingParams`."""
+        pooling = self._requests[span.request].pooling
+        if pooling is not None and pooling.label_token_ids:
+            return launch_labels(self.model.kernels, self.device, self.model.logits(hidden), pooling.label_token_ids)
+        return launch_sum(self.device, hidden)
 
     def _sample(self, part: Part, hidden: Tensor, rows: IntArray) -> Sampled:
         """One token for each span that ends at the last known one."""
@@ -401,7 +413,7 @@ class Part:
     Attributes:
         row_starts: first row of each span, and one entry more.
         finite: [tokens] whether each row's hidden state is.
-        scored: by index of the span, the slices of its prompt's scores.
+        scored: by index of the span, the slices of its prompt's scores. pooled: by the same, see `SpanResult`.
         chosen: indices of the spans that sample, in the order of `sampled`.
         drafts: by request, those that its span verifies.
         ahead: [sampled spans, most] those that only the device knew, in the order of `chosen`.
@@ -413,6 +425,7 @@ class Part:
         self.spans, self.row_starts, self.error = spans, row_starts or [0], error
         self.finite = torch.empty(0, dtype=torch.bool)
         self.scored: dict[int, list[Scored]] = {}
+        self.pooled: dict[int, Pooled] = {}
         self.chosen: list[int] = []
         self.sampled: Sampled | None = None
         self.drafts: Mapping[int, Drafts] = {}
@@ -433,6 +446,9 @@ class Part:
         for index, slices in self.scored.items():
             entries = [entry for scored in slices for entry in scored.finish()]
             _take_scores(results[index], entries)
+        for index, pooled in self.pooled.items():
+            if results[index].error is None:
+                results[index].pooled, results[index].error = pooled.finish()
         if self.ahead.numel():
             spans = [self.spans[index] for index in self.chosen]
             lines = zip(spans, self.ahead.tolist(), strict=True)
@@ -499,6 +515,7 @@ class _Request:
 
     row: int
     prompt_logprobs: int
+    pooling: PoolingParams | None
 
 
 def check_complete(plan: StepPlan, next_number: int | None) -> None:

@@ -54,7 +54,8 @@ LARGE_BODIES = 16
 """So many bodies of the largest size may be held at once, or more smaller ones, until they are parsed."""
 
 Call = CompletionCall | ChatCall
-Parse = Callable[[bytes, Limits], Call]
+Parse = Callable[[bytes, Limits], Any]
+"""Makes of a body the call that some kind of `Generation` answers."""
 C = TypeVar("C", bound=CompletionCall | ChatCall | TokenizeCall | DetokenizeCall)
 
 
@@ -120,12 +121,12 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
 class GeneratedAnswer(Response):
     """An answer that is made while it is sent: what a route returns."""
 
-    def __init__(self, shared: Shared, parse: Parse) -> None:
+    def __init__(self, shared: Shared, parse: Parse, kind: type[Generation] | None = None) -> None:
         super().__init__()
-        self._shared, self._parse = shared, parse
+        self._shared, self._parse, self._kind = shared, parse, kind or Generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Generation(self._shared, self._parse, scope).run(receive, send)
+        await self._kind(self._shared, self._parse, scope).run(receive, send)
 
 
 class Generation:

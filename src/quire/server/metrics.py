@@ -29,6 +29,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/score",
+    "/rerank",
+    "/v2/rerank",
     "/v1/models",
     "/v1/models/{id}",
     "/tokenize",

@@ -14,8 +14,8 @@ Prompt = str | list[int]
 _ALLOWED = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
-def read_prompts(raw: Raw | None, limits: Limits, *, text_only: bool = False) -> list[Prompt]:
-    """The prompts in the JSON of the field `prompt`.
+def read_prompts(raw: Raw | None, limits: Limits, *, text_only: bool = False, where: str = "prompt") -> list[Prompt]:
+    """The prompts in the JSON of the field `where`.
 
     Args:
         text_only: it must be one string.
@@ -24,18 +24,18 @@ def read_prompts(raw: Raw | None, limits: Limits, *, text_only: bool = False) ->
         ApiError: it is missing, of another type, empty where it must not be, or too large.
     """
     if raw is None:
-        raise invalid(f"prompt is missing; it must be {_ALLOWED}", "prompt", "missing_parameter")
+        raise invalid(f"{where} is missing; it must be {_ALLOWED}", where, "missing_parameter")
     data = bytes(raw)
     if data.startswith(b'"'):
-        prompts: list[Prompt] = [str(decode(data, where="prompt"))]
+        prompts: list[Prompt] = [str(decode(data, where=where))]
     elif text_only or not data.startswith(b"["):
         allowed = "a string" if text_only else _ALLOWED
-        raise invalid(f"prompt must be {allowed}", "prompt", "invalid_type")
+        raise invalid(f"{where} must be {allowed}", where, "invalid_type")
     elif b'"' in data:
-        prompts = _texts(data, limits)
+        prompts = _texts(data, limits, where)
     else:
-        prompts = _id_lists(data, limits)
-    _check_sizes(prompts, limits)
+        prompts = _id_lists(data, limits, where)
+    _check_sizes(prompts, limits, where)
     return prompts
 
 
@@ -52,34 +52,34 @@ def read_token_ids(raw: Raw | None, where: str, limits: Limits) -> list[int]:
     return list(ids)
 
 
-def _texts(data: bytes, limits: Limits) -> list[Prompt]:
+def _texts(data: bytes, limits: Limits, where: str) -> list[Prompt]:
     if has_more_strings(data, limits.prompts):
-        raise invalid(f"prompt has more than {limits.prompts} prompts, which is not allowed", "prompt")
+        raise invalid(f"{where} has more than {limits.prompts} prompts, which is not allowed", where)
     try:
-        texts: list[Prompt] = decode(data, list[str], where="prompt")
+        texts: list[Prompt] = decode(data, list[str], where=where)
     except ApiError as error:
         if error.code != "invalid_type":
             raise
-        raise invalid(f"prompt must be {_ALLOWED}, all of one kind", "prompt", "invalid_type") from None
+        raise invalid(f"{where} must be {_ALLOWED}, all of one kind", where, "invalid_type") from None
     return texts
 
 
-def _id_lists(data: bytes, limits: Limits) -> list[Prompt]:
+def _id_lists(data: bytes, limits: Limits, where: str) -> list[Prompt]:
     """Without a string in it, commas and brackets tell how much there is."""
-    _check_count(data, "prompt", limits)
+    _check_count(data, where, limits)
     if data.count(b"[") > limits.prompts + 1:
-        raise invalid(f"prompt has more than {limits.prompts} prompts, or nests too deeply", "prompt")
-    values = decode(data, where="prompt")
+        raise invalid(f"{where} has more than {limits.prompts} prompts, or nests too deeply", where)
+    values = decode(data, where=where)
     if not values:
-        raise invalid("prompt is an empty list; give at least one prompt", "prompt", "empty_prompt")
+        raise invalid(f"{where} is an empty list; give at least one prompt", where, "empty_prompt")
     if not isinstance(values[0], list):
-        _check_ids(values, "prompt")
+        _check_ids(values, where)
         return [values]
     for index, ids in enumerate(values):
         if not isinstance(ids, list):
-            message = f"prompt[{index}] is {shorten(ids)}; it must be a list of token ids, as the first one is"
-            raise invalid(message, "prompt", "invalid_type")
-        _check_ids(ids, f"prompt[{index}]")
+            message = f"{where}[{index}] is {shorten(ids)}; it must be a list of token ids, as the first one is"
+            raise invalid(message, where, "invalid_type")
+        _check_ids(ids, f"{where}[{index}]")
     return list(values)
 
 
@@ -101,14 +101,14 @@ def _check_ids(values: list[object], where: str) -> None:
             raise invalid(message, where.partition("[")[0], "token_out_of_range")
 
 
-def _check_sizes(prompts: list[Prompt], limits: Limits) -> None:
+def _check_sizes(prompts: list[Prompt], limits: Limits, where: str) -> None:
     if len(prompts) > limits.prompts:
-        raise invalid(f"prompt has {len(prompts)} prompts; at most {limits.prompts} are allowed", "prompt")
+        raise invalid(f"{where} has {len(prompts)} prompts; at most {limits.prompts} are allowed", where)
     if not prompts:
-        raise invalid("prompt is an empty list; give at least one prompt", "prompt", "empty_prompt")
+        raise invalid(f"{where} is an empty list; give at least one prompt", where, "empty_prompt")
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, list) and not prompt:
-            raise invalid(f"prompt[{index}] has no tokens; it needs at least one", "prompt", "empty_prompt")
+            raise invalid(f"{where}[{index}] has no tokens; it needs at least one", where, "empty_prompt")
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     if size > limits.text:
-        raise invalid(f"the prompts have {size} characters; at most {limits.text} are allowed", "prompt")
+        raise invalid(f"the prompts have {size} characters; at most {limits.text} are allowed", where)

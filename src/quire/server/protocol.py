@@ -94,7 +94,7 @@ class CompletionCall(GenerationCall):
 
     def price(self) -> int:
         """Prompt tokens times choices, estimated from above without tokenizing: see `text_price`."""
-        return self.params.n * sum(map(_prompt_price, self.prompts))
+        return self.params.n * sum(map(prompt_price, self.prompts))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class TokenizeCall:
 
     def price(self) -> int:
         """Tokens, estimated as for the other calls."""
-        return _prompt_price(self.prompt) if self.prompt is not None else _messages_price(self.messages or [])
+        return prompt_price(self.prompt) if self.prompt is not None else _messages_price(self.messages or [])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,7 +159,7 @@ def text_price(num_bytes: int) -> int:
     return num_bytes // BYTES_PER_TOKEN + 1
 
 
-def _prompt_price(prompt: Prompt) -> int:
+def prompt_price(prompt: Prompt) -> int:
     return text_price(len(prompt.encode())) if isinstance(prompt, str) else len(prompt)
 
 
@@ -170,14 +170,14 @@ def _messages_price(messages: Sequence[Mapping[str, Any]]) -> int:
 # -- parsing -------------------------------------------------------------------------------------------------
 
 
-def _shape(known: Mapping[str, Any], unsupported: Mapping[str, Any]) -> Shape:
+def shape_of(known: Mapping[str, Any], unsupported: Mapping[str, Any]) -> Shape:
     return Shape([*dict.fromkeys([*known, *unsupported, "best_of"])])
 
 
-_COMPLETION = _shape(tables.COMPLETION, tables.COMPLETION_UNSUPPORTED)
-_CHAT = _shape(tables.CHAT, tables.CHAT_UNSUPPORTED)
-_TOKENIZE = _shape(tables.TOKENIZE, tables.TOKENIZE_UNSUPPORTED)
-_DETOKENIZE = _shape(tables.DETOKENIZE, {})
+_COMPLETION = shape_of(tables.COMPLETION, tables.COMPLETION_UNSUPPORTED)
+_CHAT = shape_of(tables.CHAT, tables.CHAT_UNSUPPORTED)
+_TOKENIZE = shape_of(tables.TOKENIZE, tables.TOKENIZE_UNSUPPORTED)
+_DETOKENIZE = shape_of(tables.DETOKENIZE, {})
 _STREAM_OPTIONS = Shape([*tables.STREAM_OPTIONS], "stream_options")
 
 
@@ -187,8 +187,8 @@ def parse_completion(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Completion
     Raises:
         ApiError: a 400 that names the field, the value found, and what is allowed.
     """
-    given = _read(_COMPLETION, body)
-    _check_unsupported(given, tables.COMPLETION_UNSUPPORTED)
+    given = read_fields(_COMPLETION, body)
+    check_unsupported(given, tables.COMPLETION_UNSUPPORTED)
     echo, logprobs = given.boolean("echo"), given.integer("logprobs", 0, MAX_LOGPROBS)
     params, shown = _params(given, logprobs, echo=echo, max_tokens=DEFAULT_COMPLETION_TOKENS)
     prompts = read_prompts(given.raw("prompt"), limits)
@@ -215,8 +215,8 @@ def parse_chat(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ChatCall:
     Raises:
         ApiError: a 400 that names the field, the value found, and what is allowed.
     """
-    given = _read(_CHAT, body)
-    _check_unsupported(given, tables.CHAT_UNSUPPORTED)
+    given = read_fields(_CHAT, body)
+    check_unsupported(given, tables.CHAT_UNSUPPORTED)
     params, shown = _params(given, _chat_logprobs(given))
     conversation = read_conversation(given, limits)
     common, ignored = _common(given)
@@ -233,11 +233,11 @@ def parse_chat(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ChatCall:
 
 def parse_tokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> TokenizeCall:
     """The call in a body of POST /tokenize. Raises `ApiError`."""
-    given = _read(_TOKENIZE, body)
-    _check_unsupported(given, tables.TOKENIZE_UNSUPPORTED)
+    given = read_fields(_TOKENIZE, body)
+    check_unsupported(given, tables.TOKENIZE_UNSUPPORTED)
     if given.has("prompt") == given.has("messages"):
         raise invalid("give either 'prompt' or 'messages', one of the two", "prompt")
-    call = TokenizeCall(model=_model(given), return_token_strs=given.boolean("return_token_strs"))
+    call = TokenizeCall(model=read_model(given), return_token_strs=given.boolean("return_token_strs"))
     ignored: Sequence[str] = ()
     if given.has("prompt"):
         [prompt] = read_prompts(given.raw("prompt"), limits, text_only=True)
@@ -256,12 +256,14 @@ def parse_tokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> TokenizeCall
 
 def parse_detokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> DetokenizeCall:
     """The call in a body of POST /detokenize. Raises `ApiError`."""
-    given = _read(_DETOKENIZE, body)
+    given = read_fields(_DETOKENIZE, body)
     tokens = read_token_ids(given.raw("tokens"), "tokens", limits)
-    return DetokenizeCall(model=_model(given), tokens=tokens, ignored=ignored_names(given.unknown(_DETOKENIZE.names)))
+    return DetokenizeCall(
+        model=read_model(given), tokens=tokens, ignored=ignored_names(given.unknown(_DETOKENIZE.names))
+    )
 
 
-def _read(shape: Shape, body: bytes) -> BodyFields:
+def read_fields(shape: Shape, body: bytes) -> BodyFields:
     """A body's fields. Strings of unknown fields are not decoded later, so UTF-8 is checked here."""
     if not body:
         raise invalid("the body is empty; it must be a JSON object", code="invalid_json")
@@ -281,7 +283,7 @@ def _spread(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def _model(given: BodyFields) -> str | None:
+def read_model(given: BodyFields) -> str | None:
     return given.text("model", MAX_MODEL_NAME_LENGTH)
 
 
@@ -299,7 +301,7 @@ def _common(given: BodyFields) -> tuple[dict[str, Any], list[str]]:
     if streaming.boolean("include_obfuscation"):
         raise _unsupported("stream_options.include_obfuscation", True, (False,))
     common = {
-        "model": _model(given),
+        "model": read_model(given),
         "user": labels["user"] or labels["safety_identifier"],
         "stream": stream,
         "include_usage": streaming.boolean("include_usage"),
@@ -309,7 +311,7 @@ def _common(given: BodyFields) -> tuple[dict[str, Any], list[str]]:
     return common, streaming.unknown(_STREAM_OPTIONS.names)
 
 
-def _check_unsupported(given: BodyFields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+def check_unsupported(given: BodyFields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuses fields that are not supported, unless their value asks for nothing."""
     for name, harmless in unsupported.items():
         raw = given.raw(name)

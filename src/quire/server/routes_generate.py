@@ -12,6 +12,8 @@ from quire.server.auth import tenant_of
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
 from quire.server.generation import LARGE_BODIES, GeneratedAnswer, Shared
+from quire.server.pooling import Pooling
+from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_score
 from quire.server.protocol import parse_chat, parse_completion
 from quire.server.replies import json_reply
 from quire.server.request_log import REQUEST_ID
@@ -33,6 +35,21 @@ def router_for(context: AppContext) -> APIRouter:
     @router.post("/v1/chat/completions", summary="Answer in a chat")
     async def chat_completions(request: Request) -> Response:
         return GeneratedAnswer(shared, parse_chat)
+
+    @router.post("/v1/embeddings", summary="The embeddings of texts")
+    async def embeddings(request: Request) -> Response:
+        return GeneratedAnswer(shared, parse_embedding, Pooling)
+
+    @router.post("/v1/score", summary="How well texts fit together")
+    @router.post("/score", include_in_schema=False)
+    async def score(request: Request) -> Response:
+        return GeneratedAnswer(shared, parse_score, Pooling)
+
+    @router.post("/v1/rerank", summary="Documents in the order of how well they fit a query")
+    @router.post("/v2/rerank", include_in_schema=False)
+    @router.post("/rerank", include_in_schema=False)
+    async def rerank(request: Request) -> Response:
+        return GeneratedAnswer(shared, parse_rerank, Pooling)
 
     @router.post("/tokenize", summary="The tokens of a text or a chat")
     async def tokens_of(request: Request) -> Response:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.server import fields as tables
+from quire.server import pooling_fields as pooling
 
 Schema = dict[str, Any]
 
@@ -17,12 +18,18 @@ def openapi_bodies() -> dict[str, Any]:
         "ChatCompletionRequest": _object(tables.CHAT, ["messages"]),
         "TokenizeRequest": _object(tables.TOKENIZE, []),
         "DetokenizeRequest": _object(tables.DETOKENIZE, ["tokens"]),
+        "EmbeddingRequest": _object(pooling.EMBEDDING, ["input"]),
+        "ScoreRequest": _object(pooling.SCORE, []),
+        "RerankRequest": _object(pooling.RERANK, ["query", "documents"]),
     }
     paths = {
         "/v1/completions": _operation("CompletionRequest", "Completion", streams="Completion"),
         "/v1/chat/completions": _operation("ChatCompletionRequest", "ChatCompletion", streams="ChatCompletionChunk"),
         "/tokenize": _operation("TokenizeRequest", "Tokens"),
         "/detokenize": _operation("DetokenizeRequest", "Text"),
+        "/v1/embeddings": _operation("EmbeddingRequest", "Embeddings"),
+        "/v1/score": _operation("ScoreRequest", "Scores"),
+        "/v1/rerank": _operation("RerankRequest", "Ranks"),
     }
     return {"schemas": {**requests, **_RESPONSES}, "paths": paths}
 
@@ -95,6 +102,13 @@ _LOGPROB: dict[str, Schema] = {
     "bytes": _IDS,
 }
 
+_POOLED_HEAD: dict[str, Schema] = {
+    "id": _STRING,
+    "created": {"type": "integer", "description": "Unix time."},
+    "model": _STRING,
+    "usage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}, ["prompt_tokens", "total_tokens"]),
+}
+
 _RESPONSES: dict[str, Schema] = {
     "Usage": _object(
         {
@@ -163,4 +177,41 @@ _RESPONSES: dict[str, Schema] = {
         ["count", "max_model_len", "tokens"],
     ),
     "Text": _object({"prompt": _STRING}, ["prompt"]),
+    "Embeddings": _object(
+        {
+            **_POOLED_HEAD,
+            "object": {"const": "list"},
+            "data": _list(
+                _object(
+                    {"object": {"const": "embedding"}, "index": _INTEGER, "embedding": {"type": ["array", "string"]}},
+                    ["object", "index", "embedding"],
+                )
+            ),
+        },
+        ["object", "data", "model", "usage"],
+    ),
+    "Scores": _object(
+        {
+            **_POOLED_HEAD,
+            "object": {"const": "list"},
+            "data": _list(
+                _object(
+                    {"object": {"const": "score"}, "index": _INTEGER, "score": _NUMBER}, ["object", "index", "score"]
+                )
+            ),
+        },
+        ["object", "data", "model", "usage"],
+    ),
+    "Ranks": _object(
+        {
+            **_POOLED_HEAD,
+            "results": _list(
+                _object(
+                    {"index": _INTEGER, "relevance_score": _NUMBER, "document": _object({"text": _STRING}, ["text"])},
+                    ["index", "relevance_score"],
+                )
+            ),
+        },
+        ["results", "model", "usage"],
+    ),
 }

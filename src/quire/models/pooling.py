@@ -1,0 +1,126 @@
+"""How a checkpoint's embeddings are made, as its files for Sentence Transformers say, and from pooled states to them.
+
+`modules.json` lists what follows the model: a pooling module, whose folder says which pooling, and maybe a normalizing
+one. A checkpoint without it is taken as vLLM takes one: the last token's hidden state, normalized.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quire.errors import ModelConfigError, RequestError
+from quire.models.fields import MAX_SIZE, Fields, has_file
+
+MODULES_FILE = "modules.json"
+MAX_MODULES = 16
+FLAGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+"""Fields of a pooling module's config.json, and what they are here."""
+NAMES = {"lasttoken": "last", "last": "last", "mean": "mean"}
+"""Values of `pooling_mode`, as newer ones say it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """How embeddings are made.
+
+    Attributes:
+        width: numbers of a hidden state.
+        method: see `PoolingParams`.
+        normalizes: they are divided by their length.
+        declared: the checkpoint says so itself: it is an embedding model.
+        matryoshka: the dimensions that it was trained for, if it names them.
+    """
+
+    width: int
+
+    method: Literal["last", "mean"] = "last"
+    normalizes: bool = True
+    declared: bool = False
+    matryoshka: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> PoolingConfig:
+        """What a checkpoint's folder says.
+
+        Raises:
+            ModelConfigError: its embeddings are made in a way that is not supported, or a file cannot be read.
+        """
+        model = Fields.read(folder / "config.json")
+        matryoshka = tuple(model.integers("matryoshka_dimensions", below=MAX_SIZE))
+        width = (model.section("text_config") if "text_config" in model else model).integer("hidden_size")
+        modules = _modules(folder / MODULES_FILE)
+        if not modules:
+            return cls(width, matryoshka=matryoshka)
+        kinds = [kind for kind, _ in modules]
+        if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+            raise ModelConfigError(
+                f"{folder / MODULES_FILE} has the modules {', '.join(kinds)[:200]}; embeddings are made of "
+                "Transformer, Pooling and maybe Normalize, of Sentence Transformers"
+            )
+        pooling = Fields.read(folder / modules[1][1] / "config.json")
+        return cls(width, _method(pooling), "Normalize" in kinds, True, matryoshka)
+
+    def embedding(self, pooled: Sequence[float], dimensions: int | None = None) -> array[float]:
+        """An embedding as 32-bit numbers, of what a prompt was pooled to.
+
+        Args:
+            dimensions: only so many of the first numbers, as Matryoshka embeddings are cut.
+        """
+        values = pooled[:dimensions]
+        length = math.sqrt(math.fsum(value * value for value in values)) if self.normalizes else 1.0
+        return array("f", [value / (length or 1.0) for value in values])
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raises RequestError where embeddings cannot be cut to so many."""
+        if dimensions is None:
+            return
+        allowed = ", ".join(map(str, self.matryoshka)) if self.matryoshka else f"1 to {self.width}"
+        fine = dimensions in self.matryoshka if self.matryoshka else 1 <= dimensions <= self.width
+        if type(dimensions) is not int or not fine:
+            raise RequestError(f"dimensions is {str(dimensions)[:20]}; this model's embeddings may have {allowed}")
+
+
+def _modules(file: Path) -> list[tuple[str, str]]:
+    """Each module's class, without the package, and its folder; none where there is no such file."""
+    if not has_file(file):
+        return []
+    try:
+        listed = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(listed, list) or not 2 <= len(listed) <= MAX_MODULES:
+        raise ModelConfigError(f"{file} must hold a list of 2 to {MAX_MODULES} modules")
+    found = []
+    for number, module in enumerate(listed):
+        if not isinstance(module, dict):
+            raise ModelConfigError(f"{file}: module {number} must be an object")
+        fields = Fields(module, f"{file}, module {number}")
+        kind, path = fields.text("type"), Path(fields.text("path"))
+        if not kind.startswith("sentence_transformers."):
+            raise fields.error("type", "a class of sentence_transformers; no code from a checkpoint is run")
+        if path.is_absolute() or ".." in path.parts:
+            raise fields.error("path", "a folder of the checkpoint")
+        found.append((kind.rpartition(".")[2], str(path)))
+    return found
+
+
+def _method(pooling: Fields) -> Literal["last", "mean"]:
+    """What a pooling module's config.json asks for."""
+    asked = [name for name in pooling.names() if name.startswith("pooling_mode_") and pooling.flag(name, default=False)]
+    if not asked and "pooling_mode" in pooling:
+        method = NAMES[pooling.choice("pooling_mode", NAMES)]
+    elif len(asked) == 1 and asked[0] in FLAGS:
+        method = FLAGS[asked[0]]
+    else:
+        found = ", ".join(sorted(asked))[:200] or "none"
+        raise ModelConfigError(f"{pooling.source} asks for {found}; embeddings are made with one of {', '.join(FLAGS)}")
+    if method == "mean":
+        pooling.refuse("include_prompt", (True,), "a mean without the instruction's tokens")
+        return "mean"
+    return "last"

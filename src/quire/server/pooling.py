@@ -1,0 +1,153 @@
+"""Calls whose prompts are pooled: embeddings, and how well documents fit a query.
+
+A model that its checkpoint calls an embedding model compares texts by the cosine of their embeddings. Any other one is
+asked, in its chat template, whether the document fits, and its "yes" is weighed against its "no": as Qwen3-Reranker
+was trained, and as vLLM scores it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.core.pooling import PoolingParams
+from quire.engine.frontend import Prepared
+from quire.engine.outputs import RequestOutput
+from quire.errors import ModelConfigError, UnknownTemplateVariableError
+from quire.models.pooling import PoolingConfig
+from quire.server.errors import ApiError, invalid
+from quire.server.generation import Generation
+from quire.server.pooling_protocol import EmbeddingCall, ScoreCall
+
+_encode = msgspec.json.Encoder().encode
+
+SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+"""The words that Qwen3-Reranker was trained with."""
+
+
+class Pooling(Generation):
+    """One call that is answered from its prompts alone."""
+
+    async def _prepare(self, call: Any) -> list[Prepared]:
+        """The prompts, checked, and how each is pooled."""
+        self._config = await self._read_config()
+        if isinstance(call, EmbeddingCall):
+            self._config.check_dimensions(call.dimensions)
+        wanted = await self._wanted(call)
+        prepared = await super()._prepare(call)
+        client = self._context.client
+        return [client.pooled(prompt, wanted) for prompt in prepared]
+
+    async def _read_config(self) -> PoolingConfig:
+        """What the checkpoint says of its embeddings; small files, read by each call."""
+        info = self._context.client.info
+        if info is None:
+            raise self._context.not_ready() or ApiError(503, "the model is not there yet; try again")
+        try:
+            return await asyncio.to_thread(PoolingConfig.read, Path(info.path))
+        except ModelConfigError as error:
+            what = str(error).replace(info.path, "the checkpoint")
+            raise ApiError(400, f"this model makes no embeddings here: {what}", code="no_embeddings") from error
+
+    async def _wanted(self, call: EmbeddingCall | ScoreCall) -> PoolingParams:
+        if isinstance(call, ScoreCall) and not self._config.declared:
+            encoded = await self._shared.pool.encode([*call.labels], False)
+            if any(len(ids) != 1 for ids in encoded):
+                message = (
+                    f"{' and '.join(call.labels)} must be one token each for this model to score texts with; "
+                    "say with 'labels' which two words it is to choose from"
+                )
+                raise invalid(message, "labels")
+            return PoolingParams("labels", tuple(ids[0] for ids in encoded))
+        return PoolingParams(self._config.method)
+
+    async def _tokenize(self, call: Any) -> list[tuple[str | None, list[int]]]:
+        if not isinstance(call, ScoreCall):
+            return await super()._tokenize(call)
+        if self._config.declared:
+            texts = _texts(call)
+            return list(zip(texts, await self._shared.pool.encode(texts), strict=True))
+        return await asyncio.gather(*[self._judged(call.instruction, *pair) for pair in call.pairs])
+
+    async def _judged(self, instruction: str, query: str, document: str) -> tuple[str | None, list[int]]:
+        """The prompt of which a chat model's next token is "yes" or "no"."""
+        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
+        try:
+            chat = await self._shared.pool.render(messages, variables={"enable_thinking": False})
+        except UnknownTemplateVariableError:  # it never thinks
+            chat = await self._shared.pool.render(messages)
+        return chat.text, chat.token_ids
+
+    def _responder(self, call: Any) -> Any:
+        return _Responder(call, self._config, self._id, self._context.model_names[0])
+
+
+class _Responder:
+    """Makes the one answer of a call."""
+
+    def __init__(self, call: EmbeddingCall | ScoreCall, config: PoolingConfig, response_id: str, model: str) -> None:
+        self._call, self._config = call, config
+        self._head = {"id": response_id, "created": int(time.time()), "model": model}
+
+    def full(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The answer of outputs that have ended well, one a prompt."""
+        count = sum(len(output.prompt_token_ids) for output in outputs)
+        self._head["usage"] = {"prompt_tokens": count, "total_tokens": count}
+        pooled = [output.pooled or [] for output in outputs]
+        if isinstance(self._call, EmbeddingCall):
+            return self._embeddings(self._call, pooled)
+        scores = self._scores(self._call, pooled)
+        if self._call.ranks:
+            return self._ranks(self._call, scores)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return _encode({**self._head, "object": "list", "data": data})
+
+    def _embeddings(self, call: EmbeddingCall, pooled: list[list[float]]) -> bytes:
+        made = [self._config.embedding(one, call.dimensions) for one in pooled]
+        shown = map(_base64 if call.base64 else list, made)
+        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
+        return _encode({**self._head, "object": "list", "data": data})
+
+    def _scores(self, call: ScoreCall, pooled: list[list[float]]) -> list[float]:
+        if not self._config.declared:
+            return [1 / (1 + math.exp(no - yes)) for yes, no in pooled]
+        by_text = dict(zip(_texts(call), pooled, strict=True))
+        return [_cosine(by_text[query], by_text[document]) for query, document in call.pairs]
+
+    def _ranks(self, call: ScoreCall, scores: list[float]) -> bytes:
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        results = [
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": call.pairs[index][1]}} if call.return_documents else {})
+            for index in order[: call.top_n or None]
+        ]
+        return _encode({**self._head, "results": results})
+
+
+def _texts(call: ScoreCall) -> list[str]:
+    """Each text of a call's pairs once."""
+    return list(dict.fromkeys(text for pair in call.pairs for text in pair))
+
+
+def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    lengths = math.sqrt(math.fsum(x * x for x in first)) * math.sqrt(math.fsum(x * x for x in second))
+    return math.fsum(x * y for x, y in zip(first, second, strict=True)) / (lengths or 1.0)
+
+
+def _base64(embedding: array[float]) -> str:
+    if sys.byteorder == "big":
+        embedding.byteswap()
+    return base64.b64encode(embedding).decode()

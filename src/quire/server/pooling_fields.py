@@ -1,0 +1,86 @@
+"""The fields of /v1/embeddings, /v1/score and /v1/rerank, as those of other routes are in `fields.py`.
+
+Names are OpenAI's for embeddings, vLLM's for scores, Jina's and vLLM's for ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.fields import TOKEN_ID, Schema
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+LABELS = ("yes", "no")
+"""What documents are judged by unless a request says so: Qwen3-Reranker's."""
+
+
+def _text(help: str, **more: Any) -> Schema:
+    return {"type": ["string", "null"], "description": help, **more}
+
+
+_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+_COMMON: dict[str, Schema] = {
+    "model": _text("One of the names in /v1/models; the first if not given."),
+    "user": _text("A label; it changes nothing."),
+    "priority": {"type": ["integer", "null"], "description": "Lower runs first, where the server orders so."},
+    "cache_salt": _text("Cached prompts are shared only between requests of the same salt.", minLength=1),
+}
+_PAIRED: dict[str, Schema] = {
+    "instruction": _text("What a chat model is to judge by.", default=INSTRUCTION),
+    "labels": {
+        "type": ["array", "null"],
+        "items": {"type": "string", "minLength": 1},
+        "minItems": 2,
+        "maxItems": 2,
+        "default": LABELS,
+        "description": "A chat model's words for what fits and what does not, a token each.",
+    },
+}
+EMBEDDING: dict[str, Schema] = {
+    "input": {
+        "description": "One or more prompts, as text or as token ids.",
+        "anyOf": [
+            *_TEXTS["anyOf"],
+            {"type": "array", "items": TOKEN_ID, "minItems": 1},
+            {"type": "array", "items": {"type": "array", "items": TOKEN_ID, "minItems": 1}, "minItems": 1},
+        ],
+    },
+    "encoding_format": _text("base64: 32-bit little-endian numbers.", enum=["float", "base64", None], default="float"),
+    "dimensions": {"type": ["integer", "null"], "minimum": 1, "description": "Cut embeddings to so many numbers."},
+    "add_special_tokens": {"type": ["boolean", "null"], "default": True, "description": "How to tokenize texts."},
+    **_COMMON,
+}
+SCORE: dict[str, Schema] = {
+    "text_1": {**_TEXTS, "description": "What to compare: one text with each of text_2, or as many."},
+    "text_2": {**_TEXTS, "description": "With what."},
+    "queries": {**_TEXTS, "description": "The same as text_1."},
+    "documents": {**_TEXTS, "description": "The same as text_2."},
+    **_PAIRED,
+    **_COMMON,
+}
+_DOCUMENT: Schema = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
+RERANK: dict[str, Schema] = {
+    "query": {"type": "string"},
+    "documents": {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _DOCUMENT]}},
+    "top_n": {"type": ["integer", "null"], "minimum": 0, "description": "So many of the best; 0 is all."},
+    "return_documents": {"type": ["boolean", "null"], "default": True},
+    **_PAIRED,
+    **_COMMON,
+}
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "activation": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "max_tokens_per_doc": (0,),
+    "messages": ([],),
+    "mm_processor_kwargs": ({},),
+    "normalize": (True,),
+    "prompt": (),
+    "softmax": (True,),
+    "task": (),
+    "truncate_prompt_tokens": (),
+    "use_activation": (True,),
+}

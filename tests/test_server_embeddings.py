@@ -1,0 +1,145 @@
+"""/v1/embeddings, /v1/score and /v1/rerank of a real server whose checkpoint is an embedding model."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+
+import openai
+import pytest
+
+from quire import LLM
+from quire.models.checkpoint import resolve
+from quire.server.errors import ApiError
+from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_score
+from tests.http_tools import ServeProcess
+from tests.test_pooling import copy_of, declare
+
+TEXTS = ["def add(a, b):", "class Stack:\n    pass", "import os"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return declare(copy_of(resolve("demo"), tmp_path_factory.mktemp("embedder")), pooling_mode_mean_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with ServeProcess("--served-model-name", "e", "--check-invariants", model=str(folder)) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def direct(folder):
+    """The embeddings of the texts, whole and cut, from the engine itself."""
+    with LLM(str(folder), threads=1) as llm:
+        return {n: [one.embedding for one in llm.embed(TEXTS, dimensions=n)] for n in (None, 8)}
+
+
+@pytest.mark.parametrize("dimensions", [None, 8])
+@pytest.mark.parametrize("encoding", ["float", "base64", None])
+def test_the_official_client_gets_the_engines_own_embeddings(client, direct, dimensions, encoding):
+    asked = {name: value for name, value in (("encoding_format", encoding), ("dimensions", dimensions)) if value}
+    answer = client.embeddings.create(model="e", input=TEXTS, **asked)
+    found = [one.embedding for one in answer.data]
+    if encoding == "base64":
+        found = [[*struct.unpack(f"<{len(one) * 3 // 16}f", base64.b64decode(one))] for one in found]
+    assert found == direct[dimensions]
+    assert [one.index for one in answer.data] == [0, 1, 2]
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
+
+
+def test_texts_and_their_tokens_embed_alike(client, server, direct):
+    tokens = [server.json("/tokenize", {"prompt": text})["tokens"] for text in TEXTS]
+    assert [one.embedding for one in client.embeddings.create(model="e", input=tokens).data] == direct[None]
+    assert client.embeddings.create(model="e", input=tokens[0]).data[0].embedding == direct[None][0]
+    assert client.embeddings.create(model="e", input=TEXTS[0]).data[0].embedding == direct[None][0]
+
+
+def test_scores_of_an_embedding_model_are_cosines(server, direct):
+    cosines = [math.fsum(a * b for a, b in zip(direct[None][0], other, strict=True)) for other in direct[None]]
+    answer = server.json("/v1/score", {"model": "e", "text_1": TEXTS[0], "text_2": TEXTS})
+    assert answer["object"] == "list" and {one["object"] for one in answer["data"]} == {"score"}
+    assert [one["score"] for one in answer["data"]] == pytest.approx(cosines, abs=1e-6)
+    pairs = server.json("/score", {"queries": [*TEXTS], "documents": [*TEXTS]})
+    assert [one["score"] for one in pairs["data"]] == pytest.approx([1.0] * 3)
+    assert answer["data"][1] == server.json("/score", {"text_1": TEXTS[0], "text_2": TEXTS[1]})["data"][0] | {
+        "index": 1
+    }
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_ranks_are_scores_in_their_order(server, path):
+    scores = server.json("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS})["data"]
+    ranks = server.json(path, {"query": TEXTS[0], "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]})["results"]
+    assert [one["relevance_score"] for one in ranks] == sorted((one["score"] for one in scores), reverse=True)
+    assert all(one["relevance_score"] == scores[one["index"]]["score"] for one in ranks)
+    assert [one["document"]["text"] for one in ranks] == [TEXTS[one["index"]] for one in ranks]
+    best = server.json(path, {"query": TEXTS[0], "documents": TEXTS, "top_n": 1, "return_documents": False})["results"]
+    assert best == [{"index": ranks[0]["index"], "relevance_score": ranks[0]["relevance_score"]}]
+
+
+def test_errors_are_openais(client, server):
+    with pytest.raises(openai.BadRequestError) as wide:
+        client.embeddings.create(model="e", input="x", dimensions=100_000)
+    assert "1 to 256" in wide.value.body["message"]
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="other", input="x")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.embeddings.create(model="e", input=["x", "x = 1\n" * 5000])
+    assert long.value.body["code"] == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as outside:
+        client.embeddings.create(model="e", input=[[1, 10**6]])
+    assert outside.value.body["code"] == "token_out_of_range"
+    stats = server.json("/view")["stats"]
+    assert not stats["running"] and not stats["waiting"] and not stats["held_blocks"]
+
+
+def test_routes_are_counted_and_documented(server, client):
+    client.embeddings.create(model="e", input="x")
+    text = server.get("/metrics")[2].decode()
+    assert 'route="/v1/embeddings"' in text
+    document = server.json("/openapi.json")
+    for path in ("/v1/embeddings", "/v1/score", "/v1/rerank"):
+        assert "requestBody" in document["paths"][path]["post"]
+
+
+BAD = [
+    (parse_embedding, {}, "input"),
+    (parse_embedding, {"input": []}, "input"),
+    (parse_embedding, {"input": [[]]}, "input"),
+    (parse_embedding, {"input": {"a": 1}}, "input"),
+    (parse_embedding, {"input": ["x", 3]}, "input"),
+    (parse_embedding, {"input": "x", "dimensions": 0}, "dimensions"),
+    (parse_embedding, {"input": "x", "dimensions": "8"}, "dimensions"),
+    (parse_embedding, {"input": "x", "encoding_format": "int8"}, "encoding_format"),
+    (parse_embedding, {"input": ["x"] * 3000}, "input"),
+    (parse_embedding, {"input": "x", "normalize": False}, "normalize"),
+    (parse_embedding, {"input": "x", "truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
+    (parse_score, {"text_1": "x"}, "text_2"),
+    (parse_score, {"text_1": "x", "queries": "x", "text_2": "y"}, "queries"),
+    (parse_score, {"text_1": ["x", "y"], "text_2": ["z"] * 3}, "text_1"),
+    (parse_score, {"text_1": [1, 2], "text_2": "y"}, "text_1"),
+    (parse_score, {"text_1": "x", "text_2": "y", "labels": ["a"]}, "labels"),
+    (parse_score, {"text_1": "x", "text_2": "y", "labels": "ab"}, "labels"),
+    (parse_rerank, {"query": "x"}, "documents"),
+    (parse_rerank, {"query": ["x"], "documents": ["y"]}, "query"),
+    (parse_rerank, {"query": "x", "documents": [{"image": "y"}]}, "documents"),
+    (parse_rerank, {"query": "x", "documents": [[]]}, "documents"),
+    (parse_rerank, {"query": "x", "documents": ["y"], "top_n": -1}, "top_n"),
+]
+
+
+@pytest.mark.parametrize(("parse", "body", "field"), BAD)
+def test_a_bad_field_is_named(parse, body, field):
+    with pytest.raises(ApiError) as refused:
+        parse(json.dumps(body).encode())
+    assert refused.value.status == 400 and refused.value.param.startswith(field)
