@@ -46,6 +46,10 @@ CLASSES = {
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
     "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration"),
+    "gemma4_text": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "gemma4_unified": ("Gemma4UnifiedConfig", "Gemma4UnifiedForConditionalGeneration"),
+    "gemma4_unified_text": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
@@ -103,6 +107,8 @@ TOWERS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **VISION},
         "mm_tokens_per_image": 4,
     },
+    "gemma4": {"vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 16}},
+    "gemma4_unified": {},
     "kimi_k25": {"vision_config": VISION},
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14, **VISION}
@@ -114,6 +120,8 @@ TOWERS: dict[str, dict[str, Any]] = {
 HEAD_DIM_16 = {
     "ernie4_5",
     "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "seed_oss",
     "qwen3_vl_text",
     "qwen3",
@@ -152,19 +160,19 @@ def save_checkpoint(
     torch.manual_seed(seed)
     if architecture in TOWERS:
         text = {**sizes_of(text), **options, "model_type": text}
-        tied = options.get("tie_word_embeddings", architecture == "gemma3")
+        tied = options.get("tie_word_embeddings", architecture.startswith("gemma"))
         config = getattr(transformers, config_name)(**TOWERS[architecture], text_config=text, tie_word_embeddings=tied)
     else:
         config = getattr(transformers, config_name)(**{**sizes_of(architecture), **options})
     model = getattr(transformers, model_name)(config)
-    zero_centered = architecture.startswith("gemma")
+    zero_centered = architecture.startswith("gemma3")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.5)
             elif "norm" in name:
                 parameter.normal_(0 if zero_centered else 1, 0.3)
-            elif name.endswith("sinks"):
+            elif name.endswith(("sinks", "scale")):
                 parameter.normal_(1, 1)
             elif "embed" in name:
                 parameter.normal_(0, 0.1)  # small, so that the layers decide and not the last token alone
@@ -173,6 +181,8 @@ def save_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     if edit:
         edit_json(folder / "config.json", edit)

@@ -134,16 +134,29 @@ def test_rows_of_norms_and_gate_do_not_know_of_one_another(
         assert all(torch.equal(some, all_[part]) for some, all_ in zip(run(part), whole, strict=True)), f"{count} rows"
 
 
+def test_a_soft_cap_is_a_tanh_whatever_else_is_there(kernels: CpuKernels, threads: int) -> None:
+    logits = torch.cat([draw(5, 3001) * 40, torch.tensor([0.0, -0.0, 1e-30, 3e4, -3e4]).expand(5, -1)], dim=1)
+    expected = (logits.double() / 30).tanh() * 30
+    whole = kernels.soft_cap(logits.clone(), 30.0)
+    for out in (whole, Kernels().soft_cap(logits.clone(), 30.0)):
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    assert torch.equal(kernels.soft_cap(logits[3:4, 1:].clone(), 30.0), whole[3:4, 1:])
+    assert kernels.soft_cap(torch.tensor([[torch.nan, torch.inf]]), 30.0)[0, 0].isnan()
+
+
 # -- queries, keys and values --------------------------------------------------------------------------------------
 
 
 class Case:
     """Random rows, norms, angles and slots for one shape."""
 
-    def __init__(self, shape: tuple[int, int, int], tokens: int, dtype: torch.dtype, block_size: int = 16) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], tokens: int, dtype: torch.dtype, block_size: int = 16, values: bool = False
+    ) -> None:
         self.heads, self.kv_heads, self.dim = shape
         self.qkv = draw(tokens, (self.heads + 2 * self.kv_heads) * self.dim, dtype=dtype) * 3
-        self.norm = HeadNorm(draw(self.heads + self.kv_heads, self.dim, dtype=dtype, seed=1), 1e-6)
+        normed = self.heads + self.kv_heads * (2 if values else 1)
+        self.norm = HeadNorm(draw(normed, self.dim, dtype=dtype, seed=1), 1e-6)
         angles = draw(tokens, self.dim // 2, seed=2)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.blocks = -(-tokens // block_size) + 2
@@ -170,8 +183,14 @@ SHAPES = [(4, 2, 16), (2, 2, 24), (3, 1, 80), (2, 1, 128), (1, 1, 2), (5, 1, 66)
 def test_rotation_and_store_equal_the_reference(
     kernels: CpuKernels, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    for tokens, norm in ((1, True), (1, False), (37, True), (37, False)):
-        case = Case(shape, tokens, dtype)
+    for tokens, norm, values in (
+        (1, True, True),
+        (1, False, False),
+        (37, True, True),
+        (37, True, False),
+        (37, False, False),
+    ):
+        case = Case(shape, tokens, dtype, values=values)
         ours, theirs = case.cache(dtype), case.cache(dtype)
         out, expected = (case.run(k, kv, slice(None), norm) for k, kv in ((kernels, ours), (Kernels(), theirs)))
         assert out.is_contiguous() and out.shape == (tokens, case.heads, case.dim)

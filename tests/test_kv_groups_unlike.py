@@ -1,7 +1,8 @@
 """Layers whose keys and values have unlike shapes: each kind is a KV group of its own.
 
-No configuration says so yet, so one is made up. What it should give is known, since a model that is the same in all
-layers can compute the same: with numbers that are 0 where a narrow head has none, and a key head that is there twice.
+The models that have such layers have more besides, so a configuration is made up. What it should give is known, since
+a model that is the same in all layers can compute the same: with numbers that are 0 where a narrow head has none, and a
+key head that is there twice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.layers.rotary import RopeConfig
 from quire.models import llama
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
-from quire.models.layer_groups import KVHeads, LayerGroup
+from quire.models.layer_groups import LayerGroup
 from quire.models.registry import check_ranks, load_model
 from quire.ops import KVShape, choose_kernels
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -41,20 +42,26 @@ PROMPT = random_prompt(90)
 def unlike(fields: Fields, generation: Fields) -> DecoderConfig:
     """The first and the last of three layers see a window, with one key head of half the width."""
     config = READ(fields, generation)
-    return replace(
+    config = replace(
         config,
         layer=replace(config.layer, scale=0.25),
         windows=(WINDOW, None, WINDOW),
-        kv_heads=(KVHeads(1, 8), KVHeads(2, 16), KVHeads(1, 8)),
         ropes=(RopeConfig(8, 500.0), config.rope, RopeConfig(8, 500.0)),
     )
+    return with_heads(config, (1, 8), (2, 16), (1, 8))
+
+
+def with_heads(config: DecoderConfig, *heads: tuple[int, int]) -> DecoderConfig:
+    """With so many key heads, of such a width, in each layer."""
+    layers = tuple(replace(config.layer, num_kv_heads=count, head_dim=width) for count, width in heads)
+    return replace(config, layers=layers)
 
 
 def alike(fields: Fields, generation: Fields) -> DecoderConfig:
     """The same with layers of one shape."""
     config = unlike(fields, generation)
     still = RopeConfig(8, 500.0, still=8)
-    return replace(config, kv_heads=None, ropes=(still, config.rope, still))
+    return replace(config, layers=None, ropes=(still, config.rope, still))
 
 
 READ = llama.read_config
@@ -175,11 +182,10 @@ def test_where_the_device_reads_the_spans_tokens_are_the_same(folders):
 
 
 def test_ranks_must_share_the_heads_of_every_layer(folders):
-    with read_as(lambda *fields: replace(unlike(*fields), kv_heads=(KVHeads(1, 8), KVHeads(4, 16), KVHeads(1, 8)))):
+    with read_as(lambda *fields: with_heads(unlike(*fields), (1, 8), (4, 16), (1, 8))):
         check_ranks(folders["unlike"], 2)
-    three = KVHeads(3, 8)
     with (
-        read_as(lambda *fields: replace(unlike(*fields), kv_heads=(three, KVHeads(4, 16), three))),
+        read_as(lambda *fields: with_heads(unlike(*fields), (3, 8), (4, 16), (3, 8))),
         pytest.raises(ConfigError, match="4 attention heads \\(3 or 4 of keys and values\\); allowed: 1"),
     ):
         check_ranks(folders["unlike"], 2)

@@ -71,6 +71,33 @@ SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2
 ALPHA = {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"sliding_window": 20, "layer_types": MIXED, "query_pre_attn_scalar": 24}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": 20,
+    "layer_types": [*MIXED[:2], *MIXED[:2]],
+    "global_head_dim": 24,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 0,
+}
+ONE_KEY_HEAD = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+EXPERTS_BESIDE = {
+    **GEMMA4,
+    **ONE_KEY_HEAD,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
+SHARED_KV = {
+    **GEMMA4,
+    "num_hidden_layers": 5,
+    "layer_types": [*MIXED[:2], *MIXED],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 200,
+}
 OSS = {
     "sliding_window": 20,
     "rope_parameters": {**YARN, "truncate": False},
@@ -103,6 +130,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_scaling": {"rope_type": "linear", "factor": 8.0},
                 "layer_types": ...,
                 "sliding_window_pattern": 2,
+            },
+        },
+    ),
+    "gemma4": ("gemma4", {"text": "gemma4_text", **EXPERTS_BESIDE}),
+    "gemma4_unified": (
+        "gemma4_unified",
+        {"text": "gemma4_unified_text", **{k: v for k, v in GEMMA4.items() if "per_layer" not in k}, **ONE_KEY_HEAD},
+    ),
+    "gemma4_text": ("gemma4_text", {**GEMMA4, "tie_word_embeddings": False, "final_logit_softcapping": None}),
+    "gemma4_text-shared": ("gemma4_text", SHARED_KV),
+    "gemma4_text-older": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            **ONE_KEY_HEAD,
+            "edit": {
+                "per_layer_config": ...,
+                "global_head_dim": 24,
+                "num_global_key_value_heads": 1,
+                "rope_parameters": ...,
             },
         },
     ),
@@ -581,6 +628,20 @@ DETERMINED = {
     "exaone4": {"sliding_window": 100, "layer_types": MIXED[:2]},
     "olmo3": {"sliding_window": 100, "layer_types": MIXED[:2]},
     "gemma3_text": {**GEMMA, "sliding_window": 100, "layer_types": MIXED[:2]},
+    "gemma4_text": {**GEMMA4, **ONE_KEY_HEAD, "num_hidden_layers": 2, "sliding_window": 100, "layer_types": MIXED[:2]},
+    "gemma4_text-experts": {
+        **EXPERTS_BESIDE,
+        "num_hidden_layers": 2,
+        "sliding_window": 100,
+        "layer_types": MIXED[:2],
+    },
+    "gemma4_text-shared": {
+        **SHARED_KV,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 100,
+        "layer_types": [*MIXED[:2], *MIXED[:2]],
+    },
     "ministral3": GROWING,
     "mistral4": GROWING,
     "glm4": {},
@@ -593,7 +654,7 @@ DETERMINED = {
     "smollm3": {"no_rope_layers": [0, 1]},
 }
 """Architectures that differ from the others in what is computed, and options that show it within 320 tokens."""
-FAST = {"gemma3_text", "ministral3"}
+FAST = {"gemma4_text-shared", "ministral3"}
 
 
 def few(fast: set[str]) -> list[Any]:
@@ -609,7 +670,8 @@ def folders(tmp_path_factory) -> Any:
         if architecture not in made:
             path = tmp_path_factory.mktemp(architecture)
             options = {"num_hidden_layers": 2, **DETERMINED[architecture]}
-            made[architecture] = str(save_checkpoint(path, architecture, dtype=torch.bfloat16, **options))
+            name = architecture.split("-")[0]
+            made[architecture] = str(save_checkpoint(path, name, dtype=torch.bfloat16, **options))
         return made[architecture]
 
     return folder
@@ -680,7 +742,7 @@ def test_nothing_around_a_request_changes_its_tokens_in_triton(
         options["sliding_window"] = 6
     if architecture in ("ministral3", "mistral4"):
         options["rope_parameters"] = {**GROWING["rope_parameters"], "original_max_position_embeddings": 8}
-    folder = str(save_checkpoint(tmp_path, architecture, dtype=torch.float32, **options))
+    folder = str(save_checkpoint(tmp_path, architecture.split("-")[0], dtype=torch.float32, **options))
     order = [0, 1, 2]
     config = {"block_size": 32, "prefix_cache": "off", "cuda_graphs": "off", "async_scheduling": False}
     engine = triton.start(folder, {}, **config)

@@ -128,10 +128,13 @@ def test_a_copy_moves_the_heads_of_blocks_and_nothing_else(
 class Case:
     """Random rows, norms, angles and slots for (heads, kv_heads, head_dim)."""
 
-    def __init__(self, shape: tuple[int, int, int], tokens: int, dtype: torch.dtype, block_size: int = 16) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], tokens: int, dtype: torch.dtype, block_size: int = 16, values: bool = False
+    ) -> None:
         self.heads, self.kv_heads, self.dim = shape
         self.qkv = draw(tokens, (self.heads + 2 * self.kv_heads) * self.dim, dtype=dtype) * 3
-        self.norm = HeadNorm(draw(self.heads + self.kv_heads, self.dim, dtype=dtype, seed=1), 1e-6)
+        normed = self.heads + self.kv_heads * (2 if values else 1)
+        self.norm = HeadNorm(draw(normed, self.dim, dtype=dtype, seed=1), 1e-6)
         angles = draw(tokens, self.dim // 2, seed=2)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.blocks = -(-tokens // block_size) + 2
@@ -160,8 +163,8 @@ SHAPES = [(4, 2, 16), (2, 2, 24), (3, 1, 80), (6, 3, 96), (2, 1, 128), (1, 1, 2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rotation_and_store_equal_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    for tokens, norm in ((1, True), (5, False), (5, True)):
-        case = Case(shape, tokens, dtype)
+    for tokens, norm, values in ((1, True, True), (5, False, False), (5, True, False), (5, True, True)):
+        case = Case(shape, tokens, dtype, values=values)
         ours, theirs = case.cache(dtype), case.cache(dtype)
         out, expected = (case.run(k, kv, slice(None), norm) for k, kv in ((TRITON, ours), (Kernels(), theirs)))
         assert out.shape == (tokens, case.heads, case.dim)

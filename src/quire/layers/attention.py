@@ -69,6 +69,8 @@ class Attention:
         scale: of the scores; None: head_dim ** -0.5.
         query_scaling: by position; None: none.
         sinks: each query head has a score that belongs to no key: see `ops.attention.paged_attention`.
+        value_norm: each value head has a norm, too, without weights; with a `qk_norm` by head.
+        value_is_key: values are made as keys are, before these are normed and turned.
 
     Attributes:
         prepares: queries and keys are worked on before they are rotated and stored, by more than a norm of each head.
@@ -91,6 +93,8 @@ class Attention:
         scale: float | None = None,
         query_scaling: QueryScaling | None = None,
         sinks: bool = False,
+        value_norm: bool = False,
+        value_is_key: bool = False,
     ) -> None:
         heads = (num_heads, num_kv_heads, num_kv_heads)
         self.heads, kv_heads = own_heads(num_heads, weights.group), own_heads(num_kv_heads, weights.group)
@@ -101,11 +105,12 @@ class Attention:
         if qk_norm == "whole" and weights.group.size > 1:
             self.qkv = ApartQKV(weights, heads, qkv_bias)
         else:
-            self.qkv = weights.linear(*QKV, bias=qkv_bias, split=Split.OUTPUTS, heads=heads)
+            names = (*QKV[:2], QKV[1]) if value_is_key else QKV
+            self.qkv = weights.linear(*names, bias=qkv_bias, split=Split.OUTPUTS, heads=heads)
         if qk_norm == "turned":
             self.prepares = TurnedNorm(weights, self.heads, kv_heads, head_dim, eps)
         self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(num_heads,))
-        self.norm = _head_norm(weights, self.heads, kv_heads, eps) if qk_norm == "head" else None
+        self.norm = _head_norm(weights, self.heads, kv_heads, eps, value_norm) if qk_norm == "head" else None
         self.scale, self.window, self.layer = scale or head_dim**-0.5, window, layer
         self.query_factors = QueryFactors(query_scaling, weights.kernels) if query_scaling else None
         self.sinks: torch.Tensor | None = None
@@ -132,10 +137,11 @@ class Attention:
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def _head_norm(weights: LayerWeights, num_heads: int, num_kv_heads: int, eps: float) -> HeadNorm:
-    """One norm for the query and key heads, which lie side by side: a row of weights for each head."""
+def _head_norm(weights: LayerWeights, num_heads: int, num_kv_heads: int, eps: float, of_values: bool) -> HeadNorm:
+    """One norm for the heads of queries and keys, which lie side by side, and perhaps of values: a row for each."""
     q, k = (weights.norm(name, eps).weight for name in ("self_attn.q_norm", "self_attn.k_norm"))  # [head_dim] each
-    return HeadNorm(torch.cat([q.expand(num_heads, -1), k.expand(num_kv_heads, -1)]), eps)
+    parts = [q.expand(num_heads, -1), k.expand(num_kv_heads, -1)]
+    return HeadNorm(torch.cat([*parts, torch.ones_like(parts[1])] if of_values else parts), eps)
 
 
 class ApartQKV:

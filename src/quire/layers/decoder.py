@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from quire.layers.attention import Attention, QKNorm, QueryScaling
+from quire.layers.beside_experts import MLPBesideExperts, beside_shapes
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.norm import RMSNorm
+from quire.layers.per_layer_input import PerLayerGate, gate_shapes
+from quire.layers.shared_kv import SharedKVAttention
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
 from quire.ops.elementwise import Activation
@@ -70,6 +73,12 @@ class LayerConfig:
         query_scaling: by position; None: there is none.
         sinks: each query head has a score that belongs to no key.
         experts: in place of the MLP; None: there are none.
+        value_norm, value_is_key: see `Attention`.
+        kv_source: the layer whose keys and values this one reads, in place of its own; None: it has its own.
+        experts_beside: the experts stand beside the MLP, not in its place.
+        scalar: the residual stream is multiplied with a number (`layer_scalar`) after the layer, whose last part has a
+            norm after it.
+        per_layer_input: width of what the layer gets of the tokens themselves, see `PerLayerInputs`; 0: nothing.
         latent: of latent attention, in place of attention with keys and values of their own; None: it is not latent.
     """
 
@@ -90,6 +99,12 @@ class LayerConfig:
     sinks: bool = False
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    value_norm: bool = False
+    value_is_key: bool = False
+    kv_source: int | None = None
+    experts_beside: bool = False
+    scalar: bool = False
+    per_layer_input: int = 0
 
     @property
     def kv_sides(self) -> int:
@@ -103,23 +118,32 @@ class LayerConfig:
         shapes |= self.latent.tensor_shapes(hidden, self.num_heads) if self.latent else self._attention_shapes()
         if self.experts is not None:
             shapes |= self.experts.tensor_shapes(hidden)
-        else:
+            if self.experts_beside:
+                shapes |= beside_shapes(self.experts.names.block, hidden)
+        if self.experts is None or self.experts_beside:
             shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
         if self.qk_norm:
             q, k = (self.num_heads, self.num_kv_heads) if self.qk_norm == "whole" else (1, 1)
             shapes["self_attn.q_norm.weight"] = (q * self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (k * self.head_dim,)
-        return shapes
+            if self.kv_source is None:
+                shapes["self_attn.k_norm.weight"] = (k * self.head_dim,)
+        if self.per_layer_input:
+            shapes |= gate_shapes(hidden, self.per_layer_input)
+        return shapes | ({"layer_scalar": (1,)} if self.scalar else {})
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
+        lacking = ("k", "v") if self.kv_source is not None else ("v",) if self.value_is_key else ()
         for name, rows, columns, bias in (
-            ("self_attn.q_proj", q, hidden, self.qkv_bias),
-            ("self_attn.k_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.v_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.o_proj", hidden, q, self.output_bias),
+            ("q", q, hidden, self.qkv_bias),
+            ("k", kv, hidden, self.qkv_bias),
+            ("v", kv, hidden, self.qkv_bias),
+            ("o", hidden, q, self.output_bias),
         ):
+            if name in lacking:
+                continue
+            name = f"self_attn.{name}_proj"
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
@@ -146,11 +170,21 @@ class DecoderLayer:
         self.before_mlp = _norm(weights, names.before_mlp, config)
         self.after_mlp = _norm(weights, names.after_mlp, config)
         self._query_factors = self.attention.query_factors
-        self.mlp: GatedMLP | ExpertsLayer
+        self.mlp: GatedMLP | ExpertsLayer | MLPBesideExperts
+        self.experts: ExpertsLayer | None = None
         if config.experts is None:
             self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias, config.activation)
+        elif config.experts_beside:
+            inside = config.activation, config.hidden_size, config.rms_norm_eps
+            self.mlp = MLPBesideExperts(config.experts, weights, *inside)
+            self.experts = self.mlp.experts
         else:
-            self.mlp = ExpertsLayer(config.experts, weights)
+            self.mlp = self.experts = ExpertsLayer(config.experts, weights)
+        self._gate = PerLayerGate(weights, config.rms_norm_eps) if config.per_layer_input else None
+        self._scalar = float(weights.tensor("layer_scalar")) if config.scalar else None
+        last = self._gate.norm if self._gate else self.after_mlp
+        if self._scalar is not None and last is not None:
+            last.weight.mul_(self._scalar)
         parts = self._parts(weights.dtype)
         self._whole: WholeLayer | None = weights.kernels.whole_layer(parts) if parts else None
 
@@ -192,6 +226,7 @@ class DecoderLayer:
         tables: tuple[torch.Tensor, torch.Tensor],
         kv: KVCache,
         batch: RaggedBatch,
+        per_layer_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step through the layer.
 
@@ -199,10 +234,26 @@ class DecoderLayer:
             x: [tokens, hidden], what the layer before yielded; None at the first.
             residual: [tokens, hidden], to which it is still to be added.
             tables: cos and sin of the step's positions.
+            per_layer_input: [tokens, its width], in a layer that gets one.
 
         Returns:
             (x, residual) for the next layer.
         """
+        x, residual = self._attend_and_mix(x, residual, tables, kv, batch)
+        if self._gate is not None and per_layer_input is not None:
+            residual = x + residual
+            x = self._gate(residual, per_layer_input)
+        return x, residual if self._scalar is None else residual.mul_(self._scalar)
+
+    def _attend_and_mix(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kv: KVCache,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention, then the MLP or the experts."""
         if self._whole is not None and (self._query_factors is None or self._query_factors.of(batch) is None):
             kv.pulse[0] += 1
             return self._whole(x, residual, tables, kv, batch)
@@ -211,7 +262,10 @@ class DecoderLayer:
         if self.after_attention is not None:
             x = self.after_attention(x)
         x, residual = _added(self.before_mlp, x, residual)
-        x = self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x)
+        if isinstance(self.mlp, GatedMLP):
+            x = self.mlp(x)
+        else:
+            x = self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x, residual, batch)
         return x if self.after_mlp is None else self.after_mlp(x), residual
 
 
@@ -242,8 +296,12 @@ def _shared(output: Linear, down: Linear) -> SharedLayer | None:
 
 def _attention(
     config: LayerConfig, weights: LayerWeights, layer: int, window: int | None
-) -> Attention | LatentAttention:
+) -> Attention | LatentAttention | SharedKVAttention:
     """The attention of a layer, of the kind that it has."""
+    if config.kv_source is not None:
+        shape, bias, eps = (config.num_heads, config.head_dim), config.qkv_bias, config.rms_norm_eps
+        scale = config.scale or config.head_dim**-0.5
+        return SharedKVAttention(*shape, weights, layer, window, bias=bias, eps=eps, scale=scale)
     if config.latent:
         return LatentAttention(config.latent, config.num_heads, weights, layer, config.query_scaling)
     return Attention(
@@ -260,4 +318,6 @@ def _attention(
         scale=config.scale,
         query_scaling=config.query_scaling,
         sinks=config.sinks,
+        value_norm=config.value_norm,
+        value_is_key=config.value_is_key,
     )

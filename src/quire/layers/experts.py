@@ -41,6 +41,7 @@ class ExpertsConfig:
         names: what the checkpoint calls them.
         bias: whether the router's logits, and both products of each expert, have one.
         activation: of the gates.
+        scales: whether each expert's weight is multiplied with a number of its own (`per_expert_scale`).
     """
 
     routing: Routing
@@ -50,6 +51,7 @@ class ExpertsConfig:
     names: ExpertNames = ExpertNames()
     bias: bool = False
     activation: Activation = "silu"
+    scales: bool = False
 
     def tensor_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The tensors of a layer's experts by name, with their shapes."""
@@ -66,6 +68,8 @@ class ExpertsConfig:
                 shapes[f"{prefix}{names.down}.bias"] = (hidden,)
         if self.bias:
             shapes[f"{block}.gate.bias"] = (self.routing.num_experts,)
+        if self.scales:
+            shapes[f"{block}.per_expert_scale"] = (self.routing.num_experts,)
         if self.shared_intermediate_size:
             shapes |= mlp_shapes(f"{block}.shared_experts.", hidden, self.shared_intermediate_size)
         return shapes
@@ -142,6 +146,7 @@ class ExpertsLayer:
         self._bias = None
         if config.selection_bias:
             self._bias = weights.tensor(f"{block}.gate.e_score_correction_bias", torch.float32).clone()
+        self._scales = weights.tensor(f"{block}.per_expert_scale", torch.float32).clone() if config.scales else None
         prefixes = [f"{block}.experts.{expert}." for expert in range(count)]
         self.slots: tuple[int, ...] = ()
         if weights.expert_slots:
@@ -167,10 +172,12 @@ class ExpertsLayer:
         self._shared = GatedMLP(weights, f"{block}.shared_experts.") if config.shared_intermediate_size else None
         self.load = torch.zeros(count, dtype=torch.int64, device=weights.kernels.device)
 
-    def __call__(self, x: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
-        """x: [tokens, hidden]. Same shape and type."""
-        logits = self._router.matmul(x, torch.float32)  # [tokens, experts]
+    def __call__(self, x: torch.Tensor, batch: RaggedBatch, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [tokens, hidden]; routed: what the router reads, if not x. Same shape and type as x."""
+        logits = self._router.matmul(x if routed is None else routed, torch.float32)  # [tokens, experts]
         ids, weights = self._kernels.route(logits, self.routing, self._bias)
+        if self._scales is not None:
+            weights = weights * self._scales[ids]
         if self._everybody is not None:
             out = self._of_all(x, ids, weights, self._everybody)
         else:

@@ -15,7 +15,7 @@ import torch
 
 from quire.errors import ModelConfigError
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class RopeConfig:
         head_dim: dimensions of a head that turn; even. 0: none does, and the layer knows no positions.
         still: dimensions after them that do not; even.
         theta: base of the wavelengths.
-        kind: how the frequencies are stretched.
+        kind: how the frequencies are stretched; proportional: they are the fastest of those that a head would have, of
+            which all dimensions turn.
         factor: how far; all kinds but "default".
         low_freq_factor, high_freq_factor: llama3: wavelengths over original / low are stretched wholly,
             those under original / high not at all.
@@ -94,11 +95,12 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
         raise ModelConfigError(f"rotary embedding: rope_theta is {config.theta}; need a number over 1")
     if not (math.isfinite(config.factor) and config.factor > 0):
         raise ModelConfigError(f"rotary embedding: factor is {config.factor}; it must be a positive number")
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+    width = config.head_dim + config.still if config.kind == "proportional" else config.head_dim
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / width
     wavelengths = config.theta**exponents
     if config.kind == "default":
         return 1.0 / wavelengths
-    if config.kind == "linear":
+    if config.kind in ("linear", "proportional"):
         return 1.0 / wavelengths / config.factor
     if config.kind == "llama3":
         return _llama3(config, 1.0 / wavelengths)
@@ -107,7 +109,8 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
     if config.kind == "longrope":
         return _longrope(config, wavelengths)
     raise ModelConfigError(
-        f"rotary embedding: rope_type is {config.kind!r}; known are default, linear, llama3, yarn and longrope"
+        f"rotary embedding: rope_type is {config.kind!r}; known are default, linear, llama3, yarn, longrope and "
+        "proportional"
     )
 
 

@@ -42,6 +42,8 @@ UNSUPPORTED = {
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """The two spellings of how many experts a layer has; the first that is there counts."""
 
+PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
+
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 16
 MAX_EXPERTS = 1 << 12
@@ -71,6 +73,7 @@ ROPE_FIELDS: dict[RopeKind, set[str]] = {
         "short_factor",
         "long_factor",
     },
+    "proportional": {"factor"},
 }
 """The kinds of rotary scaling that keep the keys already computed valid, and the fields that each reads."""
 ROPE_FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
@@ -81,9 +84,9 @@ class DecoderConfig:
     """A decoder of Llama's family.
 
     Attributes:
-        layer: sizes and options that every layer shares, but that `dense_layers` have no experts.
+        layer: sizes and options that every layer shares, or most of them, but that `dense_layers` have no experts.
         windows: per layer, how many tokens back it sees, itself included; None where it sees all of them.
-        kv_heads: per layer, heads of keys and values, where they are not all those of `layer`; None: they are.
+        layers: the same of each, where they are not all those of `layer`; None: they are.
         rope: rotary embedding, of most layers.
         ropes: the same for each layer, where they are not all the same; None: they are.
         max_position_embeddings: the longest context, in tokens, with rotary scaling taken into account.
@@ -99,6 +102,8 @@ class DecoderConfig:
             than a narrower type), and applied to what is not rounded before. None: in the computation's data type, to
             what is rounded.
         logits_divisor: what logits are divided by.
+        logits_cap: logits are less, by a soft cap (`final_logit_softcapping`); None: there is none.
+        per_layer_vocab_size: rows of the table of per-layer inputs, where layers have such.
         layout: how the checkpoint's tensors become those that the model asks for; None: they are the same.
     """
 
@@ -113,12 +118,14 @@ class DecoderConfig:
     num_mtp_layers: int = 0
     mtp: bool = False
     one_kv_group: bool = False
-    kv_heads: tuple[KVHeads, ...] | None = None
+    layers: tuple[LayerConfig, ...] | None = None
     ropes: tuple[RopeConfig, ...] | None = None
     embedding_scale: float = 1.0
     embedding_scale_rounded: bool = False
     norm_offset: float | None = None
     logits_divisor: float = 1.0
+    logits_cap: float | None = None
+    per_layer_vocab_size: int = 0
     layout: Layout | None = None
 
     @property
@@ -127,8 +134,17 @@ class DecoderConfig:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layers that keep the same positions, in the same shape."""
-        return layer_groups([None] * self.num_layers if self.one_kv_group else self.windows, self.kv_heads)
+        """Layers that keep the same positions, in the same shape; those that keep none of their own are in no group."""
+        windows = [None] * self.num_layers if self.one_kv_group else self.windows
+        if self.layers is None:
+            return layer_groups(windows)
+        heads = [KVHeads(layer.num_kv_heads, layer.head_dim) for layer in self.layers]
+        return layer_groups(windows, heads, {i for i, layer in enumerate(self.layers) if layer.kv_source is not None})
+
+    @property
+    def per_layer_width(self) -> int:
+        """Of the table of per-layer inputs: those of all layers; 0: there is none."""
+        return self.num_layers * self.layer.per_layer_input
 
     @property
     def routing(self) -> Routing | None:
@@ -137,11 +153,8 @@ class DecoderConfig:
 
     def layer_at(self, index: int) -> LayerConfig:
         """Sizes and options of one layer."""
-        layer = replace(self.layer, experts=None) if index in self.dense_layers else self.layer
-        if self.kv_heads is None:
-            return layer
-        own = self.kv_heads[index]
-        return replace(layer, num_kv_heads=own.num_heads, head_dim=own.head_dim)
+        layer = self.layer if self.layers is None else self.layers[index]
+        return replace(layer, experts=None) if index in self.dense_layers else layer
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by name, with its shape."""
@@ -151,6 +164,10 @@ class DecoderConfig:
             for name, shape in self.layer_at(index).tensor_shapes().items():
                 shapes[f"model.layers.{index}.{name}"] = shape
         shapes["model.norm.weight"] = (self.layer.hidden_size,)
+        if self.per_layer_width:
+            shapes[PER_LAYER_TABLE] = (self.per_layer_vocab_size, self.per_layer_width)
+            shapes["model.per_layer_model_projection.weight"] = (self.per_layer_width, self.layer.hidden_size)
+            shapes["model.per_layer_projection_norm.weight"] = (self.layer.per_layer_input,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = table
         return shapes | self._mtp_shapes() if self.mtp else shapes
@@ -341,6 +358,8 @@ def read_rope(
         lengthened = max(context, original * factor)
     elif kind == "longrope":
         factor = scaling.number("factor", default=max(1.0, context / original))
+    elif kind == "proportional":
+        factor = scaling.number("factor", default=1.0)
     elif kind != "default":
         factor = scaling.number("factor")
         lengthened = context * factor if kind == "linear" else context

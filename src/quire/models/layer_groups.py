@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 
@@ -35,13 +35,17 @@ class KVHeads(NamedTuple):
     head_dim: int
 
 
-def layer_groups(windows: Sequence[int | None], heads: Sequence[KVHeads] | None = None) -> tuple[LayerGroup, ...]:
+def layer_groups(
+    windows: Sequence[int | None], heads: Sequence[KVHeads] | None = None, without: Collection[int] = ()
+) -> tuple[LayerGroup, ...]:
     """A group for each window, and each shape of a position, that layers have; the one that keeps most first.
 
     Args:
         windows: of each layer.
         heads: of each layer; None: all have the same.
+        without: layers that keep nothing, since they read what others keep.
     """
-    kinds = list(zip(windows, heads or [KVHeads(0, 0)] * len(windows), strict=True))
-    distinct = sorted(dict.fromkeys(kinds), key=lambda kind: -math.inf if kind[0] is None else -kind[0])
-    return tuple(LayerGroup(kind[0], tuple(i for i, own in enumerate(kinds) if own == kind)) for kind in distinct)
+    all_kinds = zip(windows, heads or [KVHeads(0, 0)] * len(windows), strict=True)
+    kinds = {index: kind for index, kind in enumerate(all_kinds) if index not in without}
+    distinct = sorted(dict.fromkeys(kinds.values()), key=lambda kind: -math.inf if kind[0] is None else -kind[0])
+    return tuple(LayerGroup(kind[0], tuple(i for i, own in kinds.items() if own == kind)) for kind in distinct)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from quire.layers.decoder import DecoderLayer
-from quire.layers.experts import ExpertsLayer
 from quire.layers.latent import may_expand
+from quire.layers.per_layer_input import PerLayerInputs, eps_of_norm, scale_of_table
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.config import DecoderConfig
+from quire.models.config import PER_LAYER_TABLE, DecoderConfig
 from quire.models.layer_groups import LayerGroup
 from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
@@ -64,7 +64,8 @@ class ModelSizes:
         attention_width: numbers of a key and its value that each query head is multiplied with, the mean of all layers.
         num_parameters: numbers in the checkpoint; a tied head is counted once.
         weight_bytes: what memory holds of them, and a step of many tokens reads. An embedding table is not among
-            them: it stays a mapped file, of which a step reads a row a token. A tied one is there as the head.
+            them: it stays a mapped file, of which a step reads a row a token. A tied one is there as the head. Nor is
+            a table of per-layer inputs.
         expert_parameters, expert_bytes: those of them in experts that tokens are sent to, of which a step reads what
             some token chose; 0 where there are none.
         active_parameters: numbers that one token is computed with, and the embedding table.
@@ -88,7 +89,7 @@ class ModelSizes:
             self.attention_width = layer.latent.row + layer.latent.kv_lora_rank
         sizes = {name: math.prod(shape) for name, shape in config.tensor_shapes().items()}
         self.num_parameters = sum(sizes.values())
-        held = self.num_parameters
+        held = self.num_parameters - sizes.get(PER_LAYER_TABLE, 0)
         if not config.tie_word_embeddings:
             held -= config.vocab_size * layer.hidden_size
         if layer.latent is not None and expands:
@@ -96,7 +97,7 @@ class ModelSizes:
         self.weight_bytes = held * dtype.itemsize
         self.expert_parameters = sum(size for name, size in sizes.items() if EXPERT.fullmatch(name))
         self.expert_bytes = self.expert_parameters * dtype.itemsize
-        self.active_parameters = self.num_parameters
+        self.active_parameters = self.num_parameters - sizes.get(PER_LAYER_TABLE, 0)
         if config.routing is not None:
             idle = config.routing.num_experts - config.routing.top_k
             self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
@@ -179,17 +180,22 @@ class Model(ModelSizes):
         if config.embedding_scale_rounded:
             scale = float(torch.tensor(scale, dtype=self.dtype))
         self.embedding = weights.embedding("model.embed_tokens", scale)
+        self._per_layer_inputs = _per_layer_inputs(config, weights) if config.per_layer_width else None
         ropes = config.ropes or (config.rope,) * config.num_layers
         kinds = list(dict.fromkeys([config.rope, *(ropes[index] for index in own)]))
         self._rotaries = [RotaryEmbedding(rope, weights.kernels.device) for rope in kinds]
         self.rotary = self._rotaries[0]
         self._rotary_of = [kinds.index(ropes[index]) for index in own]
-        self._logits_divisor = config.logits_divisor
+        self._logits_divisor, self._logits_cap = config.logits_divisor, config.logits_cap
         self._places = {
             index: (number, place)
             for number, group in enumerate(self.groups)
             for place, index in enumerate(group.layers)
         }  # by layer: its group, and which layer of that it is
+        for index in own:
+            source = config.layer_at(index).kv_source
+            if source is not None:
+                self._places[index] = self._places[source]
         self.layers = [
             DecoderLayer(
                 config.layer_at(index),
@@ -201,9 +207,7 @@ class Model(ModelSizes):
         ]
         self.norm = weights.norm("model.norm", config.layer.rms_norm_eps)
         self.expert_layers = {
-            index: layer.mlp
-            for index, layer in zip(own, self.layers, strict=True)
-            if isinstance(layer.mlp, ExpertsLayer)
+            index: layer.experts for index, layer in zip(own, self.layers, strict=True) if layer.experts is not None
         }
         self.expert_slots = weights.expert_slots
         self.loads_elsewhere = {
@@ -288,11 +292,15 @@ class Model(ModelSizes):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """A step through the layers that are here, see `forward`: (x, residual) [tokens, hidden] before and after."""
         tables = [rotary.tables(batches[0].positions) for rotary in self._rotaries]
+        of_layers: torch.Tensor | None = None
+        if self._per_layer_inputs is not None:  # then there are no stages: the stream is what was embedded
+            of_layers = self._per_layer_inputs(batches[0].token_ids, residual)
         for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True), start=self._first):
             if aux is not None:
                 aux.take(index, x, residual)
             group, _ = self._places[index]
-            x, residual = layer(x, residual, tables[rotary], caches[group], batches[group])
+            own = None if of_layers is None else of_layers[:, index]
+            x, residual = layer(x, residual, tables[rotary], caches[group], batches[group], own)
         return x, residual
 
     def without_rows(self) -> None:
@@ -304,7 +312,15 @@ class Model(ModelSizes):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] of `forward`. Returns [rows, vocabulary] fp32."""
         logits = self.head(hidden, torch.float32)
-        return logits if self._logits_divisor == 1.0 else logits.div_(self._logits_divisor)
+        logits = logits if self._logits_divisor == 1.0 else logits.div_(self._logits_divisor)
+        return logits if self._logits_cap is None else self.kernels.soft_cap(logits, self._logits_cap)
+
+
+def _per_layer_inputs(config: DecoderConfig, weights: Weights) -> PerLayerInputs:
+    layer = config.layer
+    table = weights.embedding("model.embed_tokens_per_layer", scale_of_table(layer.per_layer_input))
+    norm = weights.norm("model.per_layer_projection_norm", eps_of_norm(layer.rms_norm_eps, layer.hidden_size))
+    return PerLayerInputs(table, weights.linear("model.per_layer_model_projection"), norm)
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:

@@ -32,6 +32,10 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "quire.models.exaone4",
     "Gemma3ForCausalLM": "quire.models.gemma3",
     "Gemma3ForConditionalGeneration": "quire.models.gemma3",
+    "Gemma4ForCausalLM": "quire.models.gemma4",
+    "Gemma4ForConditionalGeneration": "quire.models.gemma4",
+    "Gemma4UnifiedForCausalLM": "quire.models.gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "quire.models.gemma4",
     "Glm4ForCausalLM": "quire.models.glm4",
     "Glm4MoeForCausalLM": "quire.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",
@@ -186,6 +190,11 @@ def check_ranks(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values); allowed: {', '.join(map(str, allowed))}"
         )
+    if stages > 1 and (config.per_layer_width or any(each.kv_source is not None for each in layers)):
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: the model's last layers read what earlier ones keep, and each gets "
+            "inputs of its own, which stages do not pass on; leave it out, or use tensor_parallel_size"
+        )
     if stages > config.num_layers:
         raise ConfigError(
             f"pipeline_parallel_size={stages} is more than the model's {config.num_layers} layers; lower it"
@@ -194,11 +203,12 @@ def check_ranks(
         _check_slots(layer.experts, size * replicas, redundant_experts)
     values = layer.latent.v_head_dim if layer.latent else max(each.head_dim for each in layers)
     experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
-    inner = layer.intermediate_size if experts is None else experts.routing.top_k * experts.intermediate_size
+    dense = max(each.intermediate_size for each in layers)
+    inner = dense if experts is None else experts.routing.top_k * experts.intermediate_size
     # What each rank brings to an exchange has an equal part of the room: two matrices, or rows and where they go.
     passed_on = 2 * layer.hidden_size if stages > 1 else layer.hidden_size + 3 * turns if replicas > 1 else 0
     exchanged = size * stages * replicas * passed_on
-    widest = max(layer.hidden_size, heads * values, layer.intermediate_size, inner, exchanged)
+    widest = max(layer.hidden_size, heads * values, dense, inner, exchanged)
     return widest, max(config.vocab_size, turns * layer.hidden_size)
 
 

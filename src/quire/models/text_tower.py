@@ -47,4 +47,6 @@ def read_text_tower(
     config = read(Fields(values, section.source), generation)
     layout = config.layout or Layout()
     skipped = tuple(prefix + other for prefix in ("", "model.") for other in others)
-    return replace(config, layout=replace(layout, renamed=(*PREFIXES, *layout.renamed), skipped=skipped))
+    return replace(
+        config, layout=replace(layout, renamed=(*PREFIXES, *layout.renamed), skipped=(*layout.skipped, *skipped))
+    )

@@ -21,6 +21,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.checkpoint import Checkpoint
+from quire.models.config import PER_LAYER_TABLE
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
 from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
 from quire.ops import Kernels, Product, Quantization, QuantizedWeight
@@ -248,9 +249,10 @@ class Weights:
         return RMSNorm(weight + offset if offset else weight, eps, self.kernels)
 
     def embedding(self, name: str, scale: float = 1.0) -> Embedding:
-        """An embedding table, which stays a view of the file on a CPU, where the system is asked to read it ahead."""
-        if self.kernels.device.type == "cpu":
-            read_ahead(self._checkpoint.entries[f"{name}.weight"])
+        """An embedding table, which stays a view of the file on a CPU, where the system is asked to read that of the
+        tokens ahead."""
+        if self.kernels.device.type == "cpu" and f"{name}.weight" == EMBEDDING:  # others may be most of a file
+            read_ahead(self._checkpoint.entries[EMBEDDING])
         return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels, scale)
 
     def under(self, prefix: str, group: Group | None = None) -> WeightsUnder:
@@ -284,8 +286,8 @@ class WeightsUnder:
 
 
 def is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, the embedding table."""
-    return len(shape) == 1 or name == EMBEDDING or name.endswith((ROUTER, BY_HEADS))
+    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, embedding tables."""
+    return len(shape) == 1 or name in (EMBEDDING, PER_LAYER_TABLE) or name.endswith((ROUTER, BY_HEADS))
 
 
 def _how(name: str, quantization: Quantization) -> Quantization:

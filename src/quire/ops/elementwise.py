@@ -98,6 +98,12 @@ GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """`cap * tanh(logits / cap)` in place, for fp32; tanh(y) is 1 - 2 / (exp(2 * y) + 1)."""
+    powers = logits.mul_(2 / cap).exp_().add_(1.0)
+    return powers.reciprocal_().mul_(-2 * cap).add_(cap)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding, in the convention of Hugging Face's `rotate_half`.
 

@@ -28,7 +28,10 @@ from quire.parallel.group import Gather
 
 
 class HeadNorm(NamedTuple):
-    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], a row a head."""
+    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], a row a head.
+
+    With kv_heads rows more, values have one, too.
+    """
 
     weight: torch.Tensor
     eps: float
@@ -66,7 +69,7 @@ class LayerParts:
         eps: of all of these.
         activation: of the MLP's gate.
         qkv, output, gate_up, down: the products.
-        head_norm: of each query and key head; None: none.
+        head_norm: see `Kernels.rotate_and_store`; None: none.
         dtype: of the residual stream; norms' weights may be in fp32.
         heads: query heads, of this rank.
         scale, window, layer: see `Kernels.attend`.
@@ -215,6 +218,10 @@ class Kernels:
         """See `elementwise.gelu_tanh_mul`."""
         return elementwise.gelu_tanh_mul(x)
 
+    def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """See `elementwise.soft_cap`."""
+        return elementwise.soft_cap(logits, cap)
+
     # -- attention -----------------------------------------------------------------------------------------
 
     def rotate_and_store(
@@ -230,16 +237,17 @@ class Kernels:
 
         Args:
             qkv: [tokens, (heads + 2 * kv_heads) * head_dim], may be overwritten.
-            norm: of each query and key head, before it is rotated; None: none.
+            norm: of each query and key head, before it is rotated, and perhaps of each value; None: none.
             tables: cos and sin of the step's positions, [tokens, head_dim / 2] fp32 each.
 
         Returns:
             The queries, [tokens, heads, head_dim].
         """
         heads = qkv.view(len(qkv), -1, kv.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        qk, v = heads[:, : -kv.kv_heads], heads[:, -kv.kv_heads :]
         if norm is not None:
-            qk = elementwise.rms_norm(qk, norm.weight, norm.eps)
+            normed, plain = heads[:, : len(norm.weight)], heads[:, len(norm.weight) :]
+            heads = torch.cat([elementwise.rms_norm(normed, norm.weight, norm.eps), plain], dim=1)
+        qk, v = heads[:, : -kv.kv_heads], heads[:, -kv.kv_heads :]
         qk = elementwise.rotate(qk, *tables)
         attention.store_kv(qk[:, -kv.kv_heads :], v, kv, batch, layer)
         return qk[:, : -kv.kv_heads]

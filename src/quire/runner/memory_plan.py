@@ -220,9 +220,10 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     layer, tokens, itemsize = model.config.layer, config.max_num_batched_tokens, model.dtype.itemsize
     layers = [model.config.layer_at(index) for index in range(model.config.num_layers)]
     heads = max((each.num_heads + 2 * each.num_kv_heads) * each.head_dim for each in layers)
-    per_token = (4 * layer.hidden_size + 2 * heads) * itemsize
+    per_token = (4 * layer.hidden_size + 2 * heads + 3 * model.config.per_layer_width) * itemsize
     per_token += 3 * 4 * max(each.num_heads * each.head_dim for each in layers)
-    if layer.qk_norm in ("whole", "turned"):  # normed apart: copies, and of what is turned in plain torch fp32 ones
+    apart = layer.qk_norm in ("whole", "turned") or any(each.kv_source is not None for each in layers)
+    if apart:  # normed apart: copies, and of what is turned in plain torch fp32 ones
         per_token += 4 * 4 * heads
     restored = RESTORED_BYTES if layer.latent and may_expand(model.kernels) else 0
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
@@ -243,11 +244,13 @@ def _draft_logits(config: EngineConfig, model: Model, logit_rows: int) -> int:
 
 def _mlp_bytes(model: Model, tokens: int) -> int:
     """Of a layer's MLP or its experts, whichever need more."""
-    layer, sparse = model.config.layer, model.expert_layers
-    needs = [each.workspace(tokens, layer.hidden_size, model.dtype) for each in sparse.values()]
-    if len(sparse) < model.num_layers:
-        needs.append(tokens * 3 * layer.intermediate_size * model.dtype.itemsize)
-    return max(needs)
+    config, sparse = model.config, model.expert_layers
+    needs = [each.workspace(tokens, config.layer.hidden_size, model.dtype) for each in sparse.values()]
+    inner = max(config.layer_at(index).intermediate_size for index in range(config.num_layers))
+    dense = tokens * 3 * inner * model.dtype.itemsize
+    if config.layer.experts_beside:
+        return max(needs) + dense + tokens * 3 * config.layer.hidden_size * model.dtype.itemsize
+    return max([*needs, dense] if len(sparse) < model.num_layers else needs)
 
 
 def free_memory() -> int:

@@ -67,7 +67,8 @@ class DraftModel:
     """
 
     def __init__(self, model: Model, vocab_size: int) -> None:
-        if model.config.kv_heads is not None:
+        shapes = {dataclasses.replace(shape, layers=1) for shape in model.kv_shapes()}
+        if len(shapes) > 1:
             raise ConfigError(
                 "speculative_config: the draft model's layers have keys and values of unlike shapes, which cannot "
                 "lie in the blocks of one group; choose another model"

@@ -40,7 +40,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, I32) for name in ("dtype", "norm_dtype", "activation")),
         *(("eps", F32), ("head_eps", F32)),
-        *((name, I64) for name in ("layer", "heads")),
+        *((name, I64) for name in ("layer", "heads", "normed")),
         ("group", POINTER),
         *((name, Share) for name in ("hidden", "attended", "active")),
         *((name, POINTER) for name in ("input_norm", "head_norm", "attended_norm", "mlp_input_norm", "mlp_norm")),
@@ -114,6 +114,7 @@ class CpuLayer:
             head_eps=parts.head_norm.eps if parts.head_norm else 0.0,
             layer=parts.layer,
             heads=parts.heads,
+            normed=len(parts.head_norm.weight) if parts.head_norm else 0,
             **_shares(parts),
             head_norm=parts.head_norm.weight.data_ptr() if parts.head_norm else None,
             **{name: _address(getattr(parts, name)) for name in NORMS},

@@ -24,10 +24,11 @@ PROTOTYPES: dict[str, Prototype] = {
     "embed": (I32, (I32, I32, POINTER, POINTER, POINTER, I64, I64, I64)),
     "rms_norm": (None, (I32, I32, POINTER, POINTER, POINTER, I64, I64, F32)),
     "add_rms_norm": (None, (I32, I32, POINTER, POINTER, POINTER, I64, I64, F32)),
+    "soft_cap": (None, (POINTER, I64, F32)),
     "gate": (None, (I32, I32, POINTER, POINTER, I64, I64)),
     "rotate_and_store": (
         I32,
-        (I32, I32, POINTER, POINTER, POINTER, F32, POINTER, POINTER, POINTER, I64, I64, I64, I64, POINTER),
+        (I32, I32, POINTER, POINTER, POINTER, I64, F32, POINTER, POINTER, POINTER, I64, I64, I64, I64, POINTER),
     ),
 }
 
@@ -88,6 +89,13 @@ def _gate(lib: Library, x: torch.Tensor, activation: Activation) -> torch.Tensor
     return out
 
 
+def soft_cap(lib: Library, logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """See `Kernels.soft_cap`."""
+    logits = logits.contiguous()
+    lib.soft_cap(logits.data_ptr(), logits.numel(), cap)
+    return logits
+
+
 def rotate_and_store(
     lib: Library,
     qkv: torch.Tensor,
@@ -102,11 +110,11 @@ def rotate_and_store(
     tokens, width = qkv.shape
     heads = width // kv.head_dim - 2 * kv.kv_heads
     queries = qkv.new_empty(tokens, heads, kv.head_dim)
-    weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+    weight = (None, 0, 0.0) if norm is None else (norm.weight.data_ptr(), len(norm.weight), norm.eps)
     weight_dtype = qkv.dtype if norm is None else norm.weight.dtype
     slots, cache = batch.once(("rotate_and_store", kv), lambda: (batch.slots.contiguous(), describe(kv)))
     outside = lib.rotate_and_store(
-        *(DTYPES[qkv.dtype], DTYPES[weight_dtype], qkv.data_ptr(), queries.data_ptr(), weight, eps),
+        *(DTYPES[qkv.dtype], DTYPES[weight_dtype], qkv.data_ptr(), queries.data_ptr(), *weight),
         *(tables[0].data_ptr(), tables[1].data_ptr(), slots.data_ptr()),
         *(tokens, heads, layer, kv.num_blocks, ctypes.byref(cache)),
     )

@@ -90,8 +90,10 @@ def rotate_and_store(
     rows, width = qkv.shape
     heads, half = width // kv.head_dim, 1 << (kv.head_dim // 2 - 1).bit_length()
     weight, eps = (None, 0.0) if norm is None else norm
+    normed = 0 if weight is None else len(weight)
     _rotate_and_store[(rows, -(-heads // HEADS))](
         *(qkv, weight, eps, *tables, batch.slots, kv.data, kv.scales, layer),
+        NORMED=normed,
         QUERIES=heads - 2 * kv.kv_heads,
         KV_HEADS=kv.kv_heads,
         DIM=kv.head_dim,
@@ -186,6 +188,7 @@ def _rotate_and_store(
     numbers,
     scales,
     layer,
+    NORMED: tl.constexpr,
     QUERIES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -212,10 +215,12 @@ def _rotate_and_store(
 
     a, b = first, second
     if weight is not None:
-        weights, normed = weight + head * DIM + i, (head < QUERIES + KV_HEADS) & in_half
+        weights, normed = weight + head * DIM + i, (head < NORMED) & in_half
         scale = inverse_rms(tl.sum(a * a + b * b, 1, keep_dims=True), DIM, eps)
         a = normalized(a, scale, tl.load(weights, mask=normed, other=0.0)).to(dtype).to(tl.float32)
         b = normalized(b, scale, tl.load(weights + DIM // 2, mask=normed, other=0.0)).to(dtype).to(tl.float32)
+    if NORMED == QUERIES + 2 * KV_HEADS:  # values have a norm, too
+        first, second = a, b
     angle = tl.broadcast_to(row * (DIM // 2) + i, (HEADS, HALF))  # loaded for each head, in the heads' layout
     c = tl.load(cos + angle, mask=in_half, other=0.0)
     s = tl.load(sin + angle, mask=in_half, other=0.0)

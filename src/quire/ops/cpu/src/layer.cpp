@@ -17,11 +17,11 @@ struct AttentionStep;
 
 // What a layer is made of. Norm weights are in the layer's data type or in fp32. Null may be `head_norm`, `input_norm` in
 // a layer that is always first, the norms of what attention and MLP yield (`attended_norm`, `mlp_norm`), and `group` where
-// nobody shares it. `heads` are this rank's.
+// nobody shares it. `heads` are this rank's, and `normed` those of queries, keys and values that `head_norm` is of.
 struct Layer {
     int32_t dtype, norm_dtype, activation;
     float eps, head_eps;
-    int64_t layer, heads;
+    int64_t layer, heads, normed;
     Group* group;
     Share hidden, attended, active;
     const void *input_norm, *head_norm, *attended_norm, *mlp_input_norm, *mlp_norm;
@@ -48,9 +48,9 @@ QUIRE_API void quire_rms_norm(int32_t dtype, int32_t weight_dtype, const void* x
 QUIRE_API void quire_add_rms_norm(int32_t dtype, int32_t weight_dtype, void* x, void* residual, const void* weight,
                                   int64_t rows, int64_t size, float eps);
 QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, int32_t weight_dtype, void* qkv, void* queries,
-                                         const void* weight, float eps, const float* cos, const float* sin,
-                                         const int64_t* slots, int64_t tokens, int64_t heads, int64_t layer,
-                                         int64_t blocks, const KvCache* kv);
+                                         const void* weight, int64_t normed, float eps, const float* cos,
+                                         const float* sin, const int64_t* slots, int64_t tokens, int64_t heads,
+                                         int64_t layer, int64_t blocks, const KvCache* kv);
 QUIRE_API void quire_attend(const AttentionStep*, int64_t layer, const void* q, int64_t q_stride, const float* sinks,
                             void* out);
 QUIRE_API void quire_gate(int32_t activation, int32_t dtype, const void* x, void* out, int64_t rows, int64_t size);
@@ -125,8 +125,8 @@ QUIRE_API int32_t quire_layer(const Layer* layer, const LayerStep* step, int32_t
     };
     first ? norm(l.input_norm, residual) : add_norm(l.input_norm);
     linear(l.qkv, l.input_norm ? x : residual, qkv);
-    if (quire_rotate_and_store(l.dtype, l.norm_dtype, qkv, queries, l.head_norm, l.head_eps, s.cos, s.sin, s.slots,
-                               s.tokens, l.heads, l.layer, s.blocks, s.kv))
+    if (quire_rotate_and_store(l.dtype, l.norm_dtype, qkv, queries, l.head_norm, l.normed, l.head_eps, s.cos, s.sin,
+                               s.slots, s.tokens, l.heads, l.layer, s.blocks, s.kv))
         return OUTSIDE;
     quire_attend(s.attention, l.layer, queries, room.query_width, nullptr, attended);
     if (const Outcome outcome = shared_linear(l.output, attended, l.attended, x); outcome != DONE) return outcome;

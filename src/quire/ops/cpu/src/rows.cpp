@@ -123,10 +123,10 @@ void turn_head(const T* x, const W* weight, float eps, const float* cos, const f
 template <class T, class W>
 struct Rotation {
     T *qkv, *queries;          // [tokens, heads + 2 * kv_heads, head_dim], [tokens, heads, head_dim]
-    const W* weight;           // of the norm, [heads + kv_heads, head_dim], or null
+    const W* weight;           // of the norm of the first `normed` heads, [normed, head_dim]
     const float *cos, *sin;    // [tokens, head_dim / 2]
     const int64_t* slots;      // [tokens]
-    int64_t heads, layer;
+    int64_t normed, heads, layer;
     float eps;
     KvCache kv;
 
@@ -134,12 +134,14 @@ struct Rotation {
     void head(int64_t token, int64_t head) const {
         const int64_t size = kv.head_dim, turned = heads + kv.kv_heads;
         T* row = qkv + (token * (turned + kv.kv_heads) + head) * size;
+        const W* norm = head < normed ? weight + head * size : nullptr;
         if (head < turned) {
             T* to = head < heads ? queries + (token * heads + head) * size : row;
             const int64_t at = token * (size / 2);
-            turn_head(row, weight ? weight + head * size : nullptr, eps, cos + at, sin + at, to, size);
+            turn_head(row, norm, eps, cos + at, sin + at, to, size);
         }
         if (head >= turned) {
+            if (norm) rms_norm_row(row, norm, row, size, eps);
             store_kv_row(kv, slots[token], layer, head - turned, VALUES, row);
         } else if (head >= heads) {
             store_kv_row(kv, slots[token], layer, head - heads, KEYS, row);
@@ -216,17 +218,30 @@ QUIRE_API void quire_gate(int32_t activation, int32_t dtype, const void* x, void
     });
 }
 
-// Normalizes (where `weight` is not null) and turns queries and keys, and stores keys and values in layer `layer` of
-// the cache. `qkv` is overwritten. Returns 1, and does nothing, where a slot is outside the cache's `blocks`.
+// x = cap * tanh(x / cap), for `count` numbers: see `soft_cap` in elementwise.py.
+QUIRE_API void quire_soft_cap(float* x, int64_t count, float cap) {
+    const int64_t parts = (count + GATE_PART - 1) / GATE_PART;
+    for_each(parts, GATE_PART, [=](int64_t part) {
+        const int64_t last = std::min(count, (part + 1) * GATE_PART);
+        for (int64_t i = part * GATE_PART; i < last; i += LANES) {
+            const f32x16 power = exp(load_some(x + i, last - i) * (2.0f / cap));
+            store_some(x + i, cap - 2.0f * cap / (power + 1.0f), last - i);
+        }
+    });
+}
+
+// Normalizes the first `normed` heads (queries, keys, values), turns queries and keys, and stores keys and values in
+// layer `layer` of the cache. `qkv` is overwritten. Returns 1, and does nothing, where a slot is outside the cache's `blocks`.
 QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, int32_t weight_dtype, void* qkv, void* queries,
-                                         const void* weight, float eps, const float* cos, const float* sin,
-                                         const int64_t* slots, int64_t tokens, int64_t heads, int64_t layer,
-                                         int64_t blocks, const KvCache* kv) {
+                                         const void* weight, int64_t normed, float eps, const float* cos,
+                                         const float* sin, const int64_t* slots, int64_t tokens, int64_t heads,
+                                         int64_t layer, int64_t blocks, const KvCache* kv) {
     if (!within(slots, tokens, blocks * kv->block_size)) return 1;
     with_types(dtype, weight_dtype, [=](auto* type, auto* weight_type) {
         using T = std::remove_pointer_t<decltype(type)>;
         using W = std::remove_pointer_t<decltype(weight_type)>;
-        const Rotation<T, W> step{(T*)qkv, (T*)queries, (const W*)weight, cos, sin, slots, heads, layer, eps, *kv};
+        const Rotation<T, W> step{(T*)qkv, (T*)queries, (const W*)weight, cos, sin, slots,
+                                  normed,  heads,       layer,            eps, *kv};
         const int64_t all = heads + 2 * kv->kv_heads;
         for_each(tokens * all, kv->head_dim, [=](int64_t i) { step.head(i / all, i % all); });
     });
