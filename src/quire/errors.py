@@ -182,3 +182,7 @@ class RemoteError(QuireError):
 
 class BenchmarkError(QuireError):
     """A benchmark's run did not do what it was to measure."""
+
+
+class BatchError(QuireError):
+    """A batch cannot be begun, or cannot go on."""

@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
     "chat": "talk with a model",
     "serve": "answer requests over HTTP, with OpenAI's interface",
+    "batch": "answer a file of requests, resumably",
     "route": "one door for several servers, each request to the cheapest",
     "up": "start a cluster: a router, its servers, and what they need",
     "down": "end a cluster",

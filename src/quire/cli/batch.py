@@ -1,0 +1,283 @@
+"""Answer a file of requests, in OpenAI's batch format: one JSON object a line, with custom_id, method, url and body.
+
+  quire batch requests.jsonl answers.jsonl                         the model that the first request names
+  quire batch requests.jsonl answers.jsonl --model ./qwen3 -- --max-num-seqs 64
+  quire batch requests.jsonl answers.jsonl --url http://127.0.0.1:8000
+
+Without --url a server is started for the batch; what follows -- are options of 'quire serve'. Answers come in the order
+in which they are made. A batch that was interrupted, by kill -9 too, goes on where it was when the command is repeated.
+
+Exit codes: 0 every request got a 200; 1 some did not (their lines say why), or the batch cannot go on; 2 an option or
+the file of requests is not valid; 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire import child
+from quire.errors import BatchError, ConfigError
+from quire.server.batch_lines import Answer, Answers, Counts, Requests
+from quire.server.batch_lines import run as run_batch
+from quire.server.config import read_keys
+
+CONCURRENCY = 128
+BUSY = (429, 502, 503)
+"""Statuses of a server that may answer later."""
+ATTEMPTS = 12
+LONGEST_WAIT = 30.0
+MAX_ANSWER_BYTES = 256 << 20
+READY_SECONDS = 1800.0
+
+
+class _FirstBody(msgspec.Struct):
+    model: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments and flags of `quire batch`."""
+    parser.usage = "quire batch IN.jsonl OUT.jsonl [--url URL | --model MODEL] [options] [-- options of quire serve]"
+    parser.add_argument("words", nargs="*", metavar="FILE", help="the file of requests, and the file of answers")
+    parser.add_argument("--url", help="a server that is there already, such as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", help="its key, or @FILE")
+    parser.add_argument("--model", help="a folder, org/name, or 'demo' (default: what the first request names)")
+    parser.add_argument(
+        "--concurrency", type=int, default=CONCURRENCY, help=f"requests at a time (default: {CONCURRENCY})"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer all requests; see the module's docstring for the exit codes."""
+    if len(args.words) < 2:
+        raise ConfigError("a batch needs two files: that of the requests, and that of the answers")
+    source, target, *options = args.words
+    if args.url and (args.model or options):
+        raise ConfigError(
+            "--url names a server that is there already; --model and what follows -- are for one to start"
+        )
+    if not 1 <= args.concurrency <= 4096:
+        raise ConfigError(f"--concurrency is {args.concurrency}; it must be from 1 to 4096")
+    if os.path.exists(target) and os.path.samefile(source, target):
+        raise ConfigError("the file of answers is that of the requests; give it another name")
+    requests = _requests(Path(source))
+    answers = Answers(Path(target))
+    try:
+        counts = asyncio.run(_run(args, options, requests, answers))
+    finally:
+        answers.close()
+        requests.close()
+    print(_report(counts), file=sys.stderr)
+    return int(counts.failed > 0)
+
+
+def _requests(path: Path) -> Requests:
+    try:
+        return Requests(path)
+    except BatchError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _report(counts: Counts) -> str:
+    failed = f", {counts.failed} of them with errors" if counts.failed else ""
+    return f"{counts.completed} of {counts.total} requests are answered{failed}"
+
+
+async def _run(args: argparse.Namespace, options: list[str], requests: Requests, answers: Answers) -> Counts:
+    with _progress(len(requests.places), args.quiet) as tell:
+        if len(answers.done) == len(requests.places):  # no server need be there
+            return await run_batch(requests, answers, _nobody, 1, tell)
+        async with contextlib.AsyncExitStack() as stack:
+            url, key = args.url, read_keys([args.api_key], "api_key")[0] if args.api_key else ""
+            if url is None:
+                url, key = await stack.enter_async_context(_server(args.model or _first_model(requests), options))
+            asker = await stack.enter_async_context(contextlib.aclosing(_Asker(url, key)))
+            try:
+                return await run_batch(requests, answers, asker.post, args.concurrency, tell)
+            except* BatchError as errors:
+                first = next(iter(errors.exceptions))
+                raise BatchError(f"{first}; repeat the command to go on from there") from None
+
+
+async def _nobody(url: str, body: bytes) -> Answer:
+    raise BatchError("there is no server")
+
+
+def _first_model(requests: Requests) -> str:
+    """The model that the first request names."""
+    for name in requests.places:
+        if name not in requests.problems:
+            model = ""
+            with contextlib.suppress(msgspec.DecodeError):
+                model = msgspec.json.decode(requests.read(name).body, type=_FirstBody).model
+            if model:
+                return model
+            break
+    raise ConfigError("no model was named; say --model MODEL, or --url URL of a server")
+
+
+@contextlib.contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Any]:
+    """What is told how far the batch is."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda counts: None
+        return
+    from quire.progress import BatchProgress
+
+    with BatchProgress(total) as bar:
+        yield lambda counts: bar.update(counts.completed, counts.tokens)
+
+
+class _Body:
+    """Collects one answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+        self.data = bytearray()
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def body(self, data: bytes, at: float) -> None:
+        self.data += data
+        if len(self.data) > MAX_ANSWER_BYTES:
+            raise BatchError(f"the server's answer has more than {MAX_ANSWER_BYTES} bytes")
+
+
+class _Asker:
+    """Asks a server, again where it is busy or away for a while."""
+
+    def __init__(self, url: str, key: str) -> None:
+        from quire.bench.serve.http_client import HttpClient, parse_url
+
+        origin, self._path = parse_url(url)
+        self._path = self._path.removesuffix("/v1")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = HttpClient(origin, {"user-agent": "quire-batch", **headers})
+
+    async def aclose(self) -> None:
+        await self._client.close()
+
+    async def post(self, url: str, body: bytes) -> Answer:
+        """The answer to one request.
+
+        Raises:
+            BatchError: the server stays away, or refuses the key.
+        """
+        from quire.bench.serve.http_client import HttpError
+
+        request = self._client.request("POST", self._path + url, body)
+        for attempt in range(ATTEMPTS):
+            found, trouble, wait = _Body(), "", min(LONGEST_WAIT, 0.25 * 2**attempt)
+            try:
+                await self._client.exchange(request, found)
+            except HttpError as error:
+                trouble = str(error)
+            else:
+                if found.status in (401, 403):
+                    raise BatchError(f"the server refuses the API key ({found.status}); say --api-key")
+                if found.status not in BUSY:
+                    return Answer(found.status, found.headers.get("x-request-id", ""), _json(bytes(found.data)))
+                trouble = f"the server answers {found.status}"
+                with contextlib.suppress(ValueError):
+                    wait = min(LONGEST_WAIT, max(wait, float(found.headers.get("retry-after", ""))))
+            await asyncio.sleep(wait * random.uniform(0.75, 1.25))
+        raise BatchError(f"{trouble}, {ATTEMPTS} times")
+
+
+def _json(body: bytes) -> bytes:
+    """An answer's body as JSON of one line; what is none as a string."""
+    try:
+        return msgspec.json.format(body, indent=-1)
+    except (msgspec.DecodeError, RecursionError):
+        return msgspec.json.encode(body.decode(errors="replace"))
+
+
+@contextlib.asynccontextmanager
+async def _server(model: str, options: list[str]) -> AsyncIterator[tuple[str, str]]:
+    """A server of this model for as long as it is needed: its URL, and the key that nobody else knows."""
+    key = secrets.token_urlsafe(24)
+    with tempfile.NamedTemporaryFile("w", suffix=".key") as file:  # readable by this user alone
+        file.write(key)
+        file.flush()
+        own = ["--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--no-log-requests"]
+        command = [*child.python("quire.cli.main"), "serve", model, *options, *own, "--api-key", f"@{file.name}"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=child.die_with_parent,
+        )
+        try:
+            yield await _Starting(process).ready(), key
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+class _Starting:
+    """Reads what a server says of itself until it is ready, and its log to the end, so that it can go on writing."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._last: deque[str] = deque(maxlen=1)
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[str] = self._loop.create_future()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    async def ready(self) -> str:
+        """Its URL, once it takes requests.
+
+        Raises:
+            BatchError: it has ended, or takes too long.
+        """
+        try:
+            return await asyncio.wait_for(self._done, READY_SECONDS)
+        except TimeoutError:
+            raise BatchError(f"the server was not ready within {READY_SECONDS:g} s") from None
+
+    def _read(self) -> None:
+        for line in self._process.stderr or ():
+            try:
+                said = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                said = {"text": line.decode(errors="replace").strip()}
+            if said.get("event") == "started":
+                self._tell(said["url"])
+            elif said.get("text"):
+                self._last.append(str(said["text"]))
+        self._tell("")
+
+    def _tell(self, url: str) -> None:
+        def tell() -> None:
+            if self._done.done():
+                return
+            if url:
+                self._done.set_result(url)
+            else:
+                why = "; ".join(self._last) or "it says nothing"
+                self._done.set_exception(BatchError(f"the server has ended: {why.removeprefix('quire: error: ')}"))
+
+        with contextlib.suppress(RuntimeError):  # nobody waits any more
+            self._loop.call_soon_threadsafe(tell)

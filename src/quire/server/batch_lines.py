@@ -1,0 +1,277 @@
+"""A batch: requests in a file, one a line, and their answers in another one, in OpenAI's format.
+
+The file of answers is the whole state. A line is appended when its request has been answered, and whatever was cut off
+by the end of a process is removed when the batch goes on: so it may be killed at any byte, and does nothing twice but
+what was in progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.errors import BatchError
+
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
+MAX_LINE_BYTES = 64 << 20
+MAX_ID_LENGTH = 512
+
+
+class Line(msgspec.Struct):
+    """One request of a batch. `body` is passed on as it is."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Streams(msgspec.Struct):
+    stream: Any = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Done(msgspec.Struct):
+    """What is read of an answer that was written."""
+
+    id: str
+    custom_id: str
+    response: dict[str, msgspec.Raw] | None
+    error: dict[str, msgspec.Raw] | None
+
+
+class Answer(NamedTuple):
+    """What a server has said to a request: its body is JSON."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+Post = Callable[[str, bytes], Awaitable[Answer]]
+"""Asks a server; raises `BatchError` where there is no answer to be had."""
+
+
+class Place(NamedTuple):
+    """Where a request is in the file of requests."""
+
+    number: int
+    start: int
+    size: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """How far a batch is. `failed`: answers that are no 200, and lines that are no requests."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
+def read_line(data: bytes, number: int) -> Line:
+    """The request in a line.
+
+    Raises:
+        BatchError: it is none; the message says why.
+    """
+    where = f"line {number}"
+    try:
+        line = msgspec.json.decode(data, type=Line)
+        streams = msgspec.json.decode(line.body, type=_Streams).stream
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BatchError(f"{where} is no request, an object with custom_id, method, url and body: {error}") from error
+    if not 0 < len(line.custom_id) <= MAX_ID_LENGTH:
+        raise BatchError(f"{where}: custom_id must have 1 to {MAX_ID_LENGTH} characters")
+    if line.method != "POST" or line.url not in URLS:
+        raise BatchError(f"{where} asks for {line.method[:16]} {line.url[:80]}; allowed are POST and {', '.join(URLS)}")
+    if streams not in (None, False):
+        raise BatchError(f"{where} has stream; the answers of a batch are whole")
+    return line
+
+
+class Requests:
+    """The requests of a file, read one by one.
+
+    Attributes:
+        places: where each is, by its custom_id; a line that is no request has one made of its number.
+        problems: why such a line is none, by the same.
+
+    Raises:
+        BatchError: a custom_id stands twice, or a line is too long. OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.places: dict[str, Place] = {}
+        self.problems: dict[str, str] = {}
+        self._file = path.open("rb")
+        start = 0
+        for number, data in enumerate(iter(lambda: self._file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            if len(data) > MAX_LINE_BYTES:
+                raise BatchError(f"line {number} has more than {MAX_LINE_BYTES} bytes")
+            if data.strip():
+                self._add(data, Place(number, start, len(data)))
+            start += len(data)
+
+    def _add(self, data: bytes, place: Place) -> None:
+        try:
+            name = read_line(data, place.number).custom_id
+        except BatchError as error:
+            name = f"line-{place.number}"
+            self.problems[name] = str(error)
+        if name in self.places:
+            first = self.places[name].number
+            raise BatchError(f"lines {first} and {place.number} have the same custom_id; each needs its own")
+        self.places[name] = place
+
+    def read(self, name: str) -> Line:
+        """The request of this custom_id."""
+        place = self.places[name]
+        return read_line(os.pread(self._file.fileno(), place.size, place.start), place.number)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Answers:
+    """The file of answers: what is there already, and what is appended.
+
+    Attributes:
+        done: the custom_ids that have one, and whether it went well.
+
+    Raises:
+        BatchError: another process writes it, or it holds something else. OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.done: dict[str, bool] = {}
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BatchError(f"{path} is being written by another batch; give each its own file") from None
+            self._take_up(path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _take_up(self, path: Path) -> None:
+        """Read what is whole, and cut off what is not."""
+        whole = 0
+        with path.open("rb") as file:
+            for number, data in enumerate(file, start=1):
+                if not data.endswith(b"\n"):
+                    break
+                whole += len(data)
+                try:
+                    answer = msgspec.json.decode(data, type=_Done)
+                except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                    raise BatchError(f"{path}, line {number} is no answer of a batch; give another file") from error
+                status = (answer.response or {}).get("status_code")
+                self.done[answer.custom_id] = status is not None and bytes(status) == b"200"
+        os.ftruncate(self._descriptor, whole)
+
+    def add(self, name: str, answer: Answer | None, problem: str = "") -> None:
+        """Append an answer, or why there is none."""
+        digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+        line = {
+            "id": f"batch_req_{digest}",
+            "custom_id": name,
+            "response": answer
+            and {
+                "status_code": answer.status,
+                "request_id": answer.request_id,
+                "body": msgspec.Raw(answer.body),
+            },
+            "error": None if answer else {"code": "invalid_request", "message": problem},
+        }
+        data = memoryview(msgspec.json.encode(line) + b"\n")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        self.done[name] = answer is not None and answer.status == 200
+
+    def close(self) -> None:
+        """Have it on the disk, and close it."""
+        with suppress(OSError):
+            os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+
+async def run(
+    requests: Requests, answers: Answers, post: Post, concurrency: int, tell: Callable[[Counts], None]
+) -> Counts:
+    """Answer all requests that have no answer yet, so many at a time.
+
+    Args:
+        tell: is told how far it is, whenever that changes.
+
+    Raises:
+        BatchError: `post` did; what is in progress is given up, and the batch may go on later. Also where the answers
+            are those of other requests.
+    """
+    strange = next((name for name in answers.done if name not in requests.places), None)
+    if strange is not None:
+        raise BatchError(f"the file of answers has one to {strange[:80]!r}, which is no request of this batch")
+    counts = Counts(len(requests.places), len(answers.done), len(answers.done) - sum(answers.done.values()))
+    tell(counts)
+    todo = (name for name in requests.places if name not in answers.done)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(max(1, concurrency)):
+            group.create_task(_work(todo, requests, answers, post, counts, tell))
+    return counts
+
+
+async def _work(
+    todo: Iterator[str],
+    requests: Requests,
+    answers: Answers,
+    post: Post,
+    counts: Counts,
+    tell: Callable[[Counts], None],
+) -> None:
+    """One request after the other; all workers share `todo`."""
+    for name in todo:
+        answer, problem = None, requests.problems.get(name, "")
+        if not problem:
+            line = requests.read(name)
+            answer = await post(line.url, bytes(line.body))
+        answers.add(name, answer, problem)
+        counts.completed += 1
+        counts.failed += not answers.done[name]
+        counts.tokens += _tokens(answer)
+        tell(counts)
+
+
+def _tokens(answer: Answer | None) -> int:
+    if answer is None:
+        return 0
+    try:
+        usage = msgspec.json.decode(answer.body, type=_Counted).usage
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    return (usage and usage.completion_tokens) or 0
