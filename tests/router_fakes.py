@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 
+from quire.fleet.cached_prompts import CachedPrompts
 from quire.router.app import create_app
 from quire.router.config import RouterConfig
 from quire.router.run import make_site
@@ -61,6 +62,7 @@ class FakeServer:
         stalls_after: events after which it says nothing more, whatever it is asked: it is stalled.
         chunk: characters an event. pause: seconds before each. die_after: events after which it goes away, once.
         status: of answers to requests for text. requests: bodies that came, with their headers in "headers".
+        cached: what it tells of its cache; None: nothing.
     """
 
     loop: Loop
@@ -77,6 +79,7 @@ class FakeServer:
     last_words: str | None = None
     models_answer: tuple[int, Any] | None = None
     told: dict[str, Any] = field(default_factory=dict)
+    cached: CachedPrompts | None = None
     fingerprint: str = "fp"
     card: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -141,6 +144,9 @@ class FakeServer:
             return _json(writer, status, content)
         if path == "/load":
             return _json(writer, 200, {"engine": "1-1", "checkpoint": "c", **self.told})
+        if path.startswith("/load/prompts?since="):
+            since = int(path.partition("=")[2])
+            return _json(writer, *((404, {}) if self.cached is None else (200, self.cached.told(since))))
         try:
             body = json.loads(data or b"{}")
         except ValueError:

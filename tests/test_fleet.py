@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, OrderedDict
 from dataclasses import replace
+from hashlib import blake2b
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.cache_events import CacheEvent
+from quire.fleet.cached_prompts import CachedPrompts, read_told
 from quire.fleet.choice import NEAR, POLICIES, RUNNING_TOKENS, Candidate, Chooser, cost_of
 from quire.fleet.knowledge import Knowledge
 from quire.fleet.load import Load
@@ -207,6 +210,80 @@ def test_knowledge_is_that_of_a_cache_whose_every_event_was_heard_or_missed(data
         if kind != "lost":
             assert known.count("a") == len(cache)
             assert all(known.held("a", [hash]) for hash in cache)
+
+
+# -- what an engine tells ---------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_router_that_hears_an_engine_knows_what_is_cached_there(data):
+    """A cache of blocks, of which any go at any time; a router that looks now and then, and misses events."""
+    there: set[bytes] = set()
+    cached, known = CachedPrompts("boot", max_names=40), Knowledge()
+    names_of: dict[bytes, bytes] = {}
+    for _ in range(data.draw(st.integers(1, 30))):
+        stem = data.draw(st.integers(0, 3))
+        sent, blocks = names(stem, *range(5)), chain("b", stem, 1, 2)[1:]
+        match data.draw(st.sampled_from(["computed", "gone", "looked", "missed"])):
+            case "computed":
+                there |= set(blocks)
+                cached.computed(b"".join(sent), blocks, there.__contains__)
+                names_of |= {name: blocks[max(1, (i + 1) * 3 // 6) - 1] for i, name in enumerate(sent)}
+                known.sent("a", sent)
+            case "gone":
+                there -= (gone := set(blocks[data.draw(st.integers(0, 2)) :]))
+                cached.gone(gone)
+            case "missed":
+                cached._events.take()  # a ring that has come round
+            case _:
+                _hear(known, cached)
+    if _hear(known, cached) == -1:
+        _hear(known, cached)
+    held = {name for name in names_of if known.held("a", [name])}
+    assert held == {name for name, block in names_of.items() if block in there} == set(cached._block_of)
+
+
+def names(*words: object) -> list[bytes]:
+    return [blake2b(each, digest_size=8).digest() for each in chain(*words)]
+
+
+def _hear(known, cached):
+    since = known.expects("a")
+    news = read_told(json.loads(json.dumps(cached.told(since))), since)
+    if news.names is not None:
+        known.snapshot("a", news.boot, news.next, news.names)
+    else:
+        known.hear("a", news.boot, news.events)
+    return known.expects("a")
+
+
+def test_what_was_sent_and_never_computed_is_taken_back():
+    cached, known = CachedPrompts("boot"), Knowledge()
+    _hear(known, cached)
+    sent = names(*range(8))
+    known.sent("a", sent)
+    cached.computed(b"".join(sent), [b"1", b"2", b"3", b"4"], {b"1", b"2"}.__contains__)
+    _hear(known, cached)
+    assert known.held("a", sent) == 5  # the sixth ends in the third block
+    cached.computed(b"".join(names("short")), [], {}.__contains__)
+    assert len(cached) == 5
+
+
+def test_an_engine_knows_so_many_names_and_says_which_ones_it_has_forgotten():
+    cached, known = CachedPrompts("boot", max_names=4), Knowledge()
+    for stem in "xyz":
+        cached.computed(b"".join(names(stem, 1, 2)), [stem.encode()], lambda block: True)
+        _hear(known, cached)
+    assert len(cached) == 4
+    assert (known.count("a"), known.held("a", names("z", 1, 2)), known.held("a", names("x"))) == (4, 3, 0)
+    _hear(known, CachedPrompts("another boot"))
+    assert known.count("a") == 0
+
+
+@pytest.mark.parametrize("told", [None, [], {"boot": 1}, {"boot": "", "next": 1, "events": [""]}, {"next": "x"}])
+def test_what_is_no_such_document_is_an_error(told):
+    with pytest.raises(ValueError, match=r".+"):
+        read_told(told, 0)
 
 
 # -- loads -----------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
+from quire.fleet.cached_prompts import CachedPrompts
+from quire.fleet.prompt import CHUNK_BYTES, read_prompt
 from quire.router.config import RouterConfig
-from quire.router.prompt import CHUNK_BYTES, read_prompt
 from quire.router.resume import StreamPosition
 from quire.router.run import leave, read_servers_file, watch_file
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
@@ -151,6 +152,24 @@ def test_what_a_server_has_no_room_for_is_not_counted_on(loop: Loop) -> None:
         assert before > 500
         assert last < 300
     server.stop()
+
+
+def test_what_a_server_tells_of_its_cache_counts_and_one_that_tells_nothing_is_asked_no_more(loop: Loop) -> None:
+    teller, other = FakeServer(loop, cached=CachedPrompts("1")), FakeServer(loop)
+    prompt = "a conversation that another router has sent " * 40
+    names = b"".join(read_prompt(json.dumps({"prompt": prompt}).encode()).hashes)
+    assert teller.cached is not None
+    teller.cached.computed(names, [b"block"], lambda block: True)
+    with RouterThread([teller, other]) as router:
+        known = router.site.servers.knowledge
+        assert wait_until(lambda: known.count(teller.address) == len(names) // 8)
+        router.complete(prompt=prompt)
+        assert (len(teller.requests), teller.requests[0]["headers"]["x-quire-names"]) == (1, "1")
+        teller.cached.gone([b"block"])
+        assert wait_until(lambda: known.count(teller.address) == 0)
+        assert known.expects(other.address) == -1
+    for one in (teller, other):
+        one.stop()
 
 
 def test_connections_to_servers_are_kept(pair: list[FakeServer]) -> None:

@@ -53,7 +53,7 @@ class Fleet:
         """Two servers are up."""
         self.servers = [one for one in self.servers if one.process.poll() is None]
         while len(self.servers) < 2:
-            server = ServeProcess("--api-key", KEY, "--join", self.router.url, key=KEY, wait="nothing")
+            server = ServeProcess("--api-key", KEY, "--admin", "--join", self.router.url, key=KEY, wait="nothing")
             server.__enter__()
             self.servers.append(server)
         for one in self.servers:
@@ -124,6 +124,29 @@ def test_the_official_client_talks_to_a_fleet_of_which_one_is_killed_under_load(
         thread.join()
     client.close()
     assert texts == [expected] * 8
+
+
+def test_a_router_hears_what_servers_have_cached_also_of_what_it_did_not_send(fleet: Fleet) -> None:
+    fleet.fill()
+    prompt = "".join(f"def add{index}(a, b):\n    return a + {index} * b\n" for index in range(12))
+    body = {"prompt": prompt, "max_tokens": 1}
+    fleet.router.json("/v1/completions", body)
+    first = fleet.router.json("/router/status")["requests"][0]["server"]
+    urls = [f"--server=http://{address}" for address in fleet.router.up()]
+    with RouteProcess(*urls, "--api-key", KEY, key=KEY) as other:
+        wait_until(lambda: len(other.up()) == 2)
+        wait_until(lambda: _known(other)[first] >= len(prompt) // 128)
+        other.json("/v1/completions", body)
+        request = other.json("/router/status")["requests"][0]
+        assert request["server"] == first
+        assert next(cost["held"] for cost in request["costs"] if cost["server"] == first) > 80
+        [server] = [one for one in fleet.servers if first.endswith(f":{one.port}")]
+        server.json("/reset_prefix_cache", {})
+        wait_until(lambda: _known(other)[first] == _known(fleet.router)[first] == 0)
+
+
+def _known(router: RouteProcess) -> dict[str, int]:
+    return {one["server"]: one["known_chunks"] for one in router.json("/router/status")["servers"]}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 KEPT_EVENTS = 2**16
@@ -41,6 +42,18 @@ class CacheEvents:
     ) -> None:
         self._events.append(CacheEvent(self._next, kind, hash, parent, group))
         self._next += 1
+
+    @property
+    def next(self) -> int:
+        """Number of the next event."""
+        return self._next
+
+    def since(self, number: int) -> list[CacheEvent] | None:
+        """Those from a number on, which stay; None: some of them are not kept any more, or there is no such number."""
+        count = self._next - number
+        if number < 0 or not 0 <= count <= len(self._events):
+            return None
+        return list(islice(reversed(self._events), count))[::-1]
 
     def take(self) -> list[CacheEvent]:
         """Those since the last call."""

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,6 +86,8 @@ class KVTiers:
         self._cluster_key = _cluster_key(config)
         self._transports = contextlib.ExitStack()
         self._folder: tuple[Path, bytes, int] | None = None
+        self._published: Published | None = None
+        self._on_gone: Callable[[Iterable[bytes]], None] = lambda blocks: None
         if config.disk_kv_path is not None:
             try:
                 self._folder = open_folder(config.disk_kv_path)
@@ -167,6 +169,17 @@ class KVTiers:
             kv.fetches.holders = Holders() if self.nodes else None
             kv.fetches.published = Published(kv.fetches.tier) if self.exporter else None
 
+    def follow(self, scheduler: Scheduler | Lockstep, gone: Callable[[Iterable[bytes]], None]) -> None:
+        """Have somebody told of blocks that are neither in the pool nor in a tier any more. Replicas tell nobody."""
+        if isinstance(scheduler, Scheduler):
+            fetches = scheduler.kv.fetches
+            self._published = fetches.published = fetches.published or Published(fetches.tier)
+            self._on_gone = gone
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block is in the pool or in the host tier, as far as `follow` knows."""
+        return self._published is not None and block_hash in self._published.blocks
+
     def _opened(self, host: HostTier, key: bytes) -> list[Transport]:
         """The ways to other engines, the fastest first."""
         from quire.kv.transport import open_transport
@@ -215,14 +228,18 @@ class KVTiers:
         Args:
             num_steps: that the engine has computed.
         """
-        if self.mailbox is None or isinstance(scheduler, Lockstep):
+        if isinstance(scheduler, Lockstep):
+            return
+        if published := scheduler.kv.fetches.published:
+            came, went = published.changes(scheduler.kv.cache)
+            if went:
+                self._on_gone(went)
+            if self.agent is not None and self.exporter is not None and (came or went):
+                self.agent.changed(came, went)
+        if self.mailbox is None:
             return
         if scheduler.kv.fetches.orders:
             self._order(scheduler)
-        if self.agent is not None and (published := scheduler.kv.fetches.published):
-            came, went = published.changes(scheduler.kv.cache)
-            if came or went:
-                self.agent.changed(came, went)
         if self.exporter is not None and (exports := scheduler.kv.exports):
             self.exporter.steps = num_steps
             for told in exports.advance(scheduler.kv.cache):

@@ -92,11 +92,16 @@ class Knowledge:
                 known.blocks.pop(event.hash, None)
         return known.next is not None
 
+    def expects(self, server: str) -> int:
+        """Number of the server's next event; -1: a snapshot is needed."""
+        found = self._servers.get(server)
+        return -1 if found is None or found.next is None else found.next
+
     def snapshot(self, server: str, boot: str, next_event: int, hashes: Iterable[bytes]) -> None:
         """All that a server has, before its event of this number; the least recently used first, or in any order."""
         known = self._of(server)
         known.boot, known.next = boot, next_event
-        known.blocks = dict.fromkeys(hashes)
+        known.blocks, known.room = dict.fromkeys(hashes), self._max_blocks  # it says itself what goes
         known.use(())
 
     def resize(self, server: str, blocks: int) -> None:

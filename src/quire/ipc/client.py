@@ -37,7 +37,7 @@ from quire.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 PULSE_INTERVAL = 1.0
-Document = Literal["live", "requests", "steps", "stats"]
+Document = Literal["live", "requests", "steps", "stats", "prompts"]
 
 
 @dataclass(slots=True)
@@ -54,6 +54,7 @@ class _Origin:
     tokenize_seconds: float
     suspect: bool = False
     link: EngineLink | None = None
+    prompt_names: bytes = b""
 
 
 class EngineClient:
@@ -178,7 +179,14 @@ class EngineClient:
         return self._ready().pooled(prompt, pooling)
 
     async def generate(
-        self, prepared: Prepared, *, name: str, owner: str = "", arrived: float, tokenize_seconds: float = 0.0
+        self,
+        prepared: Prepared,
+        *,
+        name: str,
+        owner: str = "",
+        arrived: float,
+        tokenize_seconds: float = 0.0,
+        prompt_names: bytes = b"",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a prepared prompt; hands out its output whenever it has grown. Closing this early aborts it.
 
@@ -186,6 +194,7 @@ class EngineClient:
             name: the id that the client sees.
             owner: the tenant. Tenants share no cached prefixes.
             arrived: when the call came in, on the monotonic clock.
+            prompt_names: see `wire.Add`.
 
         Raises:
             EngineClosedError: there is no engine to run it.
@@ -195,6 +204,7 @@ class EngineClient:
         requests, self._outbox = self._outbox, []
         for request in requests:
             self._origins[request.id] = _Origin(name, owner, arrived, tokenize_seconds)
+        self._origins[requests[0].id].prompt_names = prompt_names
         self._numbers[output.request_id] = [request.id for request in requests]
         self._place(requests, self._chosen(requests[0]))  # choices of one prompt share its blocks
         try:
@@ -431,4 +441,5 @@ def _message(request: Request, origin: _Origin) -> wire.Add:
         num_scored=request.num_scored,
         pooling=request.pooling,
         suspect=origin.suspect,
+        prompt_names=origin.prompt_names,
     )

@@ -28,6 +28,7 @@ from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RankLostError, RequestError
+from quire.fleet.cached_prompts import CachedPrompts
 from quire.ipc import wire
 from quire.ipc.board import NUM_IN_STEP, NUM_OPEN, PATIENCE, PULSE, START_SECONDS, Board
 from quire.models.hub import resolve
@@ -110,6 +111,8 @@ class EngineProcess:
         self._next_id = 0
         self._stopping = False
         self.engine = self._load()
+        self._prompts = CachedPrompts(f"{start.boot}.{os.getpid()}")
+        self.engine.tiers.follow(self.engine.scheduler, self._prompts.gone)
         self._patience = Patience(self.engine.model, self.engine.device.asynchronous)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: what is queued is bounded by the requests' own outputs
@@ -260,6 +263,8 @@ class EngineProcess:
             case wire.AbortNamed():
                 found = self._abort_named(message.name, message.owner)
                 self._reply(client, message.ticket, msgspec.json.encode(found))
+            case wire.Inspect(what="prompts"):
+                self._reply(client, message.ticket, msgspec.json.encode(self._prompts.told(message.since)))
             case wire.Inspect():
                 document = self._recorder.document(self.engine, message.what, message.since)
                 self._reply(client, message.ticket, document)
@@ -395,6 +400,8 @@ class EngineProcess:
         by_worker: dict[int, list[RequestUpdate]] = defaultdict(list)
         for update in updates:
             add = self._adds[update.request]
+            if add.prompt_names:
+                self._name_prompt(add, self._requests[update.request])
             if update.finish_reason is not None:
                 self._recorder.ended(self._requests.pop(update.request), update)
                 del self._adds[update.request], self._numbers[add.number]
@@ -404,6 +411,12 @@ class EngineProcess:
             by_worker[add.number >> wire.WORKER_SHIFT].append(update)
         for worker, some in by_worker.items():
             self._send_to(worker, some)
+
+    def _name_prompt(self, add: wire.Add, request: Request) -> None:
+        """A request whose prompt has names has its first token, or is over."""
+        blocks = request.hashes[: request.num_prompt // self.engine.config.block_size]
+        self._prompts.computed(add.prompt_names, blocks, self.engine.tiers.holds)
+        add.prompt_names = b""
 
     def _end(self, update: RequestUpdate) -> None:
         """Tell of the end of a request that is not in the engine."""

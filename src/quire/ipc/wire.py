@@ -85,6 +85,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
         num_scored: prompt log-probabilities that were delivered already.
         pooling: see `Request`.
         suspect: it was in the step that brought an engine down; it runs on probation.
+        prompt_names: what a router calls the beginnings of the prompt, see `fleet/prompt.py`; empty: none has sent it.
         arrived: seconds on the monotonic clock of this machine. tokenize_seconds: what rendering and tokenizing took.
     """
 
@@ -104,6 +105,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
     num_scored: int = 0
     pooling: PoolingParams | None = None
     suspect: bool = False
+    prompt_names: bytes = b""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -129,11 +131,12 @@ class AbortNamed(msgspec.Struct, tag="abort_named"):
 
 
 class Inspect(msgspec.Struct, tag="inspect"):
-    """Tell how things stand; answered by a `Reply` with the JSON document of `recorder.py`."""
+    """Tell how things stand; answered by a `Reply` with a JSON document of `recorder.py`, or "prompts": of
+    `fleet/cached_prompts.py`."""
 
     ticket: int
-    what: Literal["live", "requests", "steps", "stats"]
-    since: int = 0  # steps before this number are known already
+    what: Literal["live", "requests", "steps", "stats", "prompts"]
+    since: int = 0  # steps, or events, before this number are known already
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from quire.router.prompt import Prompt, new_seed, read_prompt
+from quire.fleet.prompt import Prompt, read_prompt
 from quire.router.resume import EVENT_END, CannotResumeError, Continuation, StreamPosition, payloads
 from quire.router.servers import Choice, Server
 from quire.router.site import Site
@@ -26,6 +27,7 @@ from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import RETRY_RESTARTING, stop_error
 from quire.server.errors import ApiError
+from quire.server.generation import ASK_NAMES
 from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, read_body
@@ -36,6 +38,9 @@ WAIT_SECONDS = 15.0
 """A request that has lost its server waits so long for one that can take it."""
 WHOLE_BYTES = 1 << 20
 """Of an answer that is no stream: up to here it is collected, so that it can still come from elsewhere."""
+
+SEED_BITS = 31
+"""Of the seed that a request without one is given."""
 
 MOST_EVENT_BYTES = 4 << 20
 """What is longer is no event."""
@@ -48,6 +53,7 @@ _HOP = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"x-request-id", b"date", b"server"}
 )
 """Headers of answers that are between the server and the router, or that the router makes itself."""
+_ASK_NAMES = (ASK_NAMES.encode(), b"1")
 _ERROR_EVENT = b'data: {"error"'
 
 
@@ -120,7 +126,7 @@ class Relay:
             large = len(body) > SMALL_BODY_BYTES
             prompt = await asyncio.to_thread(read_prompt, body, self._key) if large else read_prompt(body, self._key)
         if not prompt.seeded:
-            self._seed = {"seed": new_seed()}
+            self._seed = {"seed": secrets.randbits(SEED_BITS)}  # so that it says the same wherever it goes on
         note_call(scope, prompt.model, None)
         return prompt
 
@@ -233,6 +239,8 @@ class Relay:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", self._summary.request_id.encode())]
         if self._key:
             headers.append((b"authorization", self._key))
+        if server.is_quire:
+            headers.append(_ASK_NAMES)
         if self._site.traces is not None:
             headers += self._site.traces.onward(self._scope)
         return server.address.request("POST", self._scope["path"], headers, prompt.with_fields(fields))

@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.fleet.cached_prompts import read_told
 from quire.fleet.choice import Candidate, Chooser, Decision, PolicyName
 from quire.fleet.knowledge import Knowledge
 from quire.fleet.load import Load
+from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
-from quire.router.prompt import CHUNK_BYTES, Prompt
 from quire.router.upstream import Address, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Server:
         load: what this router has sent there. others: requests there that came on other ways, as far as it tells.
         models: by name, what tells a model from another one of the same name.
         told: of a Quire server, its last answer to `/load`.
+        tells_prompts: it says what it has cached, or was not asked yet.
         num_requests, num_failures: since the router started.
     """
 
@@ -80,6 +82,7 @@ class Server:
         self.models: dict[str, dict[str, Any]] = {}
         self.is_quire = False
         self.told: dict[str, Any] = {}
+        self.tells_prompts = True
         self.others = 0
         self.num_requests = self.num_failures = 0
         self.heard_at = 0.0  # when it was named, or joined, last
@@ -325,6 +328,7 @@ class Servers:
         if server.is_quire:
             status, body = await fetch("GET", "/load", self._headers, seconds=PATIENCE_SECONDS)
             self._take_load(server, msgspec.json.decode(body) if status == 200 else {})
+            await self._hear(server)
         if server.told.get("checkpoint"):
             models = {name: card | {"checkpoint": server.told["checkpoint"]} for name, card in models.items()}
         conflict = self._conflict(server, models)
@@ -338,13 +342,32 @@ class Servers:
         """What a Quire server says of itself."""
         if told.get("engine") != server.told.get("engine"):
             self.knowledge.forget(server.name)  # another engine: its cache is empty
+            server.tells_prompts = True
         server.told = told
         room = (told.get("num_blocks") or 0) * (told.get("block_size") or 0) * self.bytes_per_token / CHUNK_BYTES
-        if room:
+        if room and self.knowledge.expects(server.name) < 0:
             self.knowledge.resize(server.name, int(room))
         server.load.tell(told.get("prefill_tokens_per_second"))
         own = server.load.running + server.load.waiting
         server.others = max(0, told.get("running", 0) + told.get("waiting", 0) - own)
+
+    async def _hear(self, server: Server) -> None:
+        """What has come into its cache and gone out of it since the last look. A server that does not tell is known by
+        what was sent there.
+        """
+        if not server.tells_prompts:
+            return
+        since = self.knowledge.expects(server.name)
+        path = f"/load/prompts?since={since}"
+        status, body = await server.upstream.fetch("GET", path, self._headers, seconds=PATIENCE_SECONDS)
+        server.tells_prompts = status != 404
+        if status != 200:
+            return
+        news = await asyncio.to_thread(lambda: read_told(msgspec.json.decode(body), since))  # it may be long
+        if news.names is not None:
+            self.knowledge.snapshot(server.name, news.boot, news.next, news.names)
+        else:
+            self.knowledge.hear(server.name, news.boot, news.events)
 
     def _conflict(self, server: Server, models: dict[str, dict[str, Any]]) -> str | None:
         """Another server that serves another model under one of these names."""

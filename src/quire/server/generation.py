@@ -30,6 +30,7 @@ from quire.errors import (
     TokenizerTimeoutError,
     TokenizerUnavailableError,
 )
+from quire.fleet.prompt import read_prompt
 from quire.log import event
 from quire.server.accounts import Account
 from quire.server.admission import Admission, QueueFullError
@@ -49,6 +50,12 @@ logger = logging.getLogger(__name__)
 
 MAX_IGNORED_NAMES = 1000
 """So many names of unknown fields are logged, once each, in the life of a process."""
+
+ASK_NAMES = "x-quire-names"
+"""The header by which a router asks that the engine tells it, in the names of `fleet/prompt.py`, what is cached."""
+
+PROMPT_NAMES = "quire.prompt_names"
+"""Where a scope has the names."""
 
 LARGE_BODIES = 16
 """So many bodies of the largest size may be held at once, or more smaller ones, until they are parsed."""
@@ -111,6 +118,10 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
         # A large one in a thread, so that everybody else's tokens get their turns meanwhile.
         large = len(body) > SMALL_BODY_BYTES
         call = await asyncio.to_thread(parse, body, limits) if large else parse(body, limits)
+        if request.headers.get(ASK_NAMES) is not None:  # a router's request
+            named = body, request.headers.get("authorization", "").encode("latin-1")
+            prompt = await asyncio.to_thread(read_prompt, *named) if large else read_prompt(*named)
+            request.scope[PROMPT_NAMES] = b"".join(prompt.hashes)
     user = call.user if isinstance(call, GenerationCall) else None
     note_call(request.scope, call.model or shared.context.model_names[0], user)
     shared.context.check_model(call.model)
@@ -279,7 +290,8 @@ class Generation:
         chunks: list[bytes] = []
         if call.stream:
             await writer.start(headers)
-        async with contextlib.aclosing(merged([self._stream(prompt) for prompt in prepared])) as news:
+        names = self._scope.get(PROMPT_NAMES, b"") if len(prepared) == 1 else b""
+        async with contextlib.aclosing(merged([self._stream(prompt, names) for prompt in prepared])) as news:
             async for batch in news:
                 now = time.monotonic()
                 for index, output in batch:
@@ -305,13 +317,14 @@ class Generation:
             chunks.append(responder.usage_chunk(ordered))
         await writer.end(chunks)
 
-    def _stream(self, prompt: Prepared) -> AsyncGenerator[RequestOutput, None]:
+    def _stream(self, prompt: Prepared, names: bytes) -> AsyncGenerator[RequestOutput, None]:
         return self._context.client.generate(
             prompt,
             name=self._id,
             owner=tenant_of(self._scope).owner,
             arrived=self._arrived,
             tokenize_seconds=self._tokenize_seconds,
+            prompt_names=names,
         )
 
     def _responder(self, call: Call) -> CompletionResponder | ChatResponder:

@@ -36,6 +36,9 @@ STATS_SECONDS = 5.0
 MEASURED_TOKENS = 4096
 """So many prompt tokens must have been computed for `/load` to say how fast that goes."""
 Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
+SinceEvent = Annotated[
+    int, Query(ge=-1, le=2**62, description="Only events from this number on; -1: all that is there.")
+]
 Engine = Annotated[int | None, Query(ge=0, le=2**31, description="Which replica's; default: one that is ready.")]
 
 
@@ -74,6 +77,18 @@ def open_router(context: AppContext) -> APIRouter:
     )
     async def load() -> Response:
         return json_reply(await _load(context), headers=_NOT_CACHED)
+
+    @router.get(
+        "/load/prompts",
+        summary="What a router must know of the cache: which prompts that it sent came and went, since an event",
+        tags=["server"],
+        dependencies=[Depends(_check_operator)],  # it tells of everybody's requests
+    )
+    async def prompts(since: SinceEvent = -1) -> Response:
+        if len(context.client.links) > 1:
+            raise ApiError(404, "replicas do not tell what each has cached", code="not_told")
+        answer = await context.client.inspect("prompts", since)
+        return Response(answer, media_type="application/json", headers=_NOT_CACHED)
 
     @router.get(
         METRICS_PATH,

@@ -1,13 +1,13 @@
-"""What the router reads of a request's body: as little as it needs to choose, and nothing that it judges.
+"""What a router reads of a request's body: as little as it needs to choose, and nothing that it judges.
 
 Bodies are passed on as they came; whether they are valid is the servers' business. Prompts are compared by their JSON:
 what begins with the same bytes begins with the same tokens, whatever the template and the tokenizer make of it. So the
-router needs neither, and works in front of any server.
+router needs neither, and works in front of any server. A Quire server reads the same names from the same body, and so
+can tell a router in its own words what is cached (`cached_prompts.py`).
 """
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +20,8 @@ CHUNK_BYTES = 128
 MAX_CHUNKS = 8192
 """Prompts are compared up to here, a megabyte."""
 
-SEED_BITS = 31
+NAME_BYTES = 8
+"""Of a name, the hash of a prompt's beginning. They are hints: so many bytes are enough."""
 
 
 class _Body(msgspec.Struct):
@@ -104,16 +105,11 @@ def _bytes(field: Raw | UnsetType) -> bytes:
 
 
 def _hashes(text: bytes, head: bytes) -> list[bytes]:
-    """One running hash, looked at after each chunk. They are hints: eight bytes are enough."""
+    """One running hash, looked at after each chunk."""
     chain = blake3(len(head).to_bytes(4, "little") + head)
     view = memoryview(text)
     hashes = []
     for start in range(0, min(len(text), MAX_CHUNKS * CHUNK_BYTES) - CHUNK_BYTES + 1, CHUNK_BYTES):
         chain.update(view[start : start + CHUNK_BYTES])
-        hashes.append(chain.digest(8))
-    return hashes or [blake3(head + text).digest(8)]
-
-
-def new_seed() -> int:
-    """A seed for a request without one, so that it says the same wherever it goes on."""
-    return secrets.randbits(SEED_BITS)
+        hashes.append(chain.digest(NAME_BYTES))
+    return hashes or [blake3(head + text).digest(NAME_BYTES)]

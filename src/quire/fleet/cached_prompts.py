@@ -1,0 +1,124 @@
+"""What an engine has cached, in the words of a router: which beginnings of prompts, as numbered events.
+
+A router knows prompts by their JSON, in names of 128 bytes each (`prompt.py`); an engine has blocks of tokens. Where
+the one lies in the other is estimated: a prompt's names are spread evenly over its tokens, and each stands and falls
+with the block where it ends. That is as exact as a hint need be, costs a look-up a name when a prompt has been
+computed, and one a block that goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from quire.core.cache_events import CacheEvent, CacheEvents
+from quire.fleet.prompt import NAME_BYTES
+
+MAX_NAMES = 2**17
+"""Names that are known at once, 16 MB of prompts; those that were used least recently go first."""
+
+
+@dataclass(slots=True)
+class CachedPrompts:
+    """Names of prompts, while what they stand for is cached.
+
+    Attributes:
+        boot: another one after each start of the engine.
+    """
+
+    boot: str
+    max_names: int = MAX_NAMES
+    _events: CacheEvents = field(default_factory=CacheEvents)
+    _block_of: dict[bytes, bytes] = field(default_factory=dict)  # by name, in the order of their last use
+    _names_of: dict[bytes, list[bytes]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def computed(self, names: bytes, blocks: Sequence[bytes], holds: Callable[[bytes], bool]) -> None:
+        """A prompt with these names was computed, or ended before that: what is not held of it, is not cached.
+
+        Args:
+            names: one after the other, `NAME_BYTES` each.
+            blocks: hashes of the prompt's full blocks.
+            holds: whether a block is cached.
+        """
+        count = len(names) // NAME_BYTES
+        for index in range(count):
+            name = names[index * NAME_BYTES : (index + 1) * NAME_BYTES]
+            # Down to a whole block: of prompts that part soon after, the blocks they have in common are meant.
+            place = max(1, (index + 1) * len(blocks) // count) - 1
+            if name in self._block_of:
+                self._block_of[name] = self._block_of.pop(name)
+            elif blocks and holds(blocks[place]):
+                self._block_of[name] = blocks[place]
+                self._names_of.setdefault(blocks[place], []).append(name)
+                self._events.add("stored", name)
+            else:
+                self._events.add("removed", name)
+        for name in list(islice(self._block_of, max(0, len(self._block_of) - self.max_names))):
+            self._forget(name)
+
+    def gone(self, blocks: Iterable[bytes]) -> None:
+        """These blocks are not cached any more."""
+        for block in blocks:
+            for name in self._names_of.pop(block, ()):
+                del self._block_of[name]
+                self._events.add("removed", name)
+
+    def _forget(self, name: bytes) -> None:
+        block = self._block_of.pop(name)
+        self._names_of[block].remove(name)
+        if not self._names_of[block]:
+            del self._names_of[block]
+        self._events.add("removed", name)
+
+    def told(self, since: int) -> dict[str, Any]:
+        """The events from this number on, or all names where some of these are not kept any more; for JSON.
+
+        `next` is the number of the next event. Events are strings of "+" (cached from now on) or "-" (no longer), and a
+        name; the first one is `since`.
+        """
+        document: dict[str, Any] = {"boot": self.boot, "next": self._events.next}
+        events = self._events.since(since)
+        if events is None:
+            return document | {"snapshot": b"".join(self._block_of).hex()}
+        return document | {"events": [("+" if each.kind == "stored" else "-") + each.hash.hex() for each in events]}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What `told` has said, at the other end.
+
+    Attributes:
+        names: all that are cached; None: `events` say what has changed.
+        next: number of the event after these.
+    """
+
+    boot: str
+    next: int
+    names: list[bytes] | None
+    events: list[CacheEvent]
+
+
+def read_told(document: Any, since: int) -> News:
+    """What another process has told.
+
+    Raises:
+        ValueError: it is no such document.
+    """
+    try:
+        boot, following = str(document["boot"]), int(document["next"])
+        if "snapshot" in document:
+            data = bytes.fromhex(document["snapshot"])
+            names = [data[start : start + NAME_BYTES] for start in range(0, len(data), NAME_BYTES)]
+            return News(boot, following, names, [])
+        events = [
+            CacheEvent(number, "stored" if text[0] == "+" else "removed", bytes.fromhex(text[1:]))
+            for number, text in enumerate(document["events"], since)
+        ]
+        return News(boot, following, None, events)
+    except (TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
