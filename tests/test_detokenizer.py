@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE], ids=["byte-
 
 def stream_all(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
     stream = TextStream(tokenizer, skip)
-    return [*(stream.push(token) for token in ids), stream.finish()]
+    return [*(stream.push(token) for token in ids), stream.settle()]
 
 
 @BOTH
@@ -100,7 +100,7 @@ def test_the_window_stays_short_even_where_the_text_of_its_end_tells_nothing() -
     for token in [a] * 1000 + [b] * 1000:
         text += stream.push(token)
         assert len(stream._window) <= LONGEST_WINDOW
-    assert text + stream.finish() == "ab"
+    assert text + stream.settle() == "ab"
 
 
 # --- stop strings -----------------------------------------------------------------------------------------

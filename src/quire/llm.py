@@ -43,7 +43,7 @@ from quire.models.model import Model
 from quire.models.pooling import PoolingConfig
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import RenderedChat, Tokenizer
 from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
@@ -105,9 +105,12 @@ class _Base:
         Raises:
             ChatTemplateError: there is no template, or it does not take these messages or variables.
         """
+        return self._render(messages, template_variables).token_ids
+
+    def _render(self, messages: Sequence[Message], template_variables: Mapping[str, Any]) -> RenderedChat:
         if self.tokenizer is None:
             raise ChatTemplateError("this checkpoint has no tokenizer, so no chat template; give token ids")
-        return self.tokenizer.apply_chat_template(messages, variables=template_variables).token_ids
+        return self.tokenizer.apply_chat_template(messages, variables=template_variables)
 
     def _add(self, request: Request) -> None:
         raise NotImplementedError
@@ -251,8 +254,21 @@ class LLM(_Base):
         """
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
         chats = [messages] if one else messages
-        prompts = [self.render_chat(chat, **template_variables) for chat in chats]  # type: ignore[arg-type]
-        return self.generate(prompts, params, progress=progress)
+        rendered = [self._render(chat, template_variables) for chat in chats]  # type: ignore[arg-type]
+        return self._answer_chats(rendered, params, progress)
+
+    @_one_thread
+    def _answer_chats(
+        self,
+        rendered: Sequence[RenderedChat],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        self._check_open()
+        prompts = [chat.token_ids for chat in rendered]
+        prepared = self._frontend.prepare_all(prompts, _params_list(params, len(prompts)))
+        pairs = zip(prepared, rendered, strict=True)
+        return self._run_all([dataclasses.replace(one, reply=chat.reply) for one, chat in pairs], progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, handing out its output whenever it has grown.

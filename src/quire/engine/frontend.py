@@ -35,6 +35,8 @@ from quire.errors import (
     TokenOutOfRangeError,
 )
 from quire.text.detokenizer import Detokenizer
+from quire.text.reply_parser import ReplyParser
+from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class _Choice:
     request: int
     output: CompletionOutput
     detokenizer: Detokenizer | None
+    parser: ReplyParser | None = None
     stopped_by: str | None = None  # the stop string that was found
     aborted: bool = False
     detokenize_seconds: float = 0.0
@@ -66,6 +69,7 @@ class Prepared:
         max_tokens: how many the engine makes at most.
         clamped_from: the `max_tokens` that was asked for, where the context did not hold it.
         pooling: how the prompt is pooled; then no tokens are made.
+        reply: how the reply is to be read, of a chat.
     """
 
     text: str | None
@@ -75,6 +79,7 @@ class Prepared:
     bad_words: list[list[int]]
     clamped_from: int | None = None
     pooling: PoolingParams | None = None
+    reply: ReplyForm | None = None
 
 
 @dataclass(slots=True)
@@ -255,7 +260,7 @@ class Frontend:
             completion = CompletionOutput(index)
             if prepared.params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
-            choice = _Choice(number, completion, self._detokenizer(prepared))
+            choice = self._choice(number, completion, prepared)
             live.choices.append(choice)
             self._add(self._request(live, choice, now))  # the first refuses what all would
             output.outputs.append(choice.output)
@@ -294,8 +299,14 @@ class Frontend:
             raise RequestError(f"request_id={request_id!r} is in use; choose another, or leave it out")
         return request_id
 
-    def _detokenizer(self, prepared: Prepared) -> Detokenizer | None:
-        return None if self.tokenizer is None else Detokenizer(self.tokenizer, prepared.params)
+    def _choice(self, number: int, completion: CompletionOutput, prepared: Prepared) -> _Choice:
+        if self.tokenizer is None:
+            return _Choice(number, completion, None)
+        parser = None
+        if prepared.reply is not None:
+            parser = ReplyParser(prepared.reply, self.tokenizer.special_texts)
+            completion.events = parser.events
+        return _Choice(number, completion, Detokenizer(self.tokenizer, prepared.params, parser), parser)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; one that is not there is ignored. Returns its output, if it has ended by that."""
@@ -418,6 +429,8 @@ class Frontend:
             choice.detokenize_seconds += time.perf_counter() - begin
             output.delta += new
             output.text += new
+            if choice.parser is not None:
+                output.reasoning_tokens = choice.parser.reasoning_tokens
             if choice.detokenizer.stopped is not None:
                 choice.stopped_by = choice.detokenizer.stopped
                 kept = choice.detokenizer.num_tokens - len(output.token_ids)

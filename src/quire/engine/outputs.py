@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.core.request import FetchStats
+from quire.text.reply import Reply, ReplyEvent
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop string or stop token id that ended it.
         error: what went wrong, with `finish_reason="error"`.
+        events: of a chat: what the reply is made of, in order (reasoning, content, tool calls); else None.
+        reasoning_tokens: of `token_ids`, those that are reasoning or its end marker.
     """
 
     index: int
@@ -45,10 +48,17 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     delta: str = ""
+    events: list[ReplyEvent] | None = None
+    reasoning_tokens: int = 0
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def reply(self) -> Reply:
+        """What the events add up to; of what is no chat, all text is content."""
+        return Reply(content=self.text) if self.events is None else Reply.of(self.events)
 
 
 @dataclass(slots=True)

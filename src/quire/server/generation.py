@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ from quire.server.request_log import note_call, summary_of
 from quire.server.responses import ChatResponder, CompletionResponder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
+from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
@@ -242,9 +243,10 @@ class Generation:
             await self._compile(call.params.structured_outputs)
         prompts = await self._tokenize(call)
         prepared = []
-        for index, (text, token_ids) in enumerate(prompts):
+        for index, (text, token_ids, reply) in enumerate(prompts):
             try:
                 prompt = self._context.client.prepare(text, token_ids, call.params, bad_words)
+                prompt = dataclasses.replace(prompt, reply=reply)
             except RequestError as error:
                 raise (error.at(index) if len(prompts) > 1 else error) from None
             if text is None and isinstance(call, CompletionCall) and call.echo:
@@ -267,8 +269,8 @@ class Generation:
                 param="structured_outputs",
             ) from error
 
-    async def _tokenize(self, call: Call) -> list[tuple[str | None, list[int]]]:
-        """Each prompt's text, if it came as text, and tokens."""
+    async def _tokenize(self, call: Call) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
+        """Each prompt's text, if it came as text, and tokens; of a chat, how the reply is to be read."""
         pool = self._shared.pool
         if isinstance(call, ChatCall):
             chat = await pool.render(
@@ -277,10 +279,13 @@ class Generation:
                 continue_final_message=call.continue_final_message,
                 variables=call.chat_template_kwargs,
             )
-            return [(chat.text, chat.token_ids)]
+            return [(chat.text, chat.token_ids, chat.reply)]
         texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
         encoded = iter(await pool.encode(texts, call.add_special_tokens) if texts else [])
-        return [(prompt, next(encoded)) if isinstance(prompt, str) else (None, list(prompt)) for prompt in call.prompts]
+        return [
+            (prompt, next(encoded), None) if isinstance(prompt, str) else (None, list(prompt), None)
+            for prompt in call.prompts
+        ]
 
     async def _generate(self, call: Call, prepared: list[Prepared], account: Account, writer: AnswerWriter) -> None:
         """Run the prompts, all at once, and send what comes of them."""

@@ -73,15 +73,16 @@ class Pooling(Generation):
             return PoolingParams("labels", tuple(ids[0] for ids in encoded))
         return PoolingParams(self._config.method)
 
-    async def _tokenize(self, call: Any) -> list[tuple[str | None, list[int]]]:
+    async def _tokenize(self, call: Any) -> list[tuple[str | None, list[int], None]]:
         if not isinstance(call, ScoreCall):
-            return await super()._tokenize(call)
+            return [(text, token_ids, None) for text, token_ids, _ in await super()._tokenize(call)]
         if self._config.declared:
             texts = _texts(call)
-            return list(zip(texts, await self._shared.pool.encode(texts), strict=True))
+            encoded = await self._shared.pool.encode(texts)
+            return [(text, token_ids, None) for text, token_ids in zip(texts, encoded, strict=True)]
         return await asyncio.gather(*[self._judged(call.instruction, *pair) for pair in call.pairs])
 
-    async def _judged(self, instruction: str, query: str, document: str) -> tuple[str | None, list[int]]:
+    async def _judged(self, instruction: str, query: str, document: str) -> tuple[str, list[int], None]:
         """The prompt of which a chat model's next token is "yes" or "no"."""
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
@@ -89,7 +90,7 @@ class Pooling(Generation):
             chat = await self._shared.pool.render(messages, variables={"enable_thinking": False})
         except UnknownTemplateVariableError:  # it never thinks
             chat = await self._shared.pool.render(messages)
-        return chat.text, chat.token_ids
+        return chat.text, chat.token_ids, None
 
     def _responder(self, call: Any) -> Any:
         return _Responder(call, self._config, self._id, self._context.model_names[0])

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.server.chat_reply import deltas, finish_reason, message, news
 from quire.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from quire.server.protocol import ChatCall, CompletionCall
 
@@ -23,12 +24,13 @@ CallT = TypeVar("CallT", CompletionCall, ChatCall)
 class _Sent:
     """How much of a choice has gone out."""
 
-    __slots__ = ("begun", "characters", "ended", "offset", "tokens")
+    __slots__ = ("begun", "characters", "ended", "events", "offset", "tokens")
 
     def __init__(self) -> None:
         self.begun = False
         self.ended = False
         self.characters = 0
+        self.events = 0
         self.tokens = 0
         self.offset = 0  # where the next token stands in the returned text
 
@@ -184,7 +186,7 @@ class CompletionResponder(Responder[CompletionCall]):
         made.append(
             self._wrap(
                 b'{"index":%d,"text":%b,"logprobs":%b%b%b}'
-                % (index, _encode(text), logprobs, _ending(choice, ends), fields),
+                % (index, _encode(text), logprobs, _ending(choice, ends, lambda one: one.finish_reason), fields),
                 output,
                 num_tokens,
             )
@@ -237,9 +239,9 @@ class ChatResponder(Responder[ChatCall]):
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message(choice.reply),
             "logprobs": self._logprobs(choice, 0),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": finish_reason(choice),
             "stop_reason": choice.stop_reason,
             **({"token_ids": choice.token_ids} if self._call.return_token_ids else {}),
         }
@@ -247,24 +249,27 @@ class ChatResponder(Responder[ChatCall]):
     def _add_chunks(
         self, made: list[bytes], index: int, sent: _Sent, output: RequestOutput, choice: CompletionOutput
     ) -> None:
-        call, text = self._call, choice.text[sent.characters :]
+        call, new = self._call, deltas(news(choice, sent.events, sent.characters))
         num_tokens = len(choice.token_ids)
         if not sent.begun:
             sent.begun = True
             made.append(self._role_chunk(index, output))
         ends = choice.finish_reason is not None and choice.finish_reason != "error"
         shows_tokens = call.return_token_ids or call.params.logprobs is not None
-        if text or ends or (shows_tokens and num_tokens > sent.tokens):
+        body = b'{"index":%d,"delta":%b,"logprobs":%b%b%b}'
+        for early in new[:-1]:
+            chunk = body % (index, _encode(early), b"null", b',"finish_reason":null', b"")
+            made.append(self._wrap(chunk, output, num_tokens))
+        if new or ends or (shows_tokens and num_tokens > sent.tokens):
             logprobs, fields = b"null", b""
             if shows_tokens:
                 logprobs = _encode(self._logprobs(choice, sent.tokens))
                 if call.return_token_ids:
                     fields = _members({"token_ids": choice.token_ids[sent.tokens :]})
-            delta = b'{"content":%b}' % _encode(text) if text else b"{}"
-            body = b'{"index":%d,"delta":%b,"logprobs":%b%b%b}'
-            chunk = body % (index, delta, logprobs, _ending(choice, ends), fields)
+            delta = _encode(new[-1]) if new else b"{}"
+            chunk = body % (index, delta, logprobs, _ending(choice, ends, finish_reason), fields)
             made.append(self._wrap(chunk, output, num_tokens))
-            sent.characters, sent.tokens = len(choice.text), num_tokens
+            sent.characters, sent.events, sent.tokens = len(choice.text), len(choice.events or ()), num_tokens
         sent.ended = choice.finish_reason is not None
 
     def _role_chunk(self, index: int, output: RequestOutput) -> bytes:
@@ -281,11 +286,16 @@ class ChatResponder(Responder[ChatCall]):
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Tokens of a whole call. A prompt counts once, however many choices it has."""
-    return _usage(
+    choices = [choice for output in outputs for choice in output.outputs]
+    told = _usage(
         sum(len(output.prompt_token_ids) for output in outputs),
-        sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
+        sum(len(choice.token_ids) for choice in choices),
         sum(output.cached_tokens for output in outputs),
     )
+    if any(choice.events is not None for choice in choices):
+        reasoning = sum(choice.reasoning_tokens for choice in choices)
+        told["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return told
 
 
 def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
@@ -297,11 +307,11 @@ def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def _ending(choice: CompletionOutput, ends: bool) -> bytes:
-    """How a chunk says whether its choice has ended."""
+def _ending(choice: CompletionOutput, ends: bool, reason: Callable[[CompletionOutput], str | None]) -> bytes:
+    """How a chunk says whether its choice has ended, and why."""
     if not ends:
         return b',"finish_reason":null'
-    return b',"finish_reason":%b,"stop_reason":%b' % (_encode(choice.finish_reason), _encode(choice.stop_reason))
+    return b',"finish_reason":%b,"stop_reason":%b' % (_encode(reason(choice)), _encode(choice.stop_reason))
 
 
 def _members(fields: dict[str, Any]) -> bytes:

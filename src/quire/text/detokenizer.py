@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from quire.core.sampling_params import SamplingParams
 from quire.errors import TokenizerFailedError
+from quire.text.reply_parser import ReplyParser
 from quire.text.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"
@@ -74,8 +75,8 @@ class TextStream:
             delta += self._shorten()
         return delta
 
-    def finish(self) -> str:
-        """What was held back. Nothing may be pushed after it."""
+    def settle(self) -> str:
+        """What was held back: at the end, or before a border. Of a character that is cut there, the rest is lost."""
         self._text = self._decode(self._window)
         delta = self._text[self._given :]
         self._given = len(self._text)
@@ -119,12 +120,17 @@ class Detokenizer:
     Attributes:
         stopped: the stop string that ended the text; None while none did.
         num_tokens: tokens pushed so far; once stopped, those up to the one that completed the stop string.
+
+    Args:
+        parser: reads the text that is shown, and the special tokens that are markers of the reply's parts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: ReplyParser | None = None) -> None:
         self.stopped: str | None = None
         self.num_tokens = 0
         self._stream = TextStream(tokenizer, params.skip_special_tokens)
+        self._parser = parser
+        self._markers = tokenizer.special_tokens_named(parser.markers) if parser is not None else {}
         self._stops = params.stop_strings
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -145,15 +151,44 @@ class Detokenizer:
             if self.stopped is not None:
                 break
             self.num_tokens += 1
-            shown.append(self._release(self._stream.push(token_id)))
+            if token_id in self._markers:
+                shown.append(self._marker(token_id))
+            else:
+                shown.append(self._read(self._release(self._stream.push(token_id))))
         return "".join(shown)
+
+    def _read(self, shown: str) -> str:
+        """The parser reads what is shown of a token."""
+        parser = self._parser
+        if parser is not None:
+            before = parser.in_reasoning
+            parser.text(shown)
+            parser.reasoning_tokens += before or parser.in_reasoning
+            if self.stopped is not None:
+                parser.finish()
+        return shown
+
+    def _marker(self, token_id: int) -> str:
+        """A special token that the parser reads as such: a border in the text, which no stop string crosses."""
+        shown = self._release(self._stream.settle())
+        if self.stopped is None:
+            shown, self._held = shown + self._held, ""
+        self._read(shown)
+        if self._parser is not None and self.stopped is None:
+            before = self._parser.in_reasoning
+            self._parser.special(self._markers[token_id])
+            self._parser.reasoning_tokens += not before and self._parser.in_reasoning
+        return shown + (self._stream.push(token_id) if self.stopped is None else "")
 
     def finish(self) -> str:
         """The rest of the text, once no more tokens come. It may complete a stop string, too."""
         if self.stopped is not None:
             return ""
-        shown = self._release(self._stream.finish())
+        shown = self._release(self._stream.settle())
         rest, self._held = self._held, ""
+        if self._parser is not None:
+            self._parser.text(shown + rest)
+            self._parser.finish()
         return shown + rest
 
     def _release(self, delta: str) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from quire.text.chat_template import (
     load_templates,
     plain_json,
 )
+from quire.text.reply_syntax import PLAIN, ReplyForm, ReplySyntax, find_syntax
 from quire.text.template_sandbox import SPECIAL_NAMES
 from quire.text.tokenizer_backend import Backend
 
@@ -56,10 +57,11 @@ BYTE_OF = _byte_letters()
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A chat as the model sees it: the text, and its tokens."""
+    """A chat as the model sees it: the text, and its tokens; and how the reply is to be read."""
 
     text: str
     token_ids: list[int]
+    reply: ReplyForm = PLAIN
 
 
 class Tokenizer:
@@ -226,6 +228,15 @@ class Tokenizer:
         return self.token_text(token).encode()
 
     @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts of the special tokens."""
+        return tuple(self._special_texts)
+
+    def special_tokens_named(self, texts: Collection[str]) -> dict[int, str]:
+        """Those special tokens that have one of these texts, by id."""
+        return {token: text for token, text in self._text.special.items() if text in texts} if texts else {}
+
+    @property
     def anchor(self) -> list[int]:
         """Ids of some plain text, to decode others after; empty when there are none."""
         return list(self._anchor)
@@ -281,11 +292,21 @@ class Tokenizer:
             variables=safe["variables"],
         )
         check_text(text)
+        reply = ReplyForm(self.reply_syntax(template), in_reasoning=self._in_reasoning(template, text))
         if not replaced:
             ids: list[int] = self._controls().encode_batch([text], add_special_tokens=False)[0].ids
-            return RenderedChat(text, ids)
+            return RenderedChat(text, ids, reply)
         back = str.maketrans({private: first for first, private in replaced.items()})
-        return RenderedChat(text.translate(back), self._encode_defused(text, back))
+        return RenderedChat(text.translate(back), self._encode_defused(text, back), reply)
+
+    def reply_syntax(self, template: ChatTemplate) -> ReplySyntax:
+        """How the model writes its replies, as far as its template shows it."""
+        return find_syntax(template.source)
+
+    def _in_reasoning(self, template: ChatTemplate, prompt: str) -> bool:
+        """Whether a prompt has opened the reasoning already."""
+        reasoning = self.reply_syntax(template).reasoning
+        return reasoning is not None and prompt.rstrip().endswith(reasoning.start)
 
     def _encode_defused(self, text: str, back: dict[int, str]) -> list[int]:
         """Encodes a rendered chat: the control tokens in it stay, all between them is plain text."""

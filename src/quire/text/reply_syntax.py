@@ -1,0 +1,120 @@
+"""How a model writes its replies: what stands around reasoning, content and tool calls.
+
+Plain data, so that a tokenizer worker can find it and tell others (`reply_formats.py`). Strings are as the template
+prints them: where one holds the text of a special token, that token stands there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReasoningSyntax(msgspec.Struct, frozen=True):
+    """What stands before and after reasoning."""
+
+    start: str
+    end: str
+
+
+class ContentSyntax(msgspec.Struct, frozen=True):
+    """Of formats in which every part of a reply is a message with a header (Harmony).
+
+    Attributes:
+        starts: headers of content.
+        end: ends a message.
+        glue: stands before the header of every message but the first.
+    """
+
+    starts: tuple[str, ...]
+    end: str
+    glue: str
+
+
+class ParameterSyntax(msgspec.Struct, frozen=True):
+    """Arguments one by one; a text stands there as it is, other values as JSON."""
+
+    before_name: str
+    before_value: str
+    after_value: str
+
+
+class ToolSyntax(msgspec.Struct, frozen=True):
+    """Calls: `begin`, call, `between`, call, ..., `end`. Each call is `before_name`, the tool's name,
+    `before_arguments`, the arguments, `after_arguments`.
+
+    Attributes:
+        trigger: a beginning of what opens a call; once it stands in a reply, a call must follow.
+        anchored: it counts only where the content begins.
+        parameters: how arguments are written; None: a JSON object.
+        numbered: in place of the name stands "functions.NAME:INDEX", which is the call's id, too (Kimi K2).
+        with_id: `after_arguments` holds `ID` in place of an id of 9 letters and digits (Mistral).
+        single: templates take one call a message.
+    """
+
+    trigger: str
+    before_name: str
+    before_arguments: str
+    after_arguments: str = ""
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    parameters: ParameterSyntax | None = None
+    anchored: bool = False
+    numbered: bool = False
+    single: bool = False
+
+    @property
+    def with_id(self) -> bool:
+        return ID in self.after_arguments
+
+
+ID = "\0ID\0"
+"""Stands for an id in `ToolSyntax.after_arguments`."""
+
+
+class ReplySyntax(msgspec.Struct, frozen=True):
+    """All of it; the parts that a model does not have are None. `name` is what users may call it."""
+
+    name: str = "plain"
+    reasoning: ReasoningSyntax | None = None
+    tools: ToolSyntax | None = None
+    content: ContentSyntax | None = None
+
+    def texts(self) -> list[str]:
+        """All strings in it, to look for special tokens."""
+        return [text for text in _strings(msgspec.to_builtins(self)) if text]
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [text for item in items for text in _strings(item)]
+
+
+class ReplyForm(msgspec.Struct, frozen=True):
+    """How one request's reply is to be read.
+
+    Attributes:
+        tools: the parameters that are texts, of each tool that may be called; None: calls are content.
+        in_reasoning: the prompt ends within reasoning.
+    """
+
+    syntax: ReplySyntax = ReplySyntax()
+    tools: dict[str, frozenset[str]] | None = None
+    in_reasoning: bool = False
+
+
+PLAIN = ReplyForm()
+"""Content alone."""
+
+PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""Markers of reasoning that a template need not print, since many drop what was reasoned in earlier turns."""
+
+
+def find_syntax(template: str) -> ReplySyntax:
+    """From a chat template's source."""
+    for start, end in PAIRS:
+        if end in template:
+            return ReplySyntax(reasoning=ReasoningSyntax(start, end))
+    return ReplySyntax()

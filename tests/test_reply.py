@@ -1,0 +1,64 @@
+"""Replies: from tokens to reasoning, content and tool calls, however they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.text.reply import ContentText, ReasoningText, Reply
+from quire.text.reply_parser import ReplyParser
+from quire.text.reply_syntax import ReasoningSyntax, ReplyForm, ReplySyntax
+
+THINKS = ReplySyntax(reasoning=ReasoningSyntax("<think>", "</think>"))
+
+
+def read(form: ReplyForm, pieces: Iterable[str]) -> Reply:
+    parser = ReplyParser(form)
+    for piece in pieces:
+        parser.text(piece)
+    parser.finish()
+    return Reply.of(parser.events)
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "reasoning", "content"),
+    [
+        ("<think>\nTwo and\n\ntwo.\n</think>\n\nFour.\n", False, "Two and\n\ntwo.", "Four.\n"),
+        ("Two.\n</think>\n\nFour.", True, "Two.", "Four."),
+        ("<think></think>Four.", False, "", "Four."),
+        ("\n<think>\n\n</think>\n\nFour.", False, "", "Four."),
+        ("Four. <think>No.</think>", False, "", "Four. <think>No.</think>"),
+        ("<think>It was cut </thi", False, "It was cut </thi", ""),
+        ("<thi", False, "", "<thi"),
+        (" Four.", False, "", " Four."),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning_stands_apart_from_content(text: str, in_reasoning: bool, reasoning: str, content: str) -> None:
+    reply = read(ReplyForm(THINKS, in_reasoning=in_reasoning), [text])
+    assert (reply.reasoning, reply.content) == (reasoning, content)
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "/thi", "a", " ", "\n", "nk>"])), st.booleans(), st.data())
+def test_a_reply_is_the_same_however_it_is_cut(parts: list[str], in_reasoning: bool, data: st.DataObject) -> None:
+    text, form = "".join(parts), ReplyForm(THINKS, in_reasoning=in_reasoning)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(form, pieces) == read(form, [text])
+
+
+def test_without_a_syntax_all_is_content_at_once() -> None:
+    parser = ReplyParser(ReplyForm())
+    parser.text(" <think> ")
+    assert parser.events == [ContentText(" <think> ")]
+
+
+def test_reasoning_comes_while_it_is_made() -> None:
+    parser = ReplyParser(ReplyForm(THINKS, in_reasoning=True))
+    parser.text("Two and ")
+    assert parser.events == [ReasoningText("Two and")]
+    parser.text("two")
+    assert parser.events[1:] == [ReasoningText(" two")]
