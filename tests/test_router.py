@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,11 @@ from quire.errors import ConfigError
 from quire.fleet.cached_prompts import CachedPrompts
 from quire.fleet.prompt import CHUNK_BYTES, read_prompt
 from quire.router.config import RouterConfig
+from quire.router.membership import DnsSource, FileSource, RedisSource, begin, read_servers_file
 from quire.router.resume import StreamPosition
-from quire.router.run import leave, read_servers_file, watch_file
+from quire.router.run import leave
+from quire.server.meeting import Meeting
+from tests.redis_server import RedisServer, needs_redis
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 
@@ -390,6 +394,10 @@ async def _add(router: RouterThread, server: FakeServer) -> None:
         ({"server": ["http://u:p@x"]}, "--server-key"),
         ({"server": ["http://x:1", "http://x:1/v1"]}, "twice"),
         ({"server": ["http://x"], "policy": "best"}, "allowed"),
+        ({"server": ["dns+https://x"]}, r"write dns\+http://"),
+        ({"server": ["dns+x"]}, "http://127.0.0.1:8000"),
+        ({"server": ["redis://u:secret@x"]}, r"redis://u:\*\*\*@x needs an api_key"),
+        ({"prefill_server": ["redis://x"], "api_key": ["k"]}, "say their role"),
         ({"server": ["http://x"], "metrics_key": ["k"]}, "api_key"),
         ({"server": ["http://x"], "port": 70_000}, "65535"),
         ({"servers": ["http://x"]}, "server"),
@@ -411,13 +419,12 @@ def test_servers_of_a_file_come_and_go_with_its_lines(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("quire.router.run.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("quire.router.membership.WATCH_SECONDS", 0.05)
     path = tmp_path / "servers"
     path.write_text(f"# ours\n{pair[0].url}  # the first\n")
     assert read_servers_file(path) == {pair[0].url: "serve"}
     with RouterThread(servers_file=str(path)) as router:
-        router.thread.call(_list(router, path))
-        watching = router.thread.call(_watch(router, path))
+        watching = router.thread.call(begin([FileSource(path)], router.site.servers))
         assert wait_until(lambda: router.states.get(pair[0].address) == "up")
         path.write_text(f"{pair[0].url}\nprefill {pair[1].url}\n")
         assert wait_until(lambda: router.up == 2)
@@ -429,15 +436,89 @@ def test_servers_of_a_file_come_and_go_with_its_lines(
         assert wait_until(lambda: list(router.states) == [pair[1].address])
         assert wait_until(lambda: router.up == 1)
         assert router.complete().status_code == 200
+        router.thread.loop.call_soon_threadsafe(watching[0].cancel)
+
+
+def test_each_address_of_a_name_is_a_server_as_long_as_the_name_has_it(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.router.membership.DNS_SECONDS", 0.05)
+    server = FakeServer(loop)
+    said: list[Any] = [["127.0.0.1"]]
+
+    async def resolve(name: str, port: int) -> list[str]:
+        assert (name, port) == ("decode.internal", server.port)
+        if isinstance(said[-1], Exception):
+            raise said[-1]
+        return list(said[-1])
+
+    with RouterThread(server=[f"dns+http://decode.internal:{server.port}/v1"]) as router:
+        source = DnsSource(router.config.server[0], "serve", resolve)
+        [watching] = router.thread.call(begin([source], router.site.servers))
+        assert wait_until(lambda: router.up == 1)
+        assert router.complete().status_code == 200
+        said.append(["::1", "127.0.0.1"])
+        assert wait_until(lambda: set(router.states) == {server.address, f"[::1]:{server.port}"})
+        said.append(OSError(-2, "Name or service not known"))
+        assert wait_until(lambda: "not known; the servers stay as they were" in caplog.text)
+        assert router.up == 1 and len(router.states) == 2
+        said.append(["::1"])
+        assert wait_until(lambda: list(router.states) == [f"[::1]:{server.port}"])
         router.thread.loop.call_soon_threadsafe(watching.cancel)
+    server.stop()
 
 
-async def _list(router: RouterThread, path: Path) -> None:
-    router.site.servers.set_listed(read_servers_file(path))
+def test_a_name_is_looked_up_as_the_machine_does(loop: Loop) -> None:
+    server = FakeServer(loop)
+    with RouterThread(server=[f"dns+http://localhost:{server.port}"]) as router:
+        source = DnsSource(router.config.server[0], "serve")
+        [watching] = router.thread.call(begin([source], router.site.servers))
+        assert wait_until(lambda: router.states == {server.address: "up"})
+        router.thread.loop.call_soon_threadsafe(watching.cancel)
+    server.stop()
 
 
-async def _watch(router: RouterThread, path: Path) -> asyncio.Task[None]:
-    return asyncio.create_task(watch_file(path, router.site.servers))
+@needs_redis
+def test_servers_meet_routers_in_a_redis_whatever_becomes_of_it(
+    loop: Loop, pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.router.membership.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("quire.router.servers.FORGET_SECONDS", 0.3)
+    with RedisServer() as redis:
+        with RouterThread(server=[redis.url], api_key=["k"]) as router:
+            for one in pair:
+                one.key = "k"
+            first, stranger = Meeting(redis.url, "--join", "k"), Meeting(redis.url, "--join", "other")
+            first.join(pair[0].url, "serve")
+            [watching] = router.thread.call(begin([RedisSource(redis.url, "k")], router.site.servers))
+            assert wait_until(lambda: router.up == 1)
+            first.join(pair[1].url, "prefill")
+            stranger.join("http://127.0.0.1:9", "serve")
+            assert wait_until(lambda: router.up == 2)
+            assert router.site.servers.by_name[pair[1].address].role == "prefill"
+            assert wait_until(lambda: "has not this router's key" in caplog.text)
+            redis.stop()
+            assert wait_until(lambda: "cannot be reached" in caplog.text)
+            assert router.up == len(router.states) == 2
+            redis.start()  # and is empty
+            first.join(pair[0].url, "serve")
+            pair[1].stop()
+            assert wait_until(lambda: router.states == {pair[0].address: "up"})
+            first.leave(pair[0].url)
+            assert first.found() == []
+            router.thread.loop.call_soon_threadsafe(watching.cancel)
+        for one in (first, stranger):
+            one.close()
+
+
+@needs_redis
+def test_a_redis_that_does_not_let_a_router_in_ends_its_start(loop: Loop) -> None:
+    with (
+        RedisServer("--requirepass", "sesame") as redis,
+        RouterThread(server=[redis.url], api_key=["k"]) as router,
+        pytest.raises(ConfigError, match="does not take this user and password"),
+    ):
+        router.thread.call(begin([RedisSource(redis.url, "k")], router.site.servers))
 
 
 @pytest.mark.parametrize("line", ["http://", "serve http://x", "prefill http://x y", "x"])

@@ -15,6 +15,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from tests.http_tools import EventStream, ServeProcess, wait_until
+from tests.redis_server import RedisServer, needs_redis
 
 KEY = "sk-of-the-fleet"
 PROMPT = "class Tree:\n    def insert(self, key):\n"
@@ -103,7 +104,7 @@ def test_a_stream_has_the_same_text_although_its_server_is_killed(fleet: Fleet, 
     assert len(ids) == 1
     status = fleet.router.json("/router/status")
     assert status["requests"][0]["resumed"] is True
-    assert "then to" in fleet.router.stderr
+    wait_until(lambda: "then to" in fleet.router.stderr)
 
 
 def test_the_official_client_talks_to_a_fleet_of_which_one_is_killed_under_load(fleet: Fleet, expected: str) -> None:
@@ -164,6 +165,18 @@ def test_a_server_that_ends_leaves_the_router_and_its_streams_go_on(fleet: Fleet
     assert text == expected
     server.wait()
     wait_until(lambda: address not in {one["server"] for one in fleet.router.json("/router/status")["servers"]})
+
+
+@needs_redis
+def test_a_server_and_a_router_that_know_nothing_but_a_redis_find_each_other() -> None:
+    with (
+        RedisServer() as redis,
+        RouteProcess("--server", redis.url, "--api-key", KEY, key=KEY) as router,
+        ServeProcess("--api-key", KEY, "--join", redis.url, key=KEY) as server,
+    ):
+        wait_until(lambda: router.up() == {f"127.0.0.1:{server.port}"})
+        assert router.json("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["choices"]
+        assert f"joined {redis.url} as {server.url}" in server.stderr
 
 
 @pytest.mark.slow

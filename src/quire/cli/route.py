@@ -1,8 +1,9 @@
 """One door for several servers: requests go to the one where they cost least.
 
-Servers are those of --server and --prefill-server, of a file (--servers-file), and those that join by themselves
-(quire serve --join). Any server with OpenAI's interface will do; Quire's tell more, and their streams survive their
-death. Ctrl-C or SIGTERM lets running requests end; once more, and they end at once."""
+Servers are those of --server and --prefill-server (a URL, a DNS name's addresses, a Redis), of a file
+(--servers-file), and those that join by themselves (quire serve --join). Any server with OpenAI's interface will do;
+Quire's tell more, and their streams survive their death. Ctrl-C or SIGTERM lets running requests end; once more, and
+they end at once."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import argparse
 import dataclasses
 
 from quire.cli.options import add_fields, read_config
-from quire.router.config import RouterConfig
+from quire.kv.directory import masked
+from quire.router.config import RouterConfig, is_server
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
     raise_file_limit()
     with listen(config.host, config.port) as listener:
         log.configure(config.log_format, config.debug)
-        count = len(config.server) + len(config.prefill_server)
-        note(f"listening on {url_of(listener)}, in front of {count} server{'s' * (count != 1)} (Ctrl-C to stop)")
+        given = [*config.server, *config.prefill_server]
+        count = sum(map(is_server, given))
+        more = "".join(f" and those of {masked(url)}" for url in given if not is_server(url))
+        note(f"listening on {url_of(listener)}, in front of {count} server{'s' * (count != 1)}{more} (Ctrl-C to stop)")
         if not config.api_key and not is_loopback(listener):
             note(OPEN_TO_ALL)
 

@@ -8,10 +8,19 @@ from typing import Any, Literal
 
 from quire.config import option, unknown_option
 from quire.errors import ConfigError
+from quire.kv.directory import masked
 from quire.router.upstream import Address
 from quire.server.config import KEY_OPTIONS, ServerConfig, check_door, read_keys
+from quire.server.meeting import SCHEMES
 
 MAX_SERVERS = 1024
+DNS = "dns+"
+"""Before the URL of a name of which each address is a server."""
+
+
+def is_server(url: str) -> bool:
+    """Whether a URL is that of one server, and not of where servers are found."""
+    return not url.startswith((DNS, *SCHEMES))
 
 
 def _as_served(name: str, default: Any = None) -> Any:
@@ -30,8 +39,12 @@ class RouterConfig:
         ConfigError: an option has the wrong type, is out of range, or contradicts another one.
     """
 
-    server: tuple[str, ...] = option((), "URL of a server to send requests to, such as http://127.0.0.1:8000")
-    prefill_server: tuple[str, ...] = option((), "URL of a server that computes prompts for the others")
+    server: tuple[str, ...] = option(
+        (),
+        "URL of a server to send requests to, such as http://127.0.0.1:8000; dns+http://NAME:PORT for all addresses of "
+        "a name; redis://... for a Redis to which servers write (quire serve --join)",
+    )
+    prefill_server: tuple[str, ...] = option((), "URL of a server that computes prompts for the others, or dns+http://")
     servers_file: str | None = option(None, "file with a URL a line, read again when it changes; 'prefill URL' too")
     server_key: str | None = dataclasses.field(
         default=None, repr=False, metadata={"help": "key for the servers; default: the key that the client sent"}
@@ -56,11 +69,8 @@ class RouterConfig:
         check_door(self)
         urls = [*self.server, *self.prefill_server]
         for url in urls:
-            try:
-                Address(url)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-        names = [Address(url).name for url in urls]
+            self._check_url(url)
+        names = [Address(url).name if is_server(url) else url for url in urls]
         if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
             raise ConfigError(f"the server {twice} was given twice; remove one")
         if len(urls) > MAX_SERVERS:
@@ -70,6 +80,26 @@ class RouterConfig:
                 "there is no server to send requests to: give --server URL, or --servers-file FILE, or an --api-key "
                 "with which servers may join (quire serve --join)"
             )
+
+    def _check_url(self, url: str) -> None:
+        """Of a server, or of where servers are found."""
+        if url.startswith(SCHEMES):
+            if url in self.prefill_server:
+                raise ConfigError(
+                    f"prefill_server {masked(url)}: servers in a Redis say their role; give it as --server"
+                )
+            if not self.api_key:
+                raise ConfigError(
+                    f"server {masked(url)} needs an api_key, by which servers are told from strangers; give all "
+                    "of them the same first one"
+                )
+            return
+        try:
+            Address(url.removeprefix(DNS))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if url.startswith(DNS) and not url.startswith(f"{DNS}http://"):
+            raise ConfigError(f"server {url!r}: certificates are not for addresses; write {DNS}http://NAME:PORT")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> RouterConfig:

@@ -49,7 +49,8 @@ there wait meanwhile, and it was set up so that they need not."""
 
 State = Literal["new", "up", "down", "loading", "refused"]
 Role = Literal["serve", "prefill"]
-Origin = Literal["given", "file", "joined"]
+Origin = str
+"""Who has named it: "given" (an option), "joined" (itself), "file", or the URL of a DNS name."""
 
 
 class Server:
@@ -161,11 +162,11 @@ class Servers:
         server.state, server.reason = "down", "it was removed"
         event(logger, "server_removed", f"server {name} was removed", server=name)
 
-    def set_listed(self, listed: dict[str, Role]) -> None:
-        """These, by URL, are the servers of the file: those of it that are not listed any more leave."""
-        names = {self.add(url, role, "file").name for url, role in listed.items()}
+    def set_listed(self, listed: dict[str, Role], origin: Origin) -> None:
+        """These, by URL, are the servers of one origin: those of it that are not listed any more leave."""
+        names = {self.add(url, role, origin).name for url, role in listed.items()}
         for name, server in list(self.by_name.items()):
-            if server.origin == "file" and name not in names:
+            if server.origin == origin and name not in names:
                 self.remove(name)
 
     async def close(self) -> None:

@@ -17,7 +17,9 @@ import msgspec
 
 from quire.config import check_field, option, unknown_option
 from quire.errors import ConfigError
+from quire.kv.directory import masked
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
+from quire.server.meeting import SCHEMES, Meeting
 from quire.vllm_options import translated
 
 if TYPE_CHECKING:
@@ -87,7 +89,9 @@ class ServerConfig:
         high=10**6,
     )
     join: str | None = option(
-        None, "URL of a router (quire route) that is to send requests here; both need the same first --api-key"
+        None,
+        "URL of a router (quire route) that is to send requests here, or of a Redis where routers look for servers; "
+        "router and server need the same first --api-key",
     )
     admin: bool = option(False, "offer /reset_prefix_cache, /debug/requests and /debug/steps")
     cors_origin: tuple[str, ...] = option((), "web origin whose pages may use this server, or * for all")
@@ -105,10 +109,15 @@ class ServerConfig:
                 f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
                 "any process silent for so long: give more, or 0 for never"
             )
-        if self.join is not None and not self.join.startswith(("http://", "https://")):
-            raise ConfigError(f"join={self.join!r} is not a router's URL; give one such as http://127.0.0.1:8080")
+        if self.join is not None and not self.join.startswith(("http://", "https://", *SCHEMES)):
+            raise ConfigError(
+                f"join={masked(self.join)!r} is not a router's URL; give one such as http://127.0.0.1:8080, or "
+                "redis://HOST:PORT, where routers look (quire route --server redis://...)"
+            )
         if self.join is not None and not self.api_key:
             raise ConfigError("join needs api_key: a router takes servers that have its key; give both the same one")
+        if self.join is not None and self.join.startswith(SCHEMES):
+            Meeting(self.join, "join", self.api_key[0]).close()  # whether it could be used
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A server joins a router: it says that it is there, again and again, and says so when it leaves."""
+"""A server joins a router, or a Redis where routers look: it says, again and again, that it is there, or leaves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from typing import Protocol
 from urllib.parse import urlsplit
 
+from quire.errors import QuireError
+from quire.kv.directory import masked
 from quire.log import event
+from quire.server.meeting import SCHEMES, Meeting
 from quire.server.processes import host_and_port, url_of
 
 logger = logging.getLogger(__name__)
@@ -16,6 +20,7 @@ logger = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0
 POLL_SECONDS = 0.1
 ANSWER_SECONDS = 5.0
+JOINED = "joined"
 
 
 def url_for(router: str, listener: socket.socket) -> str:
@@ -33,38 +38,89 @@ def url_for(router: str, listener: socket.socket) -> str:
     return f"http://{host_and_port(host, port)}"
 
 
+class Host(Protocol):
+    """What a server says to where it joins."""
+
+    async def say(self, leaves: bool) -> str:
+        """That the server is there, or goes; "joined", or what is wrong."""
+
+    async def close(self) -> None:
+        """Say no more."""
+
+
+class RouterHost:
+    """A router, by its `/admin/join`."""
+
+    def __init__(self, router: str, key: str, url: str, role: str) -> None:
+        import httpx2
+
+        self._router, self._said, self._errors = router, {"url": url, "role": role}, httpx2.HTTPError
+        headers = {"authorization": f"Bearer {key}"}
+        self._client = httpx2.AsyncClient(base_url=router.rstrip("/"), headers=headers, timeout=ANSWER_SECONDS)
+
+    async def say(self, leaves: bool) -> str:
+        """See `Host`."""
+        router = self._router
+        try:
+            answer = await self._client.post("/admin/join", json={**self._said, "leaves": leaves})
+            found = answer.json()
+        except (self._errors, ValueError) as error:
+            return f"the router {router} cannot be reached ({type(error).__name__})"
+        if answer.status_code in (401, 403):
+            return f"the router {router} does not take this server's key: give both the same first --api-key"
+        if answer.status_code != 200:
+            return f"the router {router} does not take this server ({answer.status_code})"
+        if not isinstance(found, dict):
+            return f"{router} is no router of Quire's: give the URL of 'quire route'"
+        refused = found.get("state") == "refused"
+        return f"the router {router} sends nothing here: {found.get('reason')}" if refused else JOINED
+
+    async def close(self) -> None:
+        """See `Host`."""
+        await self._client.aclose()
+
+
+class RedisHost:
+    """A Redis in which routers look."""
+
+    def __init__(self, redis: str, key: str, url: str, role: str) -> None:
+        self._meeting, self._url, self._role = Meeting(redis, "--join", key), url, role
+
+    async def say(self, leaves: bool) -> str:
+        """See `Host`."""
+        meeting = self._meeting
+        try:
+            await asyncio.to_thread(lambda: meeting.leave(self._url) if leaves else meeting.join(self._url, self._role))
+        except QuireError as error:
+            return str(error)
+        return JOINED
+
+    async def close(self) -> None:
+        """See `Host`."""
+        self._meeting.close()
+
+
 async def keep_joined(router: str, key: str, url: str, role: str, leaving: Callable[[], bool]) -> None:
-    """Join, and join again, in case the router was started anew; until `leaving` says so. Never raises."""
-    import httpx2
+    """Join, and join again, in case the router was started anew; until `leaving` says so. Never raises.
 
-    told = ""
-    async with httpx2.AsyncClient(
-        base_url=router.rstrip("/"), headers={"authorization": f"Bearer {key}"}, timeout=ANSWER_SECONDS
-    ) as client:
-
-        async def say(leaves: bool) -> str:
-            try:
-                answer = await client.post("/admin/join", json={"url": url, "role": role, "leaves": leaves})
-                found = answer.json()
-            except (httpx2.HTTPError, ValueError) as error:
-                return f"the router {router} cannot be reached ({type(error).__name__})"
-            if answer.status_code in (401, 403):
-                return f"the router {router} does not take this server's key: give both the same first --api-key"
-            if answer.status_code != 200:
-                return f"the router {router} does not take this server ({answer.status_code})"
-            if not isinstance(found, dict):
-                return f"{router} is no router of Quire's: give the URL of 'quire route'"
-            refused = found.get("state") == "refused"
-            return f"the router {router} sends nothing here: {found.get('reason')}" if refused else "joined"
-
+    Args:
+        router: its URL, or that of a Redis; both have been checked.
+    """
+    redis = router.startswith(SCHEMES)
+    host: Host = (RedisHost if redis else RouterHost)(router, key, url, role)
+    what, told = masked(router) if redis else f"the router {router}", ""
+    try:
         while not leaving():
-            now = await say(leaves=False)
+            now = await host.say(leaves=False)
             if now != told:
                 told = now
-                text = f"joined the router {router} as {url}" if now == "joined" else now
-                event(logger, "join", text, level=logging.INFO if now == "joined" else logging.WARNING, router=router)
+                text = f"joined {what} as {url}" if now == JOINED else now
+                level = logging.INFO if now == JOINED else logging.WARNING
+                event(logger, "join", text, level=level, router=masked(router))
             for _ in range(int(JOIN_SECONDS / POLL_SECONDS)):
                 if leaving():
                     break
                 await asyncio.sleep(POLL_SECONDS)
-        await say(leaves=True)
+        await host.say(leaves=True)
+    finally:
+        await host.close()

@@ -8,33 +8,21 @@ clocks of nodes are never compared, since Redis alone counts the seconds.
 
 from __future__ import annotations
 
-import os
-import ssl
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from quire.errors import ConfigError
-from quire.kv.directory import masked
-from quire.kv.directory.base import DirectoryError, Holders, Node
+from quire.kv.directory.base import Holders, Node
 from quire.kv.directory.local import other_cluster
+from quire.kv.directory.redis_link import TIMEOUT_SECONDS, RedisLink
 
 PREFIX = b"quire:{kv}:"
 """With one hash tag, so that all keys lie in one slot of a Redis Cluster."""
-
-PASSWORD = "REDISCLI_AUTH"
-"""A variable of the environment, which redis-cli has, too: the password, where the URL has none."""
-
-TIMEOUT_SECONDS = 1.0
-"""For an answer; nothing that serves requests waits for it."""
 
 ENTRY_SECONDS = 3600
 """An entry that is not published again is gone after this."""
 
 MOST_HOLDERS = 8
 """A block that more nodes have published is rid of those that are not there any more."""
-
-OLDEST = 6
-"""The first version that has users (ACL) and TLS."""
 
 _JOIN = """
 local owner = redis.call('GET', KEYS[1])
@@ -112,7 +100,7 @@ return {records, rows}
 """
 )
 
-_NODES = """
+LIST = """
 local found = {}
 for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local record = redis.call('GET', ARGV[1] .. name)
@@ -135,32 +123,14 @@ class RedisDirectory:
     """
 
     def __init__(self, url: str, cluster: str, timeout: float = TIMEOUT_SECONDS) -> None:
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
-        except ImportError as error:
-            raise ConfigError(
-                f"kv_directory {masked(url)} needs redis-py ({error}): pip install 'quire[redis]'"
-            ) from error
-        self._redis, self._where, self._cluster = redis, f"kv_directory {masked(url)}", cluster
-        options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
-        try:
-            self._client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
-            known = self._client.connection_pool.connection_kwargs
-            if password := os.environ.get(PASSWORD):
-                known.setdefault("password", password)
-            self._client.connection_pool.make_connection()
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{self._where}: {error}; such as redis://10.0.0.1:6379/0") from error
+        self._link, self._cluster = RedisLink(url, "kv_directory", timeout), cluster
+        self._client, self._where, self._call = self._link.client, self._link.where, self._link.call
         script = self._client.register_script
         self._join, self._leave, self._publish = script(_JOIN), script(_LEAVE), script(_PUBLISH)
-        self._withdraw, self._query, self._nodes = script(_WITHDRAW), script(_QUERY), script(_NODES)
+        self._withdraw, self._query, self._nodes = script(_WITHDRAW), script(_QUERY), script(LIST)
 
     def check(self) -> None:
-        version = str(self._call(lambda: self._client.info("server")).get("redis_version", "0"))
-        if int(version.partition(".")[0]) < OLDEST:
-            raise ConfigError(f"{self._where}: Redis {version} is too old; use {OLDEST}.0 or later, or Valkey")
+        self._link.check()
 
     def join(self, node: Node, lease: float) -> bool:
         keys = [PREFIX + b"owner", _node_key(node.name), PREFIX + b"nodes"]
@@ -190,30 +160,6 @@ class RedisDirectory:
 
     def close(self) -> None:
         self._client.close()
-
-    def _call(self, call: Callable[[], Any]) -> Any:
-        """What a command yields, and its errors as ours."""
-        known = self._redis.exceptions
-        try:
-            return call()
-        except known.AuthenticationError as error:
-            why = "it does not take this user and password", "name them as redis://USER:PASSWORD@HOST"
-            raise self._refused(error, *why) from error
-        except known.NoPermissionError as error:
-            why = "its user may not do what a directory needs", "allow it '~quire:* +@read +@write +@scripting +info'"
-            raise self._refused(error, *why) from error
-        except known.InvalidResponse as error:
-            raise self._refused(error, "what answers there is no Redis", "name one") from error
-        except known.ConnectionError as error:
-            if isinstance(error.__context__, ssl.SSLError):
-                why = "no TLS connection", "add ?ssl_ca_certs=FILE with who vouches for it"
-                raise self._refused(error.__context__, *why) from error
-            raise DirectoryError(f"{self._where} cannot be reached ({error})") from error
-        except (known.RedisError, OSError) as error:
-            raise DirectoryError(f"{self._where} does not answer as it should ({error})") from error
-
-    def _refused(self, error: Exception, what: str, help: str) -> ConfigError:
-        return ConfigError(f"{self._where}: {what} ({str(error).rstrip('.')}); {help}")
 
 
 def _node_key(name: str) -> bytes:

@@ -1,0 +1,91 @@
+"""A connection to a Redis, or Valkey, as directories use it: short deadlines, and errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.kv.directory import masked
+from quire.kv.directory.base import DirectoryError
+
+PASSWORD = "REDISCLI_AUTH"
+"""A variable of the environment, which redis-cli has, too: the password, where the URL has none."""
+
+TIMEOUT_SECONDS = 1.0
+"""For an answer; nothing that serves requests waits for it."""
+
+OLDEST = 6
+"""The first version that has users (ACL) and TLS."""
+
+
+class RedisLink:
+    """A client of redis-py's.
+
+    Args:
+        url: of the server, as redis-py has them.
+        option: by which it was given, for errors.
+        timeout: seconds for an answer.
+
+    Raises:
+        ConfigError: the URL is none, or redis-py is not installed.
+    """
+
+    def __init__(self, url: str, option: str, timeout: float = TIMEOUT_SECONDS) -> None:
+        self.where = f"{option} {masked(url)}"
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise ConfigError(f"{self.where} needs redis-py ({error}): pip install 'quire[redis]'") from error
+        self._known = redis.exceptions
+        options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        try:
+            self.client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+            known = self.client.connection_pool.connection_kwargs
+            if password := os.environ.get(PASSWORD):
+                known.setdefault("password", password)
+            self.client.connection_pool.make_connection()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{self.where}: {error}; such as redis://10.0.0.1:6379/0") from error
+
+    def check(self) -> None:
+        """Whether it can be used.
+
+        Raises:
+            DirectoryError, ConfigError: see `call`.
+        """
+        version = str(self.call(lambda: self.client.info("server")).get("redis_version", "0"))
+        if int(version.partition(".")[0]) < OLDEST:
+            raise ConfigError(f"{self.where}: Redis {version} is too old; use {OLDEST}.0 or later, or Valkey")
+
+    def call(self, call: Callable[[], Any]) -> Any:
+        """What a command yields, and its errors as ours.
+
+        Raises:
+            DirectoryError: it does not answer now. ConfigError: it never will, to what was configured.
+        """
+        known = self._known
+        try:
+            return call()
+        except known.AuthenticationError as error:
+            why = "it does not take this user and password", "name them as redis://USER:PASSWORD@HOST"
+            raise self._refused(error, *why) from error
+        except known.NoPermissionError as error:
+            why = "its user may not do what a directory needs", "allow it '~quire:* +@read +@write +@scripting +info'"
+            raise self._refused(error, *why) from error
+        except known.InvalidResponse as error:
+            raise self._refused(error, "what answers there is no Redis", "name one") from error
+        except known.ConnectionError as error:
+            if isinstance(error.__context__, ssl.SSLError):
+                why = "no TLS connection", "add ?ssl_ca_certs=FILE with who vouches for it"
+                raise self._refused(error.__context__, *why) from error
+            raise DirectoryError(f"{self.where} cannot be reached ({error})") from error
+        except (known.RedisError, OSError) as error:
+            raise DirectoryError(f"{self.where} does not answer as it should ({error})") from error
+
+    def _refused(self, error: Exception, what: str, help: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {what} ({str(error).rstrip('.')}); {help}")

@@ -1,0 +1,215 @@
+"""Where a router finds its servers while it runs: in a file, under a DNS name, or in a Redis that they write to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from quire.errors import ConfigError
+from quire.kv.directory.base import DirectoryError
+from quire.log import event
+from quire.router.config import DNS, MAX_SERVERS, RouterConfig
+from quire.router.servers import Role, Servers
+from quire.router.upstream import Address
+from quire.server.meeting import SCHEMES, Meeting
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0
+"""Between two looks at a file or a Redis."""
+
+DNS_SECONDS = 5.0
+"""Between two questions for a name, and the time that one may take."""
+
+MAX_FILE_BYTES = 1 << 20
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+class Source(Protocol):
+    """Tells which servers there are."""
+
+    pause: float
+
+    async def look(self, servers: Servers) -> None:
+        """Have the servers be those that it tells of; on an error they stay as they were.
+
+        Raises:
+            ConfigError: what it says is not valid, or can never be had. DirectoryError: it does not answer now.
+        """
+
+
+def sources_of(config: RouterConfig) -> list[Source]:
+    """Those that were named beside single servers.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+    found: list[Source] = []
+    if config.servers_file is not None:
+        found.append(FileSource(Path(config.servers_file).expanduser()))
+    given: list[tuple[Role, tuple[str, ...]]] = [("serve", config.server), ("prefill", config.prefill_server)]
+    for role, urls in given:
+        found += [DnsSource(url, role) for url in urls if url.startswith(DNS)]
+    found += [RedisSource(url, config.api_key[0]) for url in config.server if url.startswith(SCHEMES)]
+    return found
+
+
+async def begin(sources: Sequence[Source], servers: Servers) -> list[asyncio.Task[None]]:
+    """Look once, and go on looking.
+
+    Raises:
+        ConfigError: a source can never be used.
+    """
+    watching = []
+    for source in sources:
+        problem = ""
+        try:
+            await source.look(servers)
+        except DirectoryError as error:  # it may be there later
+            problem = _tell(error)
+        watching.append(asyncio.create_task(watch(source, servers, problem)))
+    return watching
+
+
+async def watch(source: Source, servers: Servers, problem: str = "") -> None:
+    """Look again and again. What is wrong is said once. `problem`: what was said already."""
+    while True:
+        await asyncio.sleep(source.pause)
+        try:
+            await source.look(servers)
+        except (ConfigError, DirectoryError) as error:
+            if str(error) != problem:
+                problem = _tell(error)
+        except Exception as error:  # a bug ends nothing but this look
+            event(logger, "servers_source", "servers cannot be looked up", level=logging.ERROR, exc_info=error)
+        else:
+            problem = ""
+
+
+def _tell(error: Exception) -> str:
+    text = f"{error}; the servers stay as they were"
+    event(logger, "servers_source", text, level=logging.ERROR)
+    return str(error)
+
+
+class FileSource:
+    """A file with a server a line; see `read_servers_file`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.pause = path, WATCH_SECONDS
+
+    async def look(self, servers: Servers) -> None:
+        """See `Source`."""
+        servers.set_listed(read_servers_file(self._path), "file")
+
+
+def read_servers_file(path: Path) -> dict[str, Role]:
+    """Servers by URL, of a file with one a line: "URL", or "prefill URL"; # begins a comment.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")[:MAX_FILE_BYTES]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise ConfigError(f"--servers-file {path} cannot be read: {reason}") from error
+    listed: dict[str, Role] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        role: Role = "prefill" if words[0] == "prefill" and len(words) == 2 else "serve"
+        try:
+            if len(words) > (2 if role == "prefill" else 1):
+                raise ValueError(f"{line.strip()!r} is neither 'URL' nor 'prefill URL'")
+            Address(words[-1])
+        except ValueError as error:
+            raise ConfigError(f"--servers-file {path}, line {number}: {error}") from None
+        listed[words[-1]] = role
+    if len(listed) > MAX_SERVERS:
+        raise ConfigError(f"--servers-file {path} names {len(listed)} servers; at most {MAX_SERVERS} are allowed")
+    return listed
+
+
+async def resolve(name: str, port: int) -> Sequence[str]:
+    """The addresses of a name, as the machine's resolver says. Of a name that has both kinds, those of IPv4.
+
+    Raises:
+        OSError: it has none, or nobody answers.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    by_family = [
+        [str(at[0]) for kind, *_, at in found if kind == family] for family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return by_family[0] or by_family[1]
+
+
+class DnsSource:
+    """A name; each of its addresses is a server.
+
+    Args:
+        url: dns+http://NAME[:PORT][/PREFIX].
+    """
+
+    def __init__(self, url: str, role: Role, resolve: Resolve = resolve) -> None:
+        self._url, self._role, self._resolve, self.pause = url, role, resolve, DNS_SECONDS
+        self._parts = urlsplit(url.removeprefix(DNS))
+
+    async def look(self, servers: Servers) -> None:
+        """See `Source`."""
+        name, port = str(self._parts.hostname), self._parts.port or 80
+        try:
+            async with asyncio.timeout(DNS_SECONDS):
+                addresses = sorted(set(await self._resolve(name, port)))
+        except TimeoutError:
+            raise DirectoryError(f"{self._url}: no answer for this name within {DNS_SECONDS:g} s") from None
+        except OSError as error:
+            raise DirectoryError(f"{self._url}: {error.strerror or type(error).__name__}") from None
+        if len(addresses) > MAX_SERVERS:
+            raise DirectoryError(f"{self._url} has {len(addresses)} addresses; at most {MAX_SERVERS} are allowed")
+        hosts = [f"[{each}]" if ":" in each else each for each in addresses]
+        servers.set_listed({f"http://{host}:{port}{self._parts.path}": self._role for host in hosts}, self._url)
+
+
+class RedisSource:
+    """A Redis to which servers write where they are (`quire serve --join redis://...`).
+
+    One that is silent and away for a while has left, as with `/admin/join`; a Redis that was emptied changes nothing.
+
+    Args:
+        key: the first API key.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        self._meeting, self.pause = Meeting(url, "--server", key), WATCH_SECONDS
+        self._strangers: set[str] = set()
+        self._checked = False
+
+    async def look(self, servers: Servers) -> None:
+        """See `Source`."""
+        if not self._checked:
+            await asyncio.to_thread(self._meeting.check)
+            self._checked = True
+        for one in await asyncio.to_thread(self._meeting.found):
+            if not one.is_ours:
+                self._refuse(one.url)
+                continue
+            try:
+                servers.add(one.url, "prefill" if one.role == "prefill" else "serve", "joined")
+            except ValueError as error:
+                raise ConfigError(f"{self._meeting.where}: {error}") from None
+
+    def _refuse(self, url: str) -> None:
+        if url not in self._strangers and len(self._strangers) < MAX_SERVERS:
+            self._strangers.add(url)
+            text = (
+                f"{self._meeting.where} names {url[:200]!r}, which has not this router's key: give both the same first "
+            )
+            event(logger, "servers_source", text + "--api-key", level=logging.WARNING)
