@@ -67,6 +67,11 @@ CLASSES = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
@@ -86,7 +91,24 @@ LATENT: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+HYBRID_EXPERTS = {
+    **HYBRID,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": HYBRID_EXPERTS,
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID_EXPERTS,
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT,
@@ -114,6 +136,8 @@ TOWERS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14, **VISION}
     },
     "qwen2_5_vl": {"vision_config": {**QWEN_VISION}},
+    "qwen3_5": {"vision_config": {**QWEN_VISION, "num_position_embeddings": 16}},
+    "qwen3_5_moe": {"vision_config": {**QWEN_VISION, "num_position_embeddings": 16}},
     "qwen3_vl": {"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
 }
 """Architectures that nest the text model, which the option `text` names: what stands beside it."""
@@ -125,6 +149,9 @@ HEAD_DIM_16 = {
     "seed_oss",
     "qwen3_vl_text",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
     "qwen3_moe",
     "glm4",
     "gpt_oss",
@@ -165,13 +192,15 @@ def save_checkpoint(
     else:
         config = getattr(transformers, config_name)(**{**sizes_of(architecture), **options})
     model = getattr(transformers, model_name)(config)
-    zero_centered = architecture.startswith("gemma3")
+    zero_centered = architecture.startswith(("gemma3", "qwen3_5", "qwen3_next"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.5)
             elif "norm" in name:
-                parameter.normal_(0 if zero_centered else 1, 0.3)
+                parameter.normal_(0 if zero_centered and "linear_attn" not in name else 1, 0.3)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-4, 1)  # heads that forget at once, and heads that hardly do
             elif name.endswith(("sinks", "scale")):
                 parameter.normal_(1, 1)
             elif "embed" in name:

@@ -242,9 +242,14 @@ def test_the_table_says_what_each_group_has_only_where_there_are_several(mixed, 
 def test_what_drafts_lies_with_the_layers_that_keep_all_or_makes_the_first_group_keep_all(mixed, windowed):
     shape = KVShape(1, 1, 16, torch.bfloat16)
     drafting = Speculation(NgramProposer(2, 5), kv_shape=shape)
-    assert retentions(mixed, drafting) == [None, 32] and retentions(mixed, None) == [None, 32]
-    assert retentions(windowed, drafting) == [None] and retentions(windowed, None) == [32]
     config = EngineConfig(model="m", num_kv_blocks=300, max_num_batched_tokens=128, max_num_seqs=8)
+    for model, speculation, windows in (
+        (mixed, drafting, [None, 32]),
+        (mixed, None, [None, 32]),
+        (windowed, drafting, [None]),
+        (windowed, None, [32]),
+    ):
+        assert [kept.window for kept in retentions(config, model, speculation)] == windows
     full, other = plan_memory(config, mixed, GIB, speculation=drafting).groups
     assert full.bytes_per_token == LAYER_BYTES + shape.bytes_per_token and other.bytes_per_token == 3 * LAYER_BYTES
 

@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.cache_events import CacheEvents
 from quire.core.fetches import Forget, Prefill, Read, Write
-from quire.core.kv_group import KVGroup
+from quire.core.kv_group import KVGroup, States
 from quire.core.kv_manager import KVManager
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
@@ -26,12 +26,17 @@ from quire.core.tier import Tier
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 Windows = tuple[int | None, ...]
-"""Of each KV group, how many of the latest tokens each token sees; None: all of them."""
+"""Of each KV group, how many of the latest tokens each token sees; None: all of them; `STATE`: a state of all."""
 Drafter = Callable[[list[int], int, Windows], list[int]]
 
 VOCAB = 50
 POISON = -7
 
+
+STATE = 0
+"""In place of a window: the group's layers are recurrent."""
+INTERVAL = 3
+"""So many blocks lie between marks in prompts."""
 
 ALL = (None,)
 """The windows of a model with one KV group that keeps all positions."""
@@ -39,7 +44,21 @@ ALL = (None,)
 
 def next_token(context: list[int], windows: Windows = ALL) -> int:
     """The fake model: a hash of the tokens that the last position sees in each KV group."""
-    return hashed([token for window in windows for token in (context if window is None else context[-window:])])
+    return hashed([token for window in windows for token in seen_of(context, window)])
+
+
+def seen_of(context: list[int], window: int | None) -> list[int]:
+    """What one group has of a context."""
+    if window == STATE:
+        return [advanced(0, context)]
+    return context if window is None else context[-window:]
+
+
+def advanced(state: int, tokens: list[int]) -> int:
+    """A recurrent layer's state, so many tokens later."""
+    for token in tokens:
+        state = zlib.crc32(array("q", [state, token]).tobytes())
+    return state
 
 
 def hashed(seen: list[int]) -> int:
@@ -118,7 +137,9 @@ class FakeRunner:
         self.num_drafted = self.num_accepted = 0
         self.block_size = block_size
         self.windows = windows
-        self.memory = [[[POISON] * block_size for _ in range(count)] for count in num_blocks]  # of each group
+        # Of each group; a block of a recurrent one has a token more, the state after all others.
+        sizes = [block_size + (window == STATE) for window in windows]
+        self.memory = [[[POISON] * size for _ in range(count)] for size, count in zip(sizes, num_blocks, strict=True)]
         self.slots: dict[int, tuple[bytes, list[int], list[int]]] = {}  # the host tier: name, tokens, and their check
         self.tables: dict[int, list[list[int]]] = {}
         self.next_number = 0
@@ -151,7 +172,7 @@ class FakeRunner:
         for span in plan.spans:
             for group, source, target, tokens in span.copies:
                 memory = self.memory[group]
-                memory[target] = memory[source][:tokens] + [POISON] * (self.block_size - tokens)
+                memory[target] = memory[source][:tokens] + [POISON] * (len(memory[source]) - tokens)
         spans = [self._run_span(span) for span in plan.spans]
         return StepResult(plan.number, spans, seconds=0.001, bad_loads=bad_loads, loading=1e-5 * len(plan.loads))
 
@@ -188,13 +209,18 @@ class FakeRunner:
         tokens = [text[-1] if token == FROM_PREVIOUS else token for token in span.tokens if token != DRAFT]
         wanted = len(span.tokens) - len(tokens)
         drafts = self.drafter(text, wanted, self.windows) if wanted and self.drafter else []
-        for offset, token in enumerate([*tokens, *drafts]):
-            position = start + offset
-            for memory, table in zip(self.memory, tables, strict=True):
+        written = [*tokens, *drafts]
+        for memory, table, window in zip(self.memory, tables, self.windows, strict=True):
+            state = self._state(memory, table, start) if window == STATE else 0
+            for position, token in enumerate(written, start=start):
                 block = table[position // self.block_size]
-                if block == 0:
+                if block == 0 and window != STATE:
                     raise RuntimeError("a span writes the null block")
-                memory[block][position % self.block_size] = token
+                state = advanced(state, [token])
+                if block != 0:
+                    memory[block][position % self.block_size] = token
+                if block != 0 and window == STATE and (position + 1) % self.block_size == 0:
+                    memory[block][-1] = state
         sampled = []
         if drafts and self.spoils():
             return SpanResult([])
@@ -217,9 +243,19 @@ class FakeRunner:
     def _read(self, tables: list[list[int]], end: int) -> list[int]:
         seen = []
         for memory, table, window in zip(self.memory, tables, self.windows, strict=True):
+            if window == STATE:
+                seen.append(self._state(memory, table, end))
+                continue
             first = 0 if window is None else max(0, end - window)
             seen += [memory[table[p // self.block_size]][p % self.block_size] for p in range(first, end)]
         return seen
+
+    def _state(self, memory: list[list[int]], table: list[int], end: int) -> int:
+        """A recurrent group's after `end` positions, from what is stored."""
+        full, rest = divmod(end, self.block_size)
+        state = memory[table[full - 1]][-1] if full else 0
+        assert full == 0 or table[full - 1] != 0, "a state that is read is there"
+        return advanced(state, memory[table[full]][:rest] if rest else [])
 
 
 def make_scheduler(
@@ -250,7 +286,11 @@ def make_scheduler(
     config = EngineConfig(model="fake", **(defaults | options))
     hasher = BlockHasher(bytes(32), "fake")
     sizes = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
-    groups = [KVGroup(count, window) for count, window in zip(sizes, windows, strict=True)]
+    states = States(INTERVAL, 1 + drafts if drafts else 0)
+    groups = [
+        KVGroup(count, block_size + 1, states) if window == STATE else KVGroup(count, window)
+        for count, window in zip(sizes, windows, strict=True)
+    ]
     kv = KVManager(
         groups,
         block_size,

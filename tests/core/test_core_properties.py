@@ -18,6 +18,7 @@ from quire.core.request import Event
 from quire.errors import RequestTooLargeError
 from tests.core.fake_runner import (
     ALL,
+    STATE,
     StepFailed,
     expected_output,
     interrupted,
@@ -28,7 +29,7 @@ from tests.core.fake_runner import (
 )
 from tests.core.policies import Policies
 
-MIXED = [(9,), (None, 9), (None, 9), (None, 3, 12), (16, 5), (1, None)]
+MIXED = [(9,), (None, 9), (None, 9), (None, 3, 12), (16, 5), (1, None), (None, STATE), (None, STATE), (None, 9, STATE)]
 """KV groups' windows of models that have some."""
 
 EVENTS = [Event("grammar", 0), Event("grammar", 1), Event("adapter", 0)]

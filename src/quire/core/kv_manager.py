@@ -13,7 +13,7 @@ from quire.core.cache_events import CacheEvents
 from quire.core.exports import Exports
 from quire.core.fetches import LEAST_FETCH, WORTH, Fetch, Fetches, SlotFetch
 from quire.core.holders import Lookup
-from quire.core.kv_group import KVGroup, peak_blocks
+from quire.core.kv_group import KVGroup
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
 from quire.core.step import Move, StepPlan, StepResult
@@ -78,6 +78,7 @@ class KVManager:
         self.fetches = Fetches(tier or Tier(), disk)
         self.exports = Exports(self.fetches) if self.fetches.tier.num_slots else None
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
+        self._recurrent = [number for number, group in enumerate(groups) if group.states is not None]
         self.reset()
 
     def reset(self) -> None:
@@ -131,7 +132,7 @@ class KVManager:
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> list[int]:
         """Most blocks of each group that a request holds at once: see `kv_group.peak_blocks`."""
-        return [peak_blocks(group.window, num_tokens, max_chunk, self.block_size) for group in self.groups]
+        return [group.peak_blocks(num_tokens, max_chunk, self.block_size) for group in self.groups]
 
     def check_fits(self, request: Request, max_chunk: int) -> None:
         """Whether a request could run alone.
@@ -208,13 +209,16 @@ class KVManager:
         each running request; otherwise it would soon be the victim again.
         """
         promised = self.fetches.promised
-        needed = self.blocks_for(num_tokens) - match.num_blocks + promised
+        missing = self.blocks_for(num_tokens) - match.num_blocks
+        partial = match.partial is not None  # copied, and then a block that the step may not end in
+        tails = [each.states.tail(self.block_size) + partial if each.states else missing for each in self.groups]
+        counts = [min(missing, tail) + promised for tail in tails]
         if not request.stats.preemptions:
-            return [needed] * len(self.groups)
+            return counts
         peaks, unseen = self.peak_blocks(len(request.tokens), max_chunk), self.first_seen(match)
         return [
             max(needed, peak - match.num_blocks + first + promised) + num_running
-            for peak, first in zip(peaks, unseen, strict=True)
+            for needed, peak, first in zip(counts, peaks, unseen, strict=True)
         ]
 
     def lock(self, match: Match) -> None:
@@ -236,7 +240,11 @@ class KVManager:
 
     def admit(self, request: Request, match: Match) -> None:
         """Start a request's tables with a match that was locked for it."""
-        request.tables = self._tables(match)
+        request.tables, request.num_passed = self._tables(match), self.first_seen(match)
+        for number in self._recurrent:
+            states, size = self.groups[number].states, self.block_size
+            if states is not None:
+                request.marks = states.marks(len(request.tokens), match.num_found, match.num_blocks, size)
         request.tip = match.tip if match.num_blocks else None
         request.num_published = match.num_blocks
         request.num_computed = match.num_blocks * self.block_size
@@ -270,7 +278,8 @@ class KVManager:
                 request.tip = None  # what it follows was evicted, once a window had passed it: the rest stays private
                 break
             blocks = [table[index] for table in request.tables]
-            tip = request.tip = self.cache.insert(tip, key, blocks, request.hashes[index])
+            kept = [block if self._keeps(request, number, index) else NULL_BLOCK for number, block in enumerate(blocks)]
+            tip = request.tip = self.cache.insert(tip, key, kept, request.hashes[index])
             self.fetches.touched(tip.hash)
             if tip.blocks != blocks:
                 self._adopt(request, index, tip.blocks)
@@ -279,11 +288,18 @@ class KVManager:
     def _adopt(self, request: Request, index: int, blocks: Sequence[int]) -> None:
         """Share blocks that hold the same already, one a group, in place of the request's own."""
         for number, (table, block) in enumerate(zip(request.tables, blocks, strict=True)):
-            if table[index] != block:
+            if NULL_BLOCK not in (table[index], block) and table[index] != block:
                 self.groups[number].retain(block)
                 self._give_back(request, number, [table[index]])
                 table[index] = block
-        request.num_sent = min(request.num_sent, index)
+                request.num_sent = min(request.num_sent, index)
+
+    def _keeps(self, request: Request, number: int, index: int) -> bool:
+        """Whether others may have a group's block of a request: a state only where there is a mark."""
+        states = self.groups[number].states
+        if states is None or index in request.marks:
+            return True
+        return index * self.block_size < request.num_prompt and (index + 1) % states.interval == 0
 
     def _hash_prompt(self, request: Request) -> None:
         """Hash a request's full blocks; choices and repetitions of one prompt, which come in a row, share the work."""
@@ -390,14 +406,21 @@ class KVManager:
         """Make the tables cover `num_tokens` positions; False, and nothing done, where blocks do not suffice."""
         for number in self._windowed:
             self._pass_window(request, number)
-        missing = self.blocks_for(num_tokens) - len(request.tables[0])
-        if missing <= 0:
+        first, last = len(request.tables[0]), self.blocks_for(num_tokens)
+        if last <= first:
             return True
-        if any(missing > group.num_available for group in self.groups):
+        needed = [
+            first if each.states is None else max(first, each.states.first_needed(num_tokens, self.block_size))
+            for each in self.groups
+        ]
+        if any(last - begin > group.num_available for begin, group in zip(needed, self.groups, strict=True)):
             return False
-        for number, table in enumerate(request.tables):
-            for _ in range(missing):
-                table.append(self._take(number))
+        for number, (table, begin) in enumerate(zip(request.tables, needed, strict=True)):
+            spare = self.groups[number].num_available - (last - begin)  # for states that no step needs to go on
+            for index in range(first, last):
+                kept = index < begin and spare > 0 and self._keeps(request, number, index)
+                spare -= kept
+                table.append(self._take(number) if kept or index >= begin else NULL_BLOCK)
         return True
 
     def trim(self, request: Request) -> None:
@@ -407,7 +430,7 @@ class KVManager:
         for number, table in enumerate(request.tables):
             surplus = table[keep:]
             del table[keep:]
-            self._give_back(request, number, surplus[::-1])
+            self._give_back(request, number, [block for block in surplus[::-1] if block != NULL_BLOCK])
 
     def free(self, request: Request, *, keep_partial: bool = False) -> None:
         """Give back a request's blocks, the last one first, so that prefixes outlive what follows them in the cache.
@@ -415,6 +438,7 @@ class KVManager:
         Args:
             keep_partial: offer the last, partly filled block to the prefix cache.
         """
+        self._publish_state(request)
         if keep_partial and self.cache.keeps_partial:
             self._publish_partial(request)
         for number, source, _, _ in request.copies:  # never ran: its lock ends here
@@ -454,6 +478,18 @@ class KVManager:
         """What waited for this step is given back."""
         self.release(Handle(STEP, step))
 
+    def _publish_state(self, request: Request) -> None:
+        """Keep the state after a request's last published block, from which whoever continues it can go on."""
+        tip, index = request.tip, request.num_published - 1
+        if self._recurrent and tip is not None and tip.attached and index >= 0:
+            self.cache.fill(
+                tip,
+                [
+                    table[index] if number in self._recurrent else NULL_BLOCK
+                    for number, table in enumerate(request.tables)
+                ],
+            )
+
     def _publish_partial(self, request: Request) -> None:
         full, rest = divmod(request.num_committed, self.block_size)
         if not rest or full != request.num_published:
@@ -489,9 +525,9 @@ class KVManager:
         passed = min(self.groups[number].first_seen(certain) // self.block_size, len(table))
         if self.cache.caching:
             passed = min(passed, request.num_published)  # what is not committed yet is published first
-        gone: list[int] = []
-        while passed and table[passed - 1] != NULL_BLOCK:
-            passed -= 1
-            gone.append(table[passed])
-            table[passed] = NULL_BLOCK
-        self._give_back(request, number, gone)
+        gone = [index for index in range(request.num_passed[number], passed) if table[index] != NULL_BLOCK]
+        blocks = [table[index] for index in reversed(gone)]
+        for index in gone:
+            table[index] = NULL_BLOCK
+        request.num_passed[number] = max(passed, request.num_passed[number])
+        self._give_back(request, number, blocks)

@@ -64,11 +64,13 @@ class Match:
     Attributes:
         tip: the node of its last full block; the root or None where there is none.
         num_blocks: full blocks, those of the tip and of all nodes above it.
+        num_found: full blocks that are cached, also where a match may not end.
         partial: a node whose blocks begin with the next `partial_tokens` tokens, to be copied.
     """
 
     tip: Node | None = None
     num_blocks: int = 0
+    num_found: int = 0
     partial: Node | None = None
     partial_tokens: int = 0
 
@@ -121,7 +123,7 @@ class PrefixCache:
             back: so many of its last tokens will be computed again.
         """
         count = longest_run(hashes, limit // self.block_size, self._by_hash.__contains__)
-        return self._shortened(Match(self._by_hash[hashes[count - 1]], count), back) if count else Match()
+        return self._shortened(Match(self._by_hash[hashes[count - 1]], count, count), back) if count else Match()
 
     def find(self, block_hash: bytes) -> Node | None:
         """The node of a full block."""
@@ -134,7 +136,8 @@ class PrefixCache:
             if count <= min(needed):
                 break
             if any(block == NULL_BLOCK and count > first for block, first in zip(node.blocks, needed, strict=True)):
-                match, needed = Match(node.parent, count - 1), self._needed(count - 1, back)
+                match = Match(node.parent, count - 1, match.num_found)
+                needed = self._needed(count - 1, back)
         return match
 
     def _needed(self, count: int, back: int) -> list[int]:
@@ -170,7 +173,7 @@ class PrefixCache:
             node = self._attach(parent, key, hash)
             self._by_hash[hash] = node
         if NULL_BLOCK in node.blocks:
-            self._fill(node, blocks)
+            self.fill(node, blocks)
         return node
 
     def insert_partial(self, parent: Node, key: bytes, blocks: Sequence[int]) -> None:
@@ -182,10 +185,10 @@ class PrefixCache:
         insort(parent.order, key)
         return node
 
-    def _fill(self, node: Node, blocks: Sequence[int]) -> None:
-        """Parts that it lacks."""
+    def fill(self, node: Node, blocks: Sequence[int]) -> None:
+        """Give a node parts that it lacks, which somebody holds; the null block is none."""
         for number, (group, block) in enumerate(zip(self.groups, blocks, strict=True)):
-            if node.blocks[number] == NULL_BLOCK:
+            if node.blocks[number] == NULL_BLOCK != block:
                 node.blocks[number] = block
                 group.cached[block] = node
                 if self._events is not None and node.hash and node.parent is not None:
@@ -279,7 +282,7 @@ class RadixCache(PrefixCache):
         place = bisect_left(parent.order, key)
         covered = place < len(parent.order) and parent.order[place].startswith(key)
         if not covered:
-            self._fill(self._attach(parent, key, b""), blocks)
+            self.fill(self._attach(parent, key, b""), blocks)
             self._drop_prefixes(parent, key)
 
     def _drop_prefixes(self, parent: Node, key: bytes) -> None:

@@ -137,6 +137,8 @@ class Request:
         copies: beginnings of blocks to copy when the next span runs: (group, source, destination, tokens).
         num_committed: positions whose steps have committed since the last admission.
         num_published: full blocks offered to the prefix cache since the last admission.
+        num_passed: by group, how many blocks no later token sees: those of them that there were are given back.
+        marks: see `kv_group.States.marks`.
         tip: node of the last published block.
         high_water: most positions ever computed at a preemption; below it, the request is recomputing.
         draft_state: how well drafts of it have done.
@@ -158,12 +160,14 @@ class Request:
         "keys",
         "known_to_runner",
         "last_step",
+        "marks",
         "max_tokens",
         "num_cached",
         "num_committed",
         "num_computed",
         "num_fetches",
         "num_in_flight",
+        "num_passed",
         "num_pending",
         "num_prompt",
         "num_published",
@@ -236,6 +240,8 @@ class Request:
         self.copies: list[tuple[int, int, int, int]] = []
         self.num_committed = 0
         self.num_published = 0
+        self.num_passed: list[int] = []
+        self.marks: frozenset[int] = frozenset()
         self.tip: Node | None = None
         self.num_in_flight = 0
         self.last_step = -1

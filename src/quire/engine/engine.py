@@ -42,7 +42,7 @@ from quire.errors import (
     StepFailedError,
 )
 from quire.kv.host import HostTier
-from quire.kv.layout import Layout
+from quire.kv.layout import Layout, layout_id
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.registry import check_ranks
 from quire.observe.timeline import KernelProfile, Timeline, TraceFile
@@ -205,6 +205,8 @@ class Engine:
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
         self.memory_plan: MemoryPlan = started.plan
+        if 0 < started.plan.max_num_seqs < config.max_num_seqs:
+            self.config = config = replace(config, max_num_seqs=started.plan.max_num_seqs)
         self.kv_cache = started.kv
         self.sampling_defaults = {} if config.generation_config == "off" else sampling_defaults(self.path)
         self.max_model_len = self.memory_plan.max_model_len
@@ -278,7 +280,7 @@ class Engine:
         identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
             "block_size": str(config.block_size),
             "layout of the KV": "|".join(
-                Layout.of(cache, self.model, group).id for group, cache in enumerate(self.kv_cache)
+                layout_id(cache, self.model, group) for group, cache in enumerate(self.kv_cache)
             ),
             "drafting model": "none" if speculation is None else speculation.fingerprint or "none",
         }
@@ -286,13 +288,13 @@ class Engine:
             identity["tensor_parallel_size"] = str(config.tensor_parallel_size)
         hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
-        windows = retentions(self.model, speculation)
+        kept = retentions(config, self.model, speculation)
         tier = None if host is None else Tier(host.num_slots)
         self.tiers.open(host, identity)
         disk = self.tiers.disk.index if self.tiers.disk else None
         managers = []
         for _ in range(config.data_parallel_size):
-            groups = [KVGroup(cache.num_blocks, window) for cache, window in zip(self.kv_cache, windows, strict=True)]
+            groups = [KVGroup(cache.num_blocks, *each) for cache, each in zip(self.kv_cache, kept, strict=True)]
             pool = groups, config.block_size, config.prefix_cache
             managers.append(KVManager(*pool, hasher, ahead, tier=tier, disk=disk))
         self.tiers.attach(managers[0])

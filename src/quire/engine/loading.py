@@ -105,6 +105,11 @@ def load(
         stages=config.pipeline_parallel_size,
         max_model_len=config.max_model_len,
     )
+    if model.config.recurrent_layers and spec is not None and spec.tree_width > 1:
+        raise ConfigError(
+            f"speculative_config: tree_width={spec.tree_width}, but the model has recurrent layers, for which drafts "
+            "must follow one another; leave it out"
+        )
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
     return model, None if spec is None else make_speculation(spec, model, path, config)

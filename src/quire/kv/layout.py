@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.models.model import Model, layers_of
 from quire.ops import KVCache, KVShape
 from quire.ops.kv_cache import LAYOUT
+from quire.ops.states import TILE, StateCache
 
 
 class Split(NamedTuple):
@@ -90,6 +91,15 @@ class Layout:
             of_stage = planes[:, layers.start : layers.stop]
             found += [of_stage[:, :, part * each : (part + 1) * each] for part in range(split.parts)]
         return [*found, blocks[:, -self.draft_bytes :]] if self.draft_bytes else found
+
+
+def layout_id(cache: KVCache, model: Model, group: int) -> str:
+    """What lies where in a block of any KV group, in words."""
+    if isinstance(cache, StateCache):
+        return (
+            f"{LAYOUT}|{cache.block_size}|{model.config.recurrent} of {len(model.config.groups[group].layers)}|{TILE}"
+        )
+    return Layout.of(cache, model, group).id
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from quire.layers.linear import Linear
 from quire.layers.weights import LayerWeights
 from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
-from quire.ops.elementwise import rotate
+from quire.ops.elementwise import rotate, sigmoid_gated
 from quire.parallel.group import Gather, Split, own_heads, share
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -71,10 +71,12 @@ class Attention:
         sinks: each query head has a score that belongs to no key: see `ops.attention.paged_attention`.
         value_norm: each value head has a norm, too, without weights; with a `qk_norm` by head.
         value_is_key: values are made as keys are, before these are normed and turned.
+        gated: the result is multiplied by the sigmoid of a product of its own with the input.
 
     Attributes:
         prepares: queries and keys are worked on before they are rotated and stored, by more than a norm of each head.
         query_factors: see `query_scaling`.
+        gate: the product of that gate; None: there is none.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Attention:
         sinks: bool = False,
         value_norm: bool = False,
         value_is_key: bool = False,
+        gated: bool = False,
     ) -> None:
         heads = (num_heads, num_kv_heads, num_kv_heads)
         self.heads, kv_heads = own_heads(num_heads, weights.group), own_heads(num_kv_heads, weights.group)
@@ -117,6 +120,9 @@ class Attention:
         if sinks:
             own = share(num_heads, weights.group, num_heads)
             self.sinks = weights.tensor("self_attn.sinks")[own.start : own.stop].float().clone()
+        self.gate: Linear | None = None
+        if gated:
+            self.gate = weights.linear("self_attn.gate_proj", split=Split.OUTPUTS, heads=(num_heads,))
         self._kernels = weights.kernels
 
     def __call__(self, x: torch.Tensor, tables: Tables, kv: KVCache, batch: RaggedBatch) -> torch.Tensor:
@@ -131,7 +137,7 @@ class Attention:
         sinks = () if self.sinks is None else (self.sinks,)
         out = self._kernels.attend(q, kv, batch, self.layer, self.scale, self.window, *sinks)
         kv.pulse[0] += 1
-        return self.output(out)
+        return self.output(out if self.gate is None else sigmoid_gated(out, self.gate(x)))
 
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

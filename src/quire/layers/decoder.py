@@ -11,6 +11,7 @@ import torch
 
 from quire.layers.attention import Attention, QKNorm, QueryScaling
 from quire.layers.beside_experts import MLPBesideExperts, beside_shapes
+from quire.layers.delta_net import DeltaNetConfig, GatedDeltaNet
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.linear import Linear
@@ -72,6 +73,8 @@ class LayerConfig:
         scale: of the scores, where attention is not latent; None: head_dim ** -0.5.
         query_scaling: by position; None: there is none.
         sinks: each query head has a score that belongs to no key.
+        gated: attention's result has a gate of its own.
+        recurrent: a gated delta net in place of attention; None: there is attention.
         experts: in place of the MLP; None: there are none.
         value_norm, value_is_key: see `Attention`.
         kv_source: the layer whose keys and values this one reads, in place of its own; None: it has its own.
@@ -97,6 +100,8 @@ class LayerConfig:
     scale: float | None = None
     query_scaling: QueryScaling | None = None
     sinks: bool = False
+    gated: bool = False
+    recurrent: DeltaNetConfig | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     value_norm: bool = False
@@ -115,14 +120,17 @@ class LayerConfig:
         """A layer's tensors by their names in a checkpoint, with their shapes."""
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in self.norms.present}
-        shapes |= self.latent.tensor_shapes(hidden, self.num_heads) if self.latent else self._attention_shapes()
+        if self.recurrent:
+            shapes |= self.recurrent.tensor_shapes(hidden)
+        else:
+            shapes |= self.latent.tensor_shapes(hidden, self.num_heads) if self.latent else self._attention_shapes()
         if self.experts is not None:
             shapes |= self.experts.tensor_shapes(hidden)
             if self.experts_beside:
                 shapes |= beside_shapes(self.experts.names.block, hidden)
         if self.experts is None or self.experts_beside:
             shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
-        if self.qk_norm:
+        if self.qk_norm and not self.recurrent:
             q, k = (self.num_heads, self.num_kv_heads) if self.qk_norm == "whole" else (1, 1)
             shapes["self_attn.q_norm.weight"] = (q * self.head_dim,)
             if self.kv_source is None:
@@ -149,6 +157,8 @@ class LayerConfig:
                 shapes[f"{name}.bias"] = (rows,)
         if self.sinks:
             shapes["self_attn.sinks"] = (self.num_heads,)
+        if self.gated:
+            shapes["self_attn.gate_proj.weight"] = (q, hidden)
         return shapes
 
 
@@ -194,6 +204,8 @@ class DecoderLayer:
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
         if not isinstance(attention.qkv, Linear) or attention.prepares or attention.sinks is not None:
+            return None
+        if attention.gate is not None:
             return None
         if attention.output.reduces or mlp.down.reduces:
             return None
@@ -296,8 +308,10 @@ def _shared(output: Linear, down: Linear) -> SharedLayer | None:
 
 def _attention(
     config: LayerConfig, weights: LayerWeights, layer: int, window: int | None
-) -> Attention | LatentAttention | SharedKVAttention:
-    """The attention of a layer, of the kind that it has."""
+) -> Attention | LatentAttention | SharedKVAttention | GatedDeltaNet:
+    """The attention of a layer, of the kind that it has, or what is in its place."""
+    if config.recurrent:
+        return GatedDeltaNet(config.recurrent, weights, layer, config.rms_norm_eps)
     if config.kv_source is not None:
         shape, bias, eps = (config.num_heads, config.head_dim), config.qkv_bias, config.rms_norm_eps
         scale = config.scale or config.head_dim**-0.5
@@ -320,4 +334,5 @@ def _attention(
         sinks=config.sinks,
         value_norm=config.value_norm,
         value_is_key=config.value_is_key,
+        gated=config.gated,
     )

@@ -10,7 +10,7 @@ import torch
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import Product, RaggedBatch
-from quire.ops.elementwise import Activation
+from quire.ops.elementwise import Activation, sigmoid_gated
 from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
 from quire.parallel.group import Gather, Group, Split
 
@@ -37,6 +37,7 @@ class ExpertsConfig:
         intermediate_size: width inside an expert.
         shared_intermediate_size: of the MLP that every token goes through beside them ("shared experts" are one MLP,
             as wide as all of them); 0: there is none.
+        shared_gate: whether what that MLP yields is multiplied by the sigmoid of a product with its input.
         selection_bias: whether the router has one (`e_score_correction_bias`).
         names: what the checkpoint calls them.
         bias: whether the router's logits, and both products of each expert, have one.
@@ -47,6 +48,7 @@ class ExpertsConfig:
     routing: Routing
     intermediate_size: int
     shared_intermediate_size: int = 0
+    shared_gate: bool = False
     selection_bias: bool = False
     names: ExpertNames = ExpertNames()
     bias: bool = False
@@ -72,6 +74,8 @@ class ExpertsConfig:
             shapes[f"{block}.per_expert_scale"] = (self.routing.num_experts,)
         if self.shared_intermediate_size:
             shapes |= mlp_shapes(f"{block}.shared_experts.", hidden, self.shared_intermediate_size)
+        if self.shared_gate:
+            shapes[f"{block}.shared_experts.gate.weight"] = (1, hidden)
         return shapes
 
 
@@ -170,6 +174,9 @@ class ExpertsLayer:
         shared = weights.expert_slots and weights.expert_group.size > weights.group.size
         self._everybody = Everybody(weights.expert_group, weights.group.size) if shared else None
         self._shared = GatedMLP(weights, f"{block}.shared_experts.") if config.shared_intermediate_size else None
+        self._shared_gate: Product | None = None
+        if config.shared_gate:
+            self._shared_gate = weights.kernels.pack([weights.tensor(f"{block}.shared_experts.gate.weight")])
         self.load = torch.zeros(count, dtype=torch.int64, device=weights.kernels.device)
 
     def __call__(self, x: torch.Tensor, batch: RaggedBatch, routed: torch.Tensor | None = None) -> torch.Tensor:
@@ -184,7 +191,10 @@ class ExpertsLayer:
             self._kernels.count_experts(ids, batch, self.load)
             out = self._experts(x, ids, weights)
             out = out if self._outputs is None else self._outputs(out)
-        return out if self._shared is None else out + self._shared(x)
+        if self._shared is None:
+            return out
+        of_all = self._shared(x)
+        return out + (of_all if self._shared_gate is None else sigmoid_gated(of_all, self._shared_gate.matmul(x)))
 
     def _computed(self, up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None) -> Experts:
         other = () if self._activation == "silu" else (self._activation,)

@@ -13,6 +13,7 @@ from typing import Literal
 from quire.errors import ConfigError, ModelConfigError
 from quire.layers.attention import QKNorm
 from quire.layers.decoder import PRE_NORMS, LayerConfig, NormNames
+from quire.layers.delta_net import DeltaNetConfig
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
@@ -105,6 +106,7 @@ class DecoderConfig:
         logits_cap: logits are less, by a soft cap (`final_logit_softcapping`); None: there is none.
         per_layer_vocab_size: rows of the table of per-layer inputs, where layers have such.
         layout: how the checkpoint's tensors become those that the model asks for; None: they are the same.
+        passed_over: how the names of further tensors begin that a checkpoint may hold and nothing here uses.
     """
 
     layer: LayerConfig
@@ -127,6 +129,7 @@ class DecoderConfig:
     logits_cap: float | None = None
     per_layer_vocab_size: int = 0
     layout: Layout | None = None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -134,12 +137,24 @@ class DecoderConfig:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layers that keep the same positions, in the same shape; those that keep none of their own are in no group."""
+        """Layers that keep the same positions, in the same shape, or a state; those that keep none of their own are in
+        no group."""
         windows = [None] * self.num_layers if self.one_kv_group else self.windows
         if self.layers is None:
             return layer_groups(windows)
         heads = [KVHeads(layer.num_kv_heads, layer.head_dim) for layer in self.layers]
-        return layer_groups(windows, heads, {i for i, layer in enumerate(self.layers) if layer.kv_source is not None})
+        without = {i for i, layer in enumerate(self.layers) if layer.kv_source is not None}
+        return layer_groups(windows, heads, without, self.recurrent_layers)
+
+    @property
+    def recurrent(self) -> DeltaNetConfig | None:
+        """What some layers have in place of attention; None: none has."""
+        return next((layer.recurrent for layer in self.layers or () if layer.recurrent), None)
+
+    @property
+    def recurrent_layers(self) -> frozenset[int]:
+        """Which layers that are."""
+        return frozenset(index for index, layer in enumerate(self.layers or ()) if layer.recurrent)
 
     @property
     def per_layer_width(self) -> int:
@@ -178,7 +193,7 @@ class DecoderConfig:
 
     def skipped(self) -> tuple[str, ...]:
         """How the names of tensors begin that a checkpoint may hold and the model does not need."""
-        return tuple(self.mtp_prefix(index) for index in range(self.num_mtp_layers))
+        return (*(self.mtp_prefix(index) for index in range(self.num_mtp_layers)), *self.passed_over)
 
     def within(self, max_model_len: int | None) -> DecoderConfig:
         """For contexts of at most so many tokens, which may choose other rotary factors; None: of any length."""

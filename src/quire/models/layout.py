@@ -37,6 +37,8 @@ class Layout:
             must stay as it is.
         skipped: how names begin of tensors that are not the text's; they are counted, and told at start.
         joined: by the end of a tensor's name, the parts that lie in it one after another, with their rows: "qkv_proj".
+        by_heads: the same where each of so many heads has its rows of all parts together: (end, heads, parts with the
+            rows of one head).
         experts_by_turns: where all experts lie in one tensor, gate and up have by turns a row of it.
         experts_transposed: and its weights are [experts, inputs, outputs].
         order: of a head's dimensions: the i-th is the checkpoint's order[i]; None: the checkpoint's.
@@ -45,6 +47,7 @@ class Layout:
     renamed: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
     joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    by_heads: tuple[tuple[str, int, tuple[tuple[str, int], ...]], ...] = ()
     experts_by_turns: bool = False
     experts_transposed: bool = False
     order: tuple[int, ...] | None = None
@@ -91,6 +94,7 @@ class LaidOutCheckpoint(Checkpoint):
         self.entries: dict[str, TensorEntry] = {}
         self.passed_over: list[TensorEntry] = []
         self._transposed: set[str] = set()
+        self._heads: dict[str, int] = {}  # by stored tensor that has its parts by heads
         self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}  # by name: a stored tensor, and where in it
         for stored, entry in base.entries.items():
             if stored.startswith(layout.skipped):
@@ -102,7 +106,10 @@ class LaidOutCheckpoint(Checkpoint):
         """A tensor: see `Checkpoint`. A copy where dimensions of heads change places."""
         stored, where = self._parts[name]
         tensor = self._base.tensor(stored, dtypes)
-        tensor = (tensor.mT if stored in self._transposed else tensor)[where].contiguous()
+        if (heads := self._heads.get(stored)) is not None:
+            tensor = tensor.view(heads, -1, *tensor.shape[1:])[where].flatten(0, 1)
+        else:
+            tensor = (tensor.mT if stored in self._transposed else tensor)[where].contiguous()
         order = self._layout.order
         if order is None or not HEADS.fullmatch(name):
             return tensor
@@ -114,6 +121,12 @@ class LaidOutCheckpoint(Checkpoint):
             if (found := re.fullmatch(rf"(.*){re.escape(end)}\.(weight|bias)", name)) is not None:
                 names = [(f"{found[1]}{part}.{found[2]}", rows) for part, rows in parts]
                 self._add_parts(names, stored, entry, ())
+                return
+        for end, heads, parts in self._layout.by_heads:
+            if name.replace(end, parts[-1][0]) in self._base.entries:
+                continue  # they lie apart already
+            if (found := re.fullmatch(rf"(.*){re.escape(end)}\.(weight|bias)", name)) is not None:
+                self._add_by_heads(found[1], found[2], heads, parts, stored, entry)
                 return
         found = JOINED_EXPERTS.fullmatch(name)
         if found is not None and len(entry.shape) == (2 if found[3] else 3):
@@ -150,6 +163,23 @@ class LaidOutCheckpoint(Checkpoint):
         first = 0
         for name, count in names:
             self._add_part(name, stored, entry, (*where, slice(first, first + count)))
+            first += count
+
+    def _add_by_heads(
+        self, prefix: str, kind: str, heads: int, parts: Sequence[tuple[str, int]], stored: str, entry: TensorEntry
+    ) -> None:
+        """Parts of which each head's rows lie one after another."""
+        rows = sum(count for _, count in parts)
+        if not entry.shape or entry.shape[0] != heads * rows:
+            raise TensorShapeError(
+                f"{entry.file}: {stored!r} is {list(entry.shape)}; it holds {', '.join(name for name, _ in parts)} of "
+                f"{heads} heads, which have {heads * rows} rows together. Is config.json that of these weights?"
+            )
+        self._heads[stored], first = heads, 0
+        for part, count in parts:
+            share = replace(entry, shape=(heads * count, *entry.shape[1:]), num_bytes=entry.num_bytes * count // rows)
+            self._add_part(f"{prefix}{part}.{kind}", stored, share, ())
+            self._parts[f"{prefix}{part}.{kind}"] = stored, (slice(None), slice(first, first + count))
             first += count
 
     def _add_part(self, name: str, stored: str, entry: TensorEntry, where: tuple[int | slice, ...]) -> None:

@@ -17,6 +17,7 @@ from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
+from quire.ops.states import StateCache, StateShape
 from quire.parallel.group import Group, OneRank, Split, own_heads
 
 
@@ -83,7 +84,8 @@ class ModelSizes:
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
         self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides
         self.kv_saving = None
-        self.attention_width = sum(2 * config.layer_at(i).head_dim for i in range(self.num_layers)) // self.num_layers
+        attending = [config.layer_at(i) for i in range(self.num_layers) if i not in config.recurrent_layers]
+        self.attention_width = sum(2 * each.head_dim for each in attending) // self.num_layers
         if layer.latent is not None:
             self.kv_saving = layer.num_heads * (layer.latent.qk_head_dim + layer.latent.v_head_dim) / layer.latent.row
             self.attention_width = layer.latent.row + layer.latent.kv_lora_rank
@@ -107,12 +109,16 @@ class ModelSizes:
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
-    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
-        """What each group keeps of a token."""
-        return [self._kept(group, len(group.layers), kv_cache_dtype) for group in self.groups]
+    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | StateShape]:
+        """What each group keeps of a token; of recurrent layers, in blocks of so many tokens."""
+        return [self._kept(group, len(group.layers), kv_cache_dtype, block_size) for group in self.groups]
 
-    def _kept(self, group: LayerGroup, layers: int, kv_cache_dtype: KVCacheDtype) -> KVShape:
+    def _kept(
+        self, group: LayerGroup, layers: int, kv_cache_dtype: KVCacheDtype, block_size: int
+    ) -> KVShape | StateShape:
         """What so many layers of a group keep of a token."""
+        if group.recurrent and self.config.recurrent is not None:
+            return self.config.recurrent.state_shape(layers, block_size, self.dtype, self.stage)
         layer = self.config.layer_at(group.layers[0])
         heads = own_heads(layer.num_kv_heads, self.stage)
         return KVShape(layers, heads, layer.head_dim, self.dtype, kv_cache_dtype, self.kv_sides)
@@ -217,14 +223,15 @@ class Model(ModelSizes):
         }
         self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
 
-    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVShape]:
+    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | StateShape]:
         """See `ModelSizes`. All stages have the same blocks, as large as the one with most layers of a group needs."""
         if self.stages == 1:
-            return super().kv_shapes(kv_cache_dtype)
+            return super().kv_shapes(kv_cache_dtype, block_size)
         parts = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
         most = [max(len(group.within(part).layers) for part in parts) for group in self.config.groups]
         return [
-            self._kept(group, layers, kv_cache_dtype) for group, layers in zip(self.config.groups, most, strict=True)
+            self._kept(group, layers, kv_cache_dtype, block_size)
+            for group, layers in zip(self.config.groups, most, strict=True)
         ]
 
     @property
@@ -260,7 +267,11 @@ class Model(ModelSizes):
             draft_kv: of a model that drafts for it, in the blocks of the first group, which keeps most.
         """
         caches: list[KVCache] = []
-        for count, shape in zip(num_blocks, self.kv_shapes(kv_cache_dtype), strict=True):
+        for count, shape in zip(num_blocks, self.kv_shapes(kv_cache_dtype, block_size), strict=True):
+            if isinstance(shape, StateShape):
+                caches.append(StateCache(count, shape, self.kernels.device))
+                caches[-1].pulse = caches[0].pulse
+                continue
             size = count, shape.layers, shape.kv_heads, shape.head_dim, block_size
             stored = shape.dtype, kv_cache_dtype, self.kernels.device, shape.sides
             caches.append(KVCache(*size, *stored, None if caches else draft_kv))

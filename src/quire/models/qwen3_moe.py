@@ -40,12 +40,13 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         output_bias=bias,
         qk_norm="head",
         experts=ExpertsConfig(routing, fields.integer("moe_intermediate_size")),
-        dense_layers=_dense_layers(fields, num_layers),
+        dense_layers=read_sparse_step(fields, num_layers),
     )
 
 
-def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Every `decoder_sparse_step`-th layer has experts, the first one being that many layers in."""
+def read_sparse_step(fields: Fields, num_layers: int) -> frozenset[int]:
+    """The layers without experts: every `decoder_sparse_step`-th has them, the first one being that many layers in.
+    Raises ModelConfigError."""
     step = fields.integer("decoder_sparse_step", default=1, max=MAX_LAYERS)
     passed_over = {index for index in range(num_layers) if (index + 1) % step}
     return frozenset(passed_over.union(fields.integers("mlp_only_layers", below=num_layers)))

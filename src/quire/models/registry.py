@@ -59,6 +59,11 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "quire.models.qwen2",
     "Qwen2_5_VLForConditionalGeneration": "quire.models.qwen2_5_vl",
     "Qwen3ForCausalLM": "quire.models.qwen3",
+    "Qwen3NextForCausalLM": "quire.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "quire.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "quire.models.qwen3_5_moe",
     "Qwen3MoeForCausalLM": "quire.models.qwen3_moe",
     "Qwen3VLForConditionalGeneration": "quire.models.qwen3_vl",
     "SeedOssForCausalLM": "quire.models.seed_oss",
@@ -137,6 +142,8 @@ def build_model(
     elif is_mxfp4(checkpoint):
         checkpoint = Mxfp4Checkpoint(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
+    if config.recurrent_layers and kernels.reads_spans:
+        raise ConfigError("models with recurrent layers run on a CPU alone so far; set device to cpu")
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # what is stored quantized is as the model asks for it
         checkpoint = LaidOutCheckpoint(checkpoint, layout)
@@ -184,11 +191,15 @@ def check_ranks(
     layers = [config.layer_at(index) for index in range(config.num_layers)]
     heads, counts = layer.num_heads, sorted({each.num_kv_heads for each in layers})
     allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in counts)]
+    net = config.recurrent
+    if net is not None:
+        allowed = [n for n in allowed if not net.key_heads % n]
     if size not in allowed:
         kv_heads = " or ".join(map(str, counts))
+        recurrent = "" if net is None else f", and the {net.key_heads} key heads of its recurrent layers"
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
-            f"values); allowed: {', '.join(map(str, allowed))}"
+            f"values){recurrent}; allowed: {', '.join(map(str, allowed))}"
         )
     if stages > 1 and (config.per_layer_width or any(each.kv_source is not None for each in layers)):
         raise ConfigError(
@@ -208,7 +219,8 @@ def check_ranks(
     # What each rank brings to an exchange has an equal part of the room: two matrices, or rows and where they go.
     passed_on = 2 * layer.hidden_size if stages > 1 else layer.hidden_size + 3 * turns if replicas > 1 else 0
     exchanged = size * stages * replicas * passed_on
-    widest = max(layer.hidden_size, heads * values, dense, inner, exchanged)
+    states = net.heads * net.value_dim if net else 0
+    widest = max(layer.hidden_size, heads * values, states, dense, inner, exchanged)
     return widest, max(config.vocab_size, turns * layer.hidden_size)
 
 

@@ -31,6 +31,8 @@ from quire.parallel.group import Gather, Group, OneRank, Split, share
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROUTER = ".gate.weight"
+RECURRENT = ("in_proj_a.weight", "in_proj_b.weight", ".conv1d.weight")
+"""What a recurrent layer's decays, betas and convolution are made of: few numbers, of which small errors add up."""
 BY_HEADS = ".kv_b_proj.weight"
 """Latent attention's, which is cut into a small product for each head."""
 EXPERT = re.compile(r".*\.experts\.\d+\..*")
@@ -286,8 +288,10 @@ class WeightsUnder:
 
 
 def is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, embedding tables."""
-    return len(shape) == 1 or name in (EMBEDDING, PER_LAYER_TABLE) or name.endswith((ROUTER, BY_HEADS))
+    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, `RECURRENT`, embedding
+    tables."""
+    plain = ROUTER, BY_HEADS, *RECURRENT
+    return len(shape) == 1 or name in (EMBEDDING, PER_LAYER_TABLE) or name.endswith(plain)
 
 
 def _how(name: str, quantization: Quantization) -> Quantization:

@@ -49,6 +49,11 @@ def _normalized(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor
     return (wide * scale).to(dtype)
 
 
+def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(gate)` in x's data type, rounded once; a gate may be one number a row."""
+    return (x.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
+
+
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` for x [rows, 2 * n] = gate | up. Returns [rows, n] in x's data type.
 

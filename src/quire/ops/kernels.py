@@ -14,7 +14,17 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from quire.ops import attention, attention_plan, elementwise, experts, latent, logit_edits, sampling, step_inputs
+from quire.ops import (
+    attention,
+    attention_plan,
+    elementwise,
+    experts,
+    latent,
+    logit_edits,
+    sampling,
+    states,
+    step_inputs,
+)
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kv_cache import KVCache
@@ -23,6 +33,7 @@ from quire.ops.logit_edits import Edits
 from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
+from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
 
@@ -321,6 +332,20 @@ class Kernels:
     ) -> torch.Tensor:
         """See `latent.latent_attention`."""
         return latent.latent_attention(q, kv, batch, layer, scale, width)
+
+    # -- recurrent layers ----------------------------------------------------------------------------------
+
+    def delta_net(
+        self,
+        x: torch.Tensor,
+        ab: torch.Tensor,
+        weights: DeltaNetWeights,
+        cache: StateCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        """See `states.delta_net`."""
+        return states.delta_net(x, ab, weights, cache, batch, layer)
 
     # -- sampling ------------------------------------------------------------------------------------------
 

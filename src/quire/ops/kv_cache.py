@@ -119,7 +119,7 @@ class KVCache:
         self.shape = own = KVShape(layers, kv_heads, head_dim, dtype, kv_cache_dtype, sides)
         if memory is None:
             size = block_size * (own.bytes_per_token + (draft_kv.bytes_per_token if draft_kv else 0))
-            memory = _zeros(num_blocks * size, device).view(num_blocks, size)
+            memory = zeros(num_blocks * size, device).view(num_blocks, size)
         self.memory = memory
         planes, shape, plane = (num_blocks, layers, kv_heads, sides), (block_size, head_dim), block_size * own.row_bytes
         part = memory[:, : layers * kv_heads * sides * plane]
@@ -177,7 +177,7 @@ def _at(
     return on_device // block_size, on_device % block_size
 
 
-def _zeros(size: int, device: torch.device | str) -> torch.Tensor:
+def zeros(size: int, device: torch.device | str) -> torch.Tensor:
     """`size` bytes. On a CPU, pages are only taken once they are used."""
     on_cpu = torch.device(device).type == "cpu"
     return huge(size) if on_cpu else torch.zeros(size, dtype=torch.uint8, device=device)

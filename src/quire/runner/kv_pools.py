@@ -7,10 +7,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from quire.config import EngineConfig
-from quire.core.kv_group import peak_blocks
+from quire.core.kv_group import States, peak_blocks
 from quire.models.model import Model
+from quire.ops import KVShape
+from quire.ops.states import StateShape
 from quire.runner.proposer import Speculation
 
 CACHED = 2
@@ -27,6 +30,7 @@ class GroupPlan:
         bytes_per_token: of them, and of what drafts where that lies in the same blocks.
         num_blocks: of its pool, the null block included.
         peak_blocks: most that one request of the longest context holds at once.
+        recurrent: its blocks hold states, of `window` tokens less one; see `core.kv_group`.
         step_blocks: so many of these a step's tokens add, and they go when a window has passed them. Since a step's
             tokens are bounded, all requests together hold no more beyond what each keeps.
     """
@@ -37,6 +41,7 @@ class GroupPlan:
     num_blocks: int
     peak_blocks: int
     step_blocks: int
+    recurrent: bool = False
 
     @property
     def num_usable(self) -> int:
@@ -53,11 +58,28 @@ class GroupPlan:
         return (self.num_usable - self.step_blocks) / (self.peak_blocks - self.step_blocks)
 
 
-def retentions(model: Model, speculation: Speculation | None) -> list[int | None]:
-    """By group, how many of the last positions its blocks keep; None: all. What drafts may see all, and lies in the
-    blocks of the first group."""
-    windows = [group.window for group in model.groups]
-    return [None, *windows[1:]] if speculation is not None and speculation.kv_shape else windows
+class Retention(NamedTuple):
+    """What a KV group keeps of a request: see `KVGroup`."""
+
+    window: int | None
+    states: States | None = None
+
+
+def retentions(config: EngineConfig, model: Model, speculation: Speculation | None) -> list[Retention]:
+    """Of each group. What drafts may see all positions, and lies in the blocks of the first group."""
+    spec, size = config.speculation, config.block_size
+    shapes = model.kv_shapes(config.kv_cache_dtype, size)
+    keys = sum(shape.bytes_per_token for shape in shapes if isinstance(shape, KVShape))
+    kept = []
+    for group, shape in zip(model.groups, shapes, strict=True):
+        if isinstance(shape, StateShape):  # a state where keys of as many bytes lie between it and the one before it
+            uncertain = 1 + spec.num_speculative_tokens if spec else 0
+            kept.append(Retention(size + 1, States(-(-shape.bytes_per_token // keys), uncertain)))
+        else:
+            kept.append(Retention(group.window))
+    if speculation is not None and speculation.kv_shape:
+        kept[0] = Retention(None)
+    return kept
 
 
 class Pools:
@@ -68,14 +90,17 @@ class Pools:
     step adds until its windows have passed it has room beside that, once. No pool but the first is larger than
     `max_num_seqs` requests can use, and as much again for what the prefix cache keeps of them: the rest is the first's.
 
+    A recurrent layer's blocks are few and large, whatever the length of a request: there are as many as all requests
+    hold, and one more of each for the prefix cache.
+
     Args:
         config: block size, and what bounds a chunk.
     """
 
     def __init__(self, config: EngineConfig, model: Model, speculation: Speculation | None) -> None:
-        self.windows = retentions(model, speculation)
+        self.kept_of = retentions(config, model, speculation)
         self.draft_bytes = speculation.kv_shape.bytes_per_token if speculation and speculation.kv_shape else 0
-        shapes = model.kv_shapes(config.kv_cache_dtype)
+        shapes = model.kv_shapes(config.kv_cache_dtype, config.block_size)
         self.token_bytes, self._layers = [shape.bytes_per_token for shape in shapes], [shape.layers for shape in shapes]
         self.token_bytes[0] += self.draft_bytes
         self.block_size, self._requests = config.block_size, config.max_num_seqs
@@ -90,7 +115,23 @@ class Pools:
         return self._blocks(tokens, 1)
 
     def _blocks(self, tokens: int, chunk: int) -> list[int]:
-        return [peak_blocks(window, tokens, chunk, self.block_size) for window in self.windows]
+        return [peak_blocks(window, tokens, chunk, self.block_size, states) for window, states in self.kept_of]
+
+    def requests_within(self, size: int) -> int:
+        """Of `max_num_seqs`, how many requests' states take no more than half of so many bytes; one at least."""
+        bytes_of_states = sum(own for own, kept in zip(self.token_bytes, self.kept_of, strict=True) if kept.states)
+        fitting = bisect_right(
+            range(1, self._requests + 1),
+            size // 2,
+            key=lambda count: self.block_size * bytes_of_states * self._state_blocks(count),
+        )
+        return max(1, fitting)
+
+    def _state_blocks(self, requests: int) -> int:
+        """Of a pool of states, for so many requests."""
+        return max(
+            ((kept.states.tail(self.block_size) + 1) * requests + 2 for kept in self.kept_of if kept.states), default=0
+        )
 
     def shares(self, tokens: int) -> list[Fraction]:
         """Blocks of each pool to those of the first one, where the longest context has so many tokens.
@@ -100,16 +141,21 @@ class Pools:
         sum(p * B) / sum(share * B) of what pools in shares p would. Both are the same for r = sum(p * B) / sum(B); a
         group of which the longest need more has so much more.
         """
-        kept = self.kept(tokens)
+        kept = [0 if kept.states else own for own, kept in zip(self.kept(tokens), self.kept_of, strict=True)]
         parts = [Fraction(own, kept[0]) for own in kept]
         weighted = sum(part * size for part, size in zip(parts, self.token_bytes, strict=True))
-        least = Fraction(weighted) / sum(self.token_bytes)
+        dense = [size for size, kept in zip(self.token_bytes, self.kept_of, strict=True) if not kept.states]
+        least = Fraction(weighted) / sum(dense)
         return [max(part, least) for part in parts]
 
     def of_first(self, num_blocks: int, tokens: int) -> list[int]:
         """Blocks of each pool, null blocks included, where the first one has `num_blocks`."""
         sizes = [max(num_blocks - 1, -1)]
-        for share, kept, peak in list(zip(self.shares(tokens), self.kept(tokens), self.peaks(tokens), strict=True))[1:]:
+        columns = self.kept_of, self.shares(tokens), self.kept(tokens), self.peaks(tokens)
+        for (_, states), share, kept, peak in list(zip(*columns, strict=True))[1:]:
+            if states is not None:
+                sizes.append(min(sizes[0], self._state_blocks(self._requests)))
+                continue
             shared = min(math.ceil(share * sizes[0]), CACHED * self._requests * kept)
             sizes.append(min(sizes[-1], shared + peak - kept))  # who keeps less needs no more
         return [size + 1 for size in sizes]
@@ -132,7 +178,8 @@ class Pools:
         """What each group has, where the longest context has so many tokens."""
         peaks, kept = self.peaks(tokens), self.kept(tokens)
         steps = [peak - own for peak, own in zip(peaks, kept, strict=True)]
-        columns = self.windows, self._layers, self.token_bytes, num_blocks, peaks, steps
+        windows, recurrent = zip(*((window, states is not None) for window, states in self.kept_of), strict=True)
+        columns = windows, self._layers, self.token_bytes, num_blocks, peaks, steps, recurrent
         return tuple(GroupPlan(*row) for row in zip(*columns, strict=True))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config import EngineConfig
@@ -37,6 +37,7 @@ class MemoryPlan:
         notes: what was decided without being asked for.
         ranks: processes that share the model; sizes are those of each.
         shared: what they have in common, through which they gather.
+        max_num_seqs: so many requests run at once at most; 0: as many as were asked for.
     """
 
     weights: int
@@ -51,11 +52,12 @@ class MemoryPlan:
     draft_kv_bytes_per_token: int = 0
     ranks: int = 1
     shared: int = 0
+    max_num_seqs: int = 0
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """All layers, and those of what drafts."""
-        return sum(group.bytes_per_token for group in self.groups)
+        """All layers that keep any of each, and those of what drafts."""
+        return sum(group.bytes_per_token for group in self.groups if not group.recurrent)
 
     @property
     def num_blocks(self) -> int:
@@ -110,6 +112,12 @@ class MemoryPlan:
             return "KV blocks", blocks
         keeps = "all positions" if group.window is None else f"window of {group.window:,}"
         layers = f"{group.num_layers} of {sum(each.num_layers for each in self.groups)} layers"
+        if group.recurrent:
+            size = format_size(group.bytes_per_token * self.block_size)
+            return (
+                "recurrent states",
+                f"{group.num_usable:,} of {size}; {layers}, at most {group.peak_blocks} a request, the rest is cache",
+            )
         each = f"{format_size(group.bytes_per_token)} a token, at most {group.peak_blocks:,} blocks a request"
         return f"KV blocks, {keeps}", f"{blocks}; {layers}, {each}"
 
@@ -152,6 +160,14 @@ def plan_memory(
         activations += config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features
         activations += _draft_logits(config, model, rows)
     room = int(max(0, free_bytes - activations) * share)
+    requests = pools.requests_within(config.kv_cache_bytes or room)
+    if requests < config.max_num_seqs:
+        notes.append(
+            f"max_num_seqs is {requests}, not {config.max_num_seqs}: half of the KV memory holds the recurrent states "
+            "of no more requests; kv_cache_memory gives it more"
+        )
+        config = replace(config, max_num_seqs=requests)
+        pools = Pools(config, model, speculation)
 
     def sizes(tokens: int) -> list[int]:
         if config.num_kv_blocks is not None:
@@ -200,6 +216,7 @@ def plan_memory(
         ranks=model.ranks.size,
         shared=model.shared_bytes,
         draft_kv_bytes_per_token=pools.draft_bytes,
+        max_num_seqs=requests,
     )
 
 
@@ -223,6 +240,10 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     per_token = (4 * layer.hidden_size + 2 * heads + 3 * model.config.per_layer_width) * itemsize
     per_token += 3 * 4 * max(each.num_heads * each.head_dim for each in layers)
     apart = layer.qk_norm in ("whole", "turned") or any(each.kv_source is not None for each in layers)
+    if (net := model.config.recurrent) is not None:
+        values = net.heads * net.value_dim
+        rows = 2 * net.key_heads * net.key_dim + 2 * values
+        per_token = max(per_token, 4 * layer.hidden_size * itemsize + rows * (itemsize + 4) + 4 * values)
     if apart:  # normed apart: copies, and of what is turned in plain torch fp32 ones
         per_token += 4 * 4 * heads
     restored = RESTORED_BYTES if layer.latent and may_expand(model.kernels) else 0

@@ -120,7 +120,7 @@ def _host_tier(
     """Memory for blocks that the pool gives up, where it was asked for.
 
     Raises:
-        ConfigError: it would hold no block, or the model has layers with windows.
+        ConfigError: it would hold no block, or the model has layers that do not keep all positions.
     """
     if not config.host_kv_bytes:
         return None
@@ -128,7 +128,8 @@ def _host_tier(
     size, each = config.host_kv_bytes, slot_bytes(share.layout.block_bytes)
     if [group.window for group in plan.groups] != [None]:
         raise ConfigError(
-            "host_kv_memory or kv_role with a model that has layers with a sliding window: not yet; leave them out"
+            "host_kv_memory or kv_role with a model that has layers with a sliding window, or recurrent ones: not yet; "
+            "leave them out"
         )
     if size < each:
         raise ConfigError(

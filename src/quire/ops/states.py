@@ -1,0 +1,290 @@
+"""Rows and states of recurrent layers, in blocks, and the gated delta rule over them (plain torch).
+
+The gated delta rule (https://arxiv.org/abs/2412.06464) keeps a matrix S [key_dim, value_dim] a head, which each token
+lets decay and corrects:
+
+    S_i = exp(g_i) S_(i-1) + k_i u_i^T,  u_i = beta_i (v_i - exp(g_i) S_(i-1)^T k_i),  o_i = S_i^T q_i
+
+It is computed in another form, which reads a state and writes none: with S0, the state at the last position that is a
+multiple of `TILE`, and G_i, the sum of g since then,
+
+    u_i = beta_i (v_i - exp(G_i) S0^T k_i - sum_(j<i) exp(G_i - G_j) (k_i . k_j) u_j)
+    o_i = exp(G_i) S0^T q_i + sum_(j<=i) exp(G_i - G_j) (q_i . k_j) u_j
+
+so that what a token needs are S0 and the rows (k, u, G) of the tokens before it in its tile. Tiles lie at absolute
+positions: a row's sums are the same whatever chunks a prompt comes in, and whatever was drafted and rejected, since
+rows after a token are never read and are written again before they are. At the end of a tile its rows are folded into
+the next S0. (Known as ReplaySSM, https://dao-lab.ai/blog/2026/replayssm, with tiles that begin where decoding did.)
+
+Rows and states lie in blocks, as keys and values do: a block has a row for each of its tokens, and the state after its
+last one. See `core.kv_group` for which blocks are there; of those that are not (block 0), nothing is written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quire.errors import ConfigError
+from quire.ops.kv_cache import BLOCK_SIZES, KVCache, zeros
+from quire.ops.ragged import RaggedBatch
+
+TILE = 16
+"""Tokens whose rows lie between two states. Changing it changes bits."""
+
+L2_EPS = 1e-6
+"""Added to the sum of a key's or query's squares, before its root divides them."""
+
+LINE = 256
+"""Bytes that a layer's part of a block is a multiple of, and so a block of any size is of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a block of recurrent layers holds, a layer after another: the state, then its rows.
+
+    Attributes:
+        key_heads, key_dim: heads of queries and keys, and their width.
+        heads, value_dim: the same of values; each key head serves heads / key_heads values next to each other.
+        taps: tokens that the convolution before the rule sees, its own included.
+        dtype: of that convolution's inputs; all else is fp32.
+    """
+
+    layers: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    dtype: torch.dtype
+    block_size: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys, values."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Data types and shapes of a layer's parts of a block: states, keys, updates, decays, inputs."""
+        keys, updates = (self.key_heads, self.block_size, self.key_dim), (self.heads, self.block_size, self.value_dim)
+        wide = torch.float32
+        return [
+            (wide, (self.heads, self.key_dim, self.value_dim)),
+            (wide, keys),
+            (wide, updates),
+            (wide, (self.heads, self.block_size)),
+            (self.dtype, (self.block_size, self.channels)),
+        ]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a layer's part of a block."""
+        return -(-sum(_bytes(*part) for part in self.parts) // LINE) * LINE
+
+    @property
+    def bytes_per_token(self) -> int:
+        """A block's bytes, by its tokens."""
+        return self.layers * self.layer_bytes // self.block_size
+
+
+def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
+
+
+class StateCache(KVCache):
+    """The device's blocks of recurrent layers. Block 0 is null: it stands for blocks that are not there.
+
+    Attributes:
+        states: [num_blocks, layers, heads, key_dim, value_dim] fp32, after a block's last token.
+        keys: [num_blocks, layers, key_heads, block_size, key_dim] fp32. updates: the same of values, u above.
+        decays: [num_blocks, layers, heads, block_size] fp32, G above.
+        inputs: [num_blocks, layers, block_size, channels] in the model's data type.
+    """
+
+    def __init__(self, num_blocks: int, shape: StateShape, device: torch.device | str = "cpu") -> None:
+        """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
+        if shape.block_size not in BLOCK_SIZES or num_blocks < 2:
+            raise ConfigError(
+                f"{num_blocks} blocks of {shape.block_size} tokens for recurrent states; there must be at least 2, of "
+                f"one of {list(BLOCK_SIZES)} tokens"
+            )
+        self.num_blocks, self.block_size, self.layers, self.dtype = (
+            num_blocks,
+            shape.block_size,
+            shape.layers,
+            shape.dtype,
+        )
+        self.states_shape, self.draft_kv = shape, None
+        self.pulse = array("q", [0])
+        size = shape.layers * shape.layer_bytes
+        self.memory = zeros(num_blocks * size, device).view(num_blocks, size)
+        self.offsets, views = [], []
+        by_layer, first = self.memory.view(num_blocks, shape.layers, shape.layer_bytes), 0
+        for dtype, part in shape.parts:
+            last = first + torch.Size(part).numel() * dtype.itemsize
+            views.append(by_layer[:, :, first:last].view(dtype).view(num_blocks, shape.layers, *part))
+            self.offsets.append(first)
+            first += _bytes(dtype, part)
+        self.states, self.keys, self.updates, self.decays, self.inputs = views
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """The rows of the first `tokens` tokens of each (source, destination, tokens), and no state."""
+        for source, destination, tokens in copies:
+            for rows in (self.keys, self.updates):
+                rows[destination, :, :, :tokens] = rows[source, :, :, :tokens]
+            self.decays[destination, :, :, :tokens] = self.decays[source, :, :, :tokens]
+            self.inputs[destination, :, :tokens] = self.inputs[source, :, :tokens]
+
+
+class DeltaNetWeights(NamedTuple):
+    """What a layer's rule needs beside its inputs, all fp32.
+
+    Attributes:
+        conv: [channels, taps], the last tap is a token's own.
+        decay: [heads], negative: g = decay * softplus(a + shift).
+        shift: [heads].
+        norm: [value_dim], weight of the RMS norm of each head's result.
+        eps: of that.
+    """
+
+    conv: torch.Tensor
+    decay: torch.Tensor
+    shift: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+
+
+def delta_net(
+    x: torch.Tensor, ab: torch.Tensor, weights: DeltaNetWeights, cache: StateCache, batch: RaggedBatch, layer: int
+) -> torch.Tensor:
+    """Convolves, applies the gated delta rule, normalizes and gates.
+
+    Args:
+        x: [tokens, channels + heads * value_dim]: queries, keys and values before the convolution, and the gate.
+        ab: [tokens, 2 * heads] fp32: what decays and betas are made of.
+
+    Returns:
+        [tokens, heads * value_dim] in x's data type.
+
+    Raises:
+        ValueError: the batch has trees, whose rows do not continue one another.
+    """
+    shape = cache.states_shape
+    if batch.trees is not None:
+        raise ValueError("recurrent layers have no rows that do not continue one another; draft without trees")
+    out = torch.empty(len(x), shape.heads, shape.value_dim)
+    spans = zip(batch.row_starts, batch.row_starts[1:], batch.context_lens, batch.block_tables.tolist(), strict=False)
+    for begin, end, context, table in spans:
+        rows = slice(begin, end)
+        inputs = x[rows, : shape.channels]
+        made = _prepared(inputs, ab[rows], weights, cache, table, context - (end - begin), layer)
+        _span(made, out[rows], cache, table, context - (end - begin), layer)
+    scale = out.square().mean(-1, keepdim=True).add_(weights.eps).rsqrt_()
+    gate = x[:, shape.channels :].float().view_as(out)
+    return (out * scale * weights.norm * gate * _sigmoid(gate)).flatten(1).to(x.dtype)
+
+
+class _Rows(NamedTuple):
+    """A span's rows, fp32: q, k [tokens, key_heads, key_dim], v [tokens, heads, value_dim], beta, g [tokens, heads]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    g: torch.Tensor
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _prepared(
+    x: torch.Tensor,
+    ab: torch.Tensor,
+    weights: DeltaNetWeights,
+    cache: StateCache,
+    table: list[int],
+    start: int,
+    layer: int,
+) -> _Rows:
+    """What the rule reads; inputs are stored for the convolutions to come."""
+    shape, size, count = cache.states_shape, cache.block_size, len(x)
+    before = torch.zeros(shape.taps - 1, shape.channels, dtype=x.dtype)
+    for place, position in enumerate(range(start - shape.taps + 1, start)):
+        if position >= 0:
+            before[place] = cache.inputs[table[position // size], layer, position % size]
+    for row, position in enumerate(range(start, start + count)):
+        if block := table[position // size]:
+            cache.inputs[block, layer, position % size] = x[row]
+    wide = torch.cat([before, x]).float()
+    total = wide[:count] * weights.conv[:, 0]
+    for tap in range(1, shape.taps):
+        total = total + wide[tap : tap + count] * weights.conv[:, tap]
+    total = total * _sigmoid(total)
+    keys = shape.key_heads * shape.key_dim
+    q, k, v = (part.contiguous() for part in torch.split(total, [keys, keys, shape.heads * shape.value_dim], dim=1))
+    q, k = (_unit(each.view(count, shape.key_heads, shape.key_dim)) for each in (q, k))
+    a, b = (part.contiguous() for part in ab.float().chunk(2, dim=1))
+    a = a + weights.shift
+    softplus = a.clamp(min=0) + torch.log1p(torch.exp(-a.abs()))
+    v = v.view(count, shape.heads, shape.value_dim)
+    return _Rows(q * shape.key_dim**-0.5, k, v, _sigmoid(b), weights.decay * softplus)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _span(rows: _Rows, out: torch.Tensor, cache: StateCache, table: list[int], start: int, layer: int) -> None:
+    """The rule over one span; `out` [tokens, heads, value_dim] is filled."""
+    shape, size = cache.states_shape, cache.block_size
+    each = shape.heads // shape.key_heads
+    state = torch.zeros(shape.heads, shape.key_dim, shape.value_dim)
+    first = start // size * size
+    if first:
+        state.copy_(cache.states[table[first // size - 1], layer])
+    keys = torch.zeros(shape.heads, TILE, shape.key_dim)
+    updates, sums = torch.zeros(shape.heads, TILE, shape.value_dim), torch.zeros(shape.heads, TILE)
+    for position in range(first, start + len(out)):
+        place, block, offset = position % TILE, table[position // size], position % size
+        if position < start:
+            keys[:, place] = cache.keys[block, layer, :, offset].repeat_interleave(each, 0)
+            updates[:, place] = cache.updates[block, layer, :, offset]
+            sums[:, place] = cache.decays[block, layer, :, offset]
+        else:
+            row = position - start
+            q, k = (part[row].repeat_interleave(each, 0) for part in (rows.q, rows.k))  # [heads, key_dim]
+            sums[:, place] = rows.g[row] + (sums[:, place - 1] if place else 0)
+            total = sums[:, place]
+            since = torch.exp(total.unsqueeze(1) - sums[:, :place])  # [heads, rows before]
+            decay = torch.exp(total).unsqueeze(1)
+            seen = _weighted((keys[:, :place] * k.unsqueeze(1)).sum(-1) * since, updates[:, :place])
+            update = rows.v[row] - decay * (state * k.unsqueeze(2)).sum(1) - seen
+            update *= rows.beta[row].unsqueeze(1)
+            keys[:, place], updates[:, place] = k, update
+            read = _weighted((keys[:, :place] * q.unsqueeze(1)).sum(-1) * since, updates[:, :place])
+            own = (k * q).sum(-1, keepdim=True) * update
+            out[row] = decay * (state * q.unsqueeze(2)).sum(1) + read + own
+            if block:
+                cache.keys[block, layer, :, offset] = rows.k[row]
+                cache.updates[block, layer, :, offset], cache.decays[block, layer, :, offset] = update, total
+        if place == TILE - 1:
+            left = torch.exp(sums[:, -1:] - sums)  # [heads, TILE]
+            state *= torch.exp(sums[:, -1]).view(-1, 1, 1)
+            for j in range(TILE):
+                state += (keys[:, j] * left[:, j : j + 1]).unsqueeze(2) * updates[:, j].unsqueeze(1)
+            if block and (position + 1) % size == 0 and position >= start:
+                cache.states[block, layer] = state
+
+
+def _weighted(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The sum of rows [heads, count, value_dim] with weights [heads, count], one after another."""
+    total = torch.zeros(rows.shape[0], rows.shape[2])
+    for j in range(rows.shape[1]):
+        total = total + weights[:, j : j + 1] * rows[:, j]
+    return total
