@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -148,6 +149,39 @@ def test_a_router_hears_what_servers_have_cached_also_of_what_it_did_not_send(fl
 
 def _known(router: RouteProcess) -> dict[str, int]:
     return {one["server"]: one["known_chunks"] for one in router.json("/router/status")["servers"]}
+
+
+def test_anthropics_client_talks_to_a_fleet(fleet: Fleet) -> None:
+    fleet.fill()
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "max_tokens": 30,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "extra_body": {"seed": 5},
+    }
+    with anthropic.Anthropic(base_url=fleet.router.url, api_key=KEY, max_retries=0) as client:
+        whole = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            final = stream.get_final_message()
+        assert [block.to_dict() for block in final.content] == [block.to_dict() for block in whole.content]
+        del asked["max_tokens"], asked["extra_body"]
+        assert client.messages.count_tokens(**asked).input_tokens > 0
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**asked | {"model": "other", "max_tokens": 1})
+    wrong = anthropic.Anthropic(base_url=fleet.router.url, api_key="wrong", max_retries=0)
+    with wrong as client, pytest.raises(anthropic.AuthenticationError):
+        client.messages.count_tokens(**asked)
+
+
+def test_a_message_whose_server_dies_ends_with_an_error_event(fleet: Fleet) -> None:
+    fleet.fill()
+    body = {"max_tokens": 400, "messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}
+    with EventStream(fleet.router.port, "/v1/messages", {"stream": True, **body}, _headers()) as stream:
+        events = stream.chunks()
+        next(event for event in events if event["type"] == "content_block_delta")
+        fleet.kill(fleet.busy()[0])
+        last = [*events][-1]
+    assert last["type"] == "error" and last["error"]["type"] == "api_error"
 
 
 @pytest.mark.slow

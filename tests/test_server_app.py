@@ -187,7 +187,10 @@ def test_static_files_do_not_reach_outside_their_folder(keyed: Site) -> None:
         "Authorization: Bearer sk-first-key, Bearer sk-second-key\r\n",
         "Authorization: Bearer sk-first-key\r\nAuthorization: Bearer sk-first-key\r\n",
         "Authorization: Bearer \xff\xfe\r\n",
-        "X-Api-Key: sk-first-key\r\n",
+        "X-Api-Key: sk-first-ke\r\n",
+        "X-Api-Key: Bearer sk-first-key\r\n",
+        "X-Api-Key: sk-first-key\r\nX-Api-Key: sk-first-key\r\n",
+        "X-Api-Key: sk-first-key\r\nAuthorization: Bearer wrong\r\n",
         "Cookie: Authorization=Bearer sk-first-key\r\n",
     ],
 )

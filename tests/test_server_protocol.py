@@ -38,12 +38,12 @@ from quire.server.protocol import (
     ChatCall,
     CompletionCall,
     DetokenizeCall,
-    openapi_bodies,
     parse_chat,
     parse_completion,
     parse_detokenize,
     parse_tokenize,
 )
+from quire.server.schemas import openapi_bodies
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PARSERS: list[Callable[[bytes], Any]] = [parse_completion, parse_chat, parse_tokenize, parse_detokenize]
@@ -663,7 +663,8 @@ def test_the_openapi_bodies_refer_to_what_is_there() -> None:
     known = {*bodies["schemas"], "Error"}  # the app adds errors
     used = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(bodies)))
     assert used <= known
+    others = {"/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/messages", "/v1/messages/count_tokens"}
     ours = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
-    assert {*ours, "/v1/embeddings", "/v1/score", "/v1/rerank"} == {*bodies["paths"]}
+    assert {*ours, *others} == {*bodies["paths"]}
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         assert {*tables.SAMPLING, "stream", "max_tokens"} <= {*bodies["schemas"][name]["properties"]}

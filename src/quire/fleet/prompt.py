@@ -31,7 +31,10 @@ class _Body(msgspec.Struct):
     stream: bool | UnsetType | None = UNSET
     seed: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
+    system: Raw | UnsetType = UNSET
+    instructions: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
@@ -82,7 +85,7 @@ def read_prompt(body: bytes, scope: bytes = b"") -> Prompt:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Prompt(body, None, False, True, True, _hashes(b"", scope), 0)
     model = found.model if isinstance(found.model, str) else None
-    parts = [bytes(part) for part in (found.tools, found.messages, found.prompt) if isinstance(part, Raw)]
+    parts = [bytes(part) for part in _prompts_of(found) if isinstance(part, Raw)]
     text = b"".join(parts)
     head = scope + b"\0" + (model or "").encode() + b"\0" + (_bytes(found.cache_salt))
     return Prompt(
@@ -94,6 +97,11 @@ def read_prompt(body: bytes, scope: bytes = b"") -> Prompt:
         hashes=_hashes(text, head),
         size=len(text),
     )
+
+
+def _prompts_of(body: _Body) -> tuple[Raw | UnsetType, ...]:
+    """What stands in prompts, in its order there."""
+    return (body.tools, body.system, body.instructions, body.messages, body.prompt, body.input)
 
 
 def _given(field: Raw | UnsetType) -> bool:

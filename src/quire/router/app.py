@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.router.relay import Relay, nobody
+from quire.router.relay import RESUMABLE_PATHS, Relay, nobody
 from quire.router.servers import Server
 from quire.router.site import Site
 from quire.router.upstream import UpstreamError
@@ -33,10 +33,11 @@ from quire.server.transport import read_body
 
 STATIC = Path(__file__).parent / "static"
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}
-TEXT_PATHS = ("/v1/completions", "/v1/chat/completions")
+TEXT_PATHS = (*RESUMABLE_PATHS, "/v1/messages")
 PASSED_PATHS = (
     "/tokenize",
     "/detokenize",
+    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/score",
     "/score",
@@ -112,7 +113,7 @@ class RouterApp:
             await handler(scope, receive, send)
         except ApiError as error:
             request_log.note_error(scope, error)
-            await send_error(error, send)
+            await send_error(error, send, path)
 
     def _prefixed(self, method: str, path: str) -> Handler | None:
         """Routes that end with a name."""

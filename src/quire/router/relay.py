@@ -32,6 +32,8 @@ from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, read_body
 
+RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions")
+"""Streams whose chunks say how much of a choice they hold; others that break off end with an error."""
 MAX_DEATHS = 3
 """So many servers may go away while they work on a request; then it ends with an error."""
 WAIT_SECONDS = 15.0
@@ -188,7 +190,7 @@ class Relay:
         if not self._patience_end:
             self._patience_end = time.monotonic() + WAIT_SECONDS
         self._deaths += error.reached
-        if self._begun and not server.is_quire:
+        if self._begun and not self._resumes(server):
             raise ApiError(502, "the server went away while it answered; try again", code="server_lost")
         if self._deaths >= MAX_DEATHS:
             message = f"{self._deaths} servers went away while they worked on this request; it is not sent to others"
@@ -227,6 +229,10 @@ class Relay:
             if sending.timer is not None:
                 sending.timer.cancel()
             server.load.ended(choice.missing, sending.begun)
+
+    def _resumes(self, server: Server) -> bool:
+        """Whether what is lost of this server's stream can come from another one."""
+        return server.is_quire and self._scope["path"] in RESUMABLE_PATHS
 
     def _request(self, prompt: Prompt, choice: Choice) -> bytes:
         """The bytes for a server: those of the client, and what makes the answer the same elsewhere."""
@@ -296,13 +302,13 @@ class Relay:
             if not sending.begun:
                 self._first_token(sending)
             data, rest = _whole_events(rest + data if rest else data)
-            if data and server.is_quire:
+            if data and self._resumes(server):
                 await self._events(data)
             elif data:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        if server.is_quire and not self._position.has_finished:
+        if self._resumes(server) and not self._position.has_finished:
             raise UpstreamError("its stream ended without its end", reached=True)
-        await self._send({"type": "http.response.body", "body": b"" if server.is_quire else rest})
+        await self._send({"type": "http.response.body", "body": b"" if self._resumes(server) else rest})
 
     async def _events(self, data: bytes) -> None:
         """Whole events of a Quire server; of a stream that goes on, what is new of them."""
@@ -337,6 +343,8 @@ class Relay:
         if self._position.has_finished:
             return
         data = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer.body())
+        if self._scope["path"] not in RESUMABLE_PATHS:
+            data = b"event: error\ndata: %b\n\n" % msgspec.json.encode(answer.stream_body(self._scope["path"]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):
                 await self._send({"type": "http.response.body", "body": data})

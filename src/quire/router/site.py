@@ -13,7 +13,7 @@ from quire.log import RequestSummary
 from quire.router.config import RouterConfig
 from quire.router.metrics import RouterMetrics
 from quire.router.servers import Choice, Servers
-from quire.server.auth import Tenants
+from quire.server.auth import Tenants, authorization_of
 from quire.server.generation import LARGE_BODIES
 from quire.server.transport import Bodies
 
@@ -56,7 +56,7 @@ class Site:
         """The `Authorization` header for the servers: their key, or what the client sent."""
         if self.config.server_key is not None:
             return b"Bearer " + self.config.server_key.encode()
-        return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return next(iter(authorization_of(scope)), b"")
 
     def routed(self, summary: RequestSummary, choice: Choice, again: bool) -> None:
         """A request goes to a server. `again`: its stream goes on there."""

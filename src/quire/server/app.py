@@ -149,7 +149,7 @@ def _add_error_handlers(app: FastAPI, context: AppContext) -> None:
 
     def replied(request: Request, answer: ApiError) -> Response:
         request_log.note_error(request.scope, answer)
-        return error_reply(answer)
+        return error_reply(answer, request.scope["path"])
 
     app.add_exception_handler(ApiError, own)
     app.add_exception_handler(QuireError, own)
@@ -246,7 +246,7 @@ class EdgeMiddleware:
         async def fail(error: ApiError) -> None:
             request_log.note_error(scope, error)
             if status == GONE:
-                await send_error(error, send_on)
+                await send_error(error, send_on, scope["path"])
 
         metrics, traces = self.context.metrics, self.context.traces
         metrics.request_received()

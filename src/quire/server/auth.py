@@ -119,13 +119,13 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            tenant = scope["quire.tenant"] = self.tenants.find(_authorization(scope))
+            tenant = scope["quire.tenant"] = self.tenants.find(authorization_of(scope))
             if tenant is not None:
                 summary_of(scope).key = tenant.label
             refusal = None if is_open(scope["path"]) else self._refusal(scope, tenant)
             if refusal is not None:
                 self.on_refused(scope, refusal)
-                await send_error(refusal, send)
+                await send_error(refusal, send, scope["path"])
                 return
         await self.app(scope, receive, send)
 
@@ -138,8 +138,10 @@ class AuthMiddleware:
         return None if self.tenants.count else self.policy.refusal(scope)
 
 
-def _authorization(scope: Mapping[str, Any]) -> list[bytes]:
-    return [value for name, value in scope["headers"] if name == b"authorization"]
+def authorization_of(scope: Mapping[str, Any]) -> list[bytes]:
+    """The `Authorization` headers; without any, what Anthropic's clients send in `x-api-key`, as one."""
+    found = [value for name, value in scope["headers"] if name == b"authorization"]
+    return found or [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
 
 
 def tenant_of(scope: Mapping[str, Any]) -> Tenant:

@@ -37,6 +37,17 @@ TYPES = {
 }
 """`error.type` by HTTP status; any other status below 500 is "invalid_request_error", any above "server_error"."""
 
+ANTHROPIC = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The same there; any other status below 500 is "invalid_request_error", any above "api_error"."""
+
 INTERNAL_ERROR = "the server failed on this request; its log has the details, under the request's id"
 
 CODES: dict[type[QuireError], str] = {
@@ -98,9 +109,22 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
-    def body(self) -> dict[str, Any]:
-        """The answer's JSON; in a stream, the data of the error event."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The answer's JSON; in a stream, the data of the error event.
+
+        Args:
+            path: of the request: Anthropic's routes have a shape of their own.
+        """
+        if path.startswith(ANTHROPIC):
+            kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def stream_body(self, path: str) -> dict[str, Any]:
+        """The same as the data of an event named "error", in a stream whose events have names."""
+        if path.startswith(ANTHROPIC):
+            return self.body(path)
+        return {"type": "error", "code": self.code or self.type, "message": self.message, "param": self.param}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:

@@ -168,7 +168,7 @@ class Generation:
             ApiError: nothing has been sent yet; the app answers with it.
             ClientDisconnect: the client is gone.
         """
-        writer = AnswerWriter(send)
+        writer = self._writer(send)
         try:
             call = await read_call(self._shared, Request(self._scope, receive), self._parse)
             await self._supervised(self._answer(call, writer), writer, receive)
@@ -183,6 +183,9 @@ class Generation:
             await self._fail(error, writer)
         finally:
             self._end()
+
+    def _writer(self, send: Send) -> AnswerWriter:
+        return AnswerWriter(send)
 
     async def _supervised(self, work: Coroutine[Any, Any, None], writer: AnswerWriter, receive: Receive) -> None:
         """See `supervised`; what cuts an answer off becomes an error, or means that the client is gone."""

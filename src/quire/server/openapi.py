@@ -62,7 +62,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 def _add_bodies(document: dict[str, Any]) -> None:
     """Schemas of the bodies that are read and written by hand."""
-    from quire.server.protocol import openapi_bodies
+    from quire.server.schemas import openapi_bodies
 
     bodies = copy.deepcopy(openapi_bodies())
     document["components"]["schemas"].update(bodies.get("schemas", {}))

@@ -29,10 +29,9 @@ from quire.server.limits import (
 )
 from quire.server.prompts import Prompt, read_prompts, read_token_ids
 from quire.server.response_format import read_structured_outputs
-from quire.server.schemas import openapi_bodies
 
 __all__ = [
-    "ChatCall", "CompletionCall", "DetokenizeCall", "Limits", "TokenizeCall", "openapi_bodies", "parse_chat",
+    "ChatCall", "CompletionCall", "DetokenizeCall", "Limits", "TokenizeCall", "parse_chat",
     "parse_completion", "parse_detokenize", "parse_tokenize", "text_price",
 ]  # fmt: skip
 

@@ -18,9 +18,9 @@ def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(body, status, headers, media_type="application/json")
 
 
-def error_reply(error: ApiError) -> Response:
-    """An error in OpenAI's shape."""
-    return json_reply(error.body(), error.status, error.headers)
+def error_reply(error: ApiError, path: str = "") -> Response:
+    """An error in the shape of the interface that this path belongs to, OpenAI's but for Anthropic's own."""
+    return json_reply(error.body(path), error.status, error.headers)
 
 
 async def send_json(send: Send, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
@@ -32,6 +32,6 @@ async def send_json(send: Send, content: Any, status: int = 200, headers: Mappin
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(error: ApiError, send: Send) -> None:
-    """An error in OpenAI's shape, as a whole answer, straight to ASGI."""
-    await send_json(send, error.body(), error.status, error.headers)
+async def send_error(error: ApiError, send: Send, path: str = "") -> None:
+    """See `error_reply`: as a whole answer, straight to ASGI."""
+    await send_json(send, error.body(path), error.status, error.headers)

@@ -21,7 +21,12 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;,=+/@~-]{0,127}")
 """Ids that are taken from clients: visible in a log, and harmless in a URL's path, a header, a terminal and HTML."""
 MAX_LOGGED = 256
 """Characters of a path, a model's name or a `user` that go into the log."""
-_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl", "/v1/embeddings": "embd"}
+_PREFIXES = {
+    "/v1/completions": "cmpl",
+    "/v1/chat/completions": "chatcmpl",
+    "/v1/embeddings": "embd",
+    "/v1/messages": "msg",
+}
 _SUMMARY = "quire.summary"
 
 

@@ -12,6 +12,8 @@ from quire.server.auth import tenant_of
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
 from quire.server.generation import LARGE_BODIES, GeneratedAnswer, Shared
+from quire.server.messages import CountTokens, Messages
+from quire.server.messages_protocol import parse_count, parse_messages
 from quire.server.pooling import Pooling
 from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_score
 from quire.server.protocol import parse_chat, parse_completion
@@ -35,6 +37,14 @@ def router_for(context: AppContext) -> APIRouter:
     @router.post("/v1/chat/completions", summary="Answer in a chat")
     async def chat_completions(request: Request) -> Response:
         return GeneratedAnswer(shared, parse_chat)
+
+    @router.post("/v1/messages", summary="Answer in a chat, as Anthropic's interface does")
+    async def messages(request: Request) -> Response:
+        return GeneratedAnswer(shared, parse_messages, Messages)
+
+    @router.post("/v1/messages/count_tokens", summary="The tokens of such a chat")
+    async def count_tokens(request: Request) -> Response:
+        return GeneratedAnswer(shared, parse_count, CountTokens)
 
     @router.post("/v1/embeddings", summary="The embeddings of texts")
     async def embeddings(request: Request) -> Response:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.server import fields as tables
+from quire.server import messages_protocol
 from quire.server import pooling_fields as pooling
 
 Schema = dict[str, Any]
@@ -27,11 +28,13 @@ def openapi_bodies() -> dict[str, Any]:
         "/v1/chat/completions": _operation("ChatCompletionRequest", "ChatCompletion", streams="ChatCompletionChunk"),
         "/tokenize": _operation("TokenizeRequest", "Tokens"),
         "/detokenize": _operation("DetokenizeRequest", "Text"),
+        "/v1/messages": _operation("MessagesMessagesBody", "MessagesAnswer", streams="MessagesEvent"),
+        "/v1/messages/count_tokens": _operation("MessagesMessagesBody", "MessagesCount"),
         "/v1/embeddings": _operation("EmbeddingRequest", "Embeddings"),
         "/v1/score": _operation("ScoreRequest", "Scores"),
         "/v1/rerank": _operation("RerankRequest", "Ranks"),
     }
-    return {"schemas": {**requests, **_RESPONSES}, "paths": paths}
+    return {"schemas": {**requests, **messages_protocol.openapi_schemas(), **_RESPONSES}, "paths": paths}
 
 
 def _object(properties: Mapping[str, Schema], required: list[str], **more: Any) -> Schema:
@@ -42,7 +45,8 @@ def _operation(request: str, response: str, streams: str | None = None) -> Schem
     content: Schema = {"application/json": {"schema": _ref(response)}}
     about = "The answer."
     if streams is not None:
-        about = f"The answer; with `stream`, events whose data are `{streams}` objects, then `[DONE]`."
+        last = "" if streams.endswith("Event") else ", then `[DONE]`"
+        about = f"The answer; with `stream`, events whose data are `{streams}` objects{last}."
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
@@ -177,6 +181,21 @@ _RESPONSES: dict[str, Schema] = {
         ["count", "max_model_len", "tokens"],
     ),
     "Text": _object({"prompt": _STRING}, ["prompt"]),
+    "MessagesAnswer": _object(
+        {
+            "id": _STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": _STRING,
+            "content": _list({"type": "object", "description": "Blocks: text, thinking, tool_use."}),
+            "stop_reason": {"type": ["string", "null"]},
+            "stop_sequence": {"type": ["string", "null"]},
+            "usage": {"type": "object"},
+        },
+        ["id", "type", "role", "model", "content", "stop_reason", "usage"],
+    ),
+    "MessagesEvent": _object({"type": {"type": "string", "description": "Of Anthropic's stream events."}}, ["type"]),
+    "MessagesCount": _object({"input_tokens": _INTEGER}, ["input_tokens"]),
     "Embeddings": _object(
         {
             **_POOLED_HEAD,

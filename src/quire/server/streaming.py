@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -75,12 +75,11 @@ class AnswerWriter:
     async def events(self, bodies: Sequence[bytes]) -> None:
         """Send events with these bodies, JSON each, at once."""
         if bodies:
-            await self._write(b"".join([b"data: %b\n\n" % body for body in bodies]))
+            await self._write(self._framed(bodies))
 
     async def end(self, bodies: Sequence[bytes] = ()) -> None:
         """Send the last events, and the one event that ends every stream."""
-        data = b"".join([b"data: %b\n\n" % body for body in (*bodies, b"[DONE]")])
-        await self._write(data, more=False)
+        await self._write(self._framed([*bodies, *self._last]), more=False)
 
     async def fail(self, error: ApiError) -> bool:
         """End a stream with an error; False where it is too late for that."""
@@ -88,8 +87,17 @@ class AnswerWriter:
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):
-                await self.end([msgspec.json.encode(error.body())])
+                await self.end(self._failed(error))
         return self.ended
+
+    _last: Sequence[bytes] = (b"[DONE]",)
+
+    def _framed(self, bodies: Sequence[bytes]) -> bytes:
+        return b"".join([b"data: %b\n\n" % body for body in bodies])
+
+    def _failed(self, error: ApiError) -> list[bytes]:
+        """The events that tell of an error."""
+        return [msgspec.json.encode(error.body())]
 
     # -- for who watches -----------------------------------------------------------------------------------
 
@@ -124,6 +132,31 @@ class AnswerWriter:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
             self._since = time.monotonic()
             self.ended = not more
+
+
+class NamedEventWriter(AnswerWriter):
+    """The same where each event has a name, the `type` that its JSON begins with, and none says that it is the last.
+
+    Args:
+        failed: the events that tell of an error.
+    """
+
+    _last = ()
+
+    def __init__(self, send: Send, failed: Callable[[ApiError], list[bytes]]) -> None:
+        super().__init__(send)
+        self._told = failed
+
+    def _framed(self, bodies: Sequence[bytes]) -> bytes:
+        return b"".join([b"event: %b\ndata: %b\n\n" % (_type_of(body), body) for body in bodies])
+
+    def _failed(self, error: ApiError) -> list[bytes]:
+        return self._told(error)
+
+
+def _type_of(body: bytes) -> bytes:
+    start = len(b'{"type":"')
+    return body[start : body.index(b'"', start)]
 
 
 async def supervised(

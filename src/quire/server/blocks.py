@@ -1,0 +1,86 @@
+"""A reply as blocks one after the other: reasoning, text, and tool calls, as Anthropic's and OpenAI's newer interface
+tell of them. What is new is read by counters kept here, so that it does not matter how often a stream asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quire.engine.outputs import CompletionOutput
+from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of a reply.
+
+    Attributes:
+        index: its place in the reply.
+        id, name: of a tool call.
+        text: so far; of a tool call, its arguments.
+    """
+
+    index: int
+    kind: Literal["reasoning", "text", "tool"]
+    id: str = ""
+    name: str = ""
+    text: str = ""
+
+
+class News(NamedTuple):
+    """Something has happened to a block: it begins, has more text, or ends."""
+
+    what: Literal["begin", "more", "end"]
+    block: Block
+    text: str = ""
+
+
+class Blocks:
+    """The blocks of one choice."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._characters = 0
+        self._ended = False
+
+    def take(self, choice: CompletionOutput) -> Iterator[News]:
+        """What is new. A choice that failed ends no block: its stream ends with an error."""
+        for event in self._events(choice):
+            yield from self._take(event)
+        if choice.finish_reason is not None and choice.finish_reason != "error" and not self._ended:
+            self._ended = True
+            yield from self._end_last()
+
+    def _events(self, choice: CompletionOutput) -> list[ReplyEvent]:
+        text, self._characters = choice.text[self._characters :], len(choice.text)
+        return [ContentText(text)] if text else []
+
+    def _take(self, event: ReplyEvent) -> Iterator[News]:
+        match event:
+            case ReasoningText(text):
+                yield from self._more("reasoning", text)
+            case ContentText(text):
+                yield from self._more("text", text)
+            case ToolCallBegin(_, id, name):
+                yield from self._end_last()
+                yield self._begin(Block(len(self.blocks), "tool", id, name))
+            case ToolCallArguments(_, text):
+                yield from self._more("tool", text)
+
+    def _more(self, kind: Literal["reasoning", "text", "tool"], text: str) -> Iterator[News]:
+        if not self.blocks or self.blocks[-1].kind != kind:
+            yield from self._end_last()
+            yield self._begin(Block(len(self.blocks), kind))
+        block = self.blocks[-1]
+        block.text += text
+        yield News("more", block, text)
+
+    def _begin(self, block: Block) -> News:
+        self.blocks.append(block)
+        return News("begin", block)
+
+    def _end_last(self) -> Iterator[News]:
+        if self.blocks:
+            yield News("end", self.blocks[-1])

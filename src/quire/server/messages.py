@@ -1,0 +1,168 @@
+"""POST /v1/messages: a chat, told as Anthropic's interface tells it. See `messages_protocol.py` for the way in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.errors import UnknownTemplateVariableError
+from quire.server.auth import tenant_of
+from quire.server.blocks import Block, Blocks, News
+from quire.server.errors import ANTHROPIC, ApiError
+from quire.server.generation import Generation
+from quire.server.protocol import ChatCall
+from quire.server.streaming import AnswerWriter, NamedEventWriter
+
+_encode = msgspec.json.Encoder().encode
+_VARIABLE = "enable_thinking"
+
+
+class Messages(Generation):
+    """One call of POST /v1/messages."""
+
+    def _writer(self, send: Send) -> AnswerWriter:
+        return NamedEventWriter(send, lambda error: [_encode(error.body(ANTHROPIC))])
+
+    async def _tokenize(self, call: Any) -> list[tuple[str | None, list[int]]]:
+        """As of a chat; a model that never reasons need not be told that it is not to."""
+        try:
+            return await super()._tokenize(call)
+        except UnknownTemplateVariableError:
+            if call.chat_template_kwargs.get(_VARIABLE) is not False:
+                raise
+            del call.chat_template_kwargs[_VARIABLE]
+            return await super()._tokenize(call)
+
+    def _responder(self, call: Any) -> Any:
+        return MessagesResponder(call, self._id, self._context.model_names[0])
+
+
+class CountTokens(Messages):
+    """One call of POST /v1/messages/count_tokens: the prompt is made, and nothing runs."""
+
+    async def _answer(self, call: Any, writer: AnswerWriter) -> None:
+        ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).owner)
+        try:
+            [(_, tokens)] = await self._tokenize(call)
+        finally:
+            ticket.leave()
+        await writer.whole(_encode({"input_tokens": len(tokens)}), {})
+
+
+class MessagesResponder:
+    """Makes the answer of one call, which has one choice."""
+
+    def __init__(self, call: ChatCall, response_id: str, model: str) -> None:
+        if call.params.n != 1:
+            raise ApiError(400, "n must be 1: a message has one choice", param="n", code="unsupported_parameter")
+        self._params: SamplingParams = call.params
+        self._head = {"id": response_id, "type": "message", "role": "assistant", "model": model}
+        self._blocks = Blocks()
+        self._begun = False
+
+    def full(self, outputs: list[RequestOutput]) -> bytes:
+        """The whole answer."""
+        [choice] = outputs[0].outputs
+        for _ in self._blocks.take(choice):
+            pass
+        content = [_content(block, whole=True) for block in self._blocks.blocks]
+        return _encode(
+            {
+                **self._head,
+                "content": content,
+                **self._stop(outputs[0], choice),
+                "usage": _usage(outputs[0], len(choice.token_ids)),
+            }
+        )
+
+    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
+        """The events of what is new."""
+        [choice] = output.outputs
+        made: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            nothing: dict[str, Any] = {
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": _usage(output, 0),
+            }
+            made.append(_event("message_start", message={**self._head, **nothing}))
+        made += [_block_event(news) for news in self._blocks.take(choice)]
+        if choice.finish_reason is not None and choice.finish_reason != "error":
+            usage = _usage(output, len(choice.token_ids))
+            made.append(_event("message_delta", delta=self._stop(output, choice), usage=usage))
+            made.append(_event("message_stop"))
+        return made
+
+    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
+        """Nothing: `message_delta` has it."""
+        return b""
+
+    def _stop(self, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
+        reason, sequence = "end_turn", None
+        if choice.finish_reason == "length":
+            full = output.clamped_from is not None
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        elif choice.finish_reason == "abort":
+            reason = "pause_turn"
+        elif isinstance(choice.stop_reason, str):
+            reason, sequence = "stop_sequence", choice.stop_reason
+        elif any(block.kind == "tool" for block in self._blocks.blocks):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _content(block: Block, whole: bool) -> dict[str, Any]:
+    """A block as Anthropic's; one that begins has no text yet."""
+    text = block.text if whole else ""
+    match block.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "text":
+            return {"type": "text", "text": text}
+        case "tool":
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": _arguments(text)}
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call: an object, unless the answer was cut off within them; then what came of them."""
+    try:
+        found = msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return {"_incomplete": text}
+    return found
+
+
+def _block_event(news: News) -> bytes:
+    block = news.block
+    if news.what == "begin":
+        return _event("content_block_start", index=block.index, content_block=_content(block, whole=False))
+    if news.what == "end":
+        return _event("content_block_stop", index=block.index)
+    kind, field = _DELTAS[block.kind]
+    return _event("content_block_delta", index=block.index, delta={"type": kind, field: news.text})
+
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool": ("input_json_delta", "partial_json"),
+}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return _encode({"type": kind, **fields})
+
+
+def _usage(output: RequestOutput, tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": len(output.prompt_token_ids) - output.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": output.cached_tokens,
+        "output_tokens": tokens,
+    }
