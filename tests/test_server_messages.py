@@ -16,7 +16,6 @@ from pydantic import TypeAdapter
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server import blocks
 from quire.server.errors import ApiError
 from quire.server.messages import MessagesResponder
 from quire.server.messages_protocol import MessagesBody, _chat, parse_count, parse_messages
@@ -282,30 +281,19 @@ EVENTS: list[ReplyEvent] = [
 ]
 
 
-class Told(blocks.Blocks):
-    """Blocks of events that are given, a few at a time."""
-
-    count = 0
-
-    def _events(self, choice: CompletionOutput) -> list[ReplyEvent]:
-        new, self.count = EVENTS[self.count : len(choice.token_ids)], len(choice.token_ids)
-        return new
-
-
-def responder(monkeypatch: pytest.MonkeyPatch) -> MessagesResponder:
-    monkeypatch.setattr("quire.server.messages.Blocks", Told)
+def responder() -> MessagesResponder:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     return MessagesResponder(parse_chat(json.dumps(body).encode()), "msg_1", "m")
 
 
 def output(count: int, reason: str | None) -> RequestOutput:
-    choice = CompletionOutput(0, token_ids=[1] * count, finish_reason=reason)
+    choice = CompletionOutput(0, token_ids=[1] * count, finish_reason=reason, events=EVENTS[:count])
     return RequestOutput("r", None, [1, 2, 3], [choice], seed=0)
 
 
 @pytest.mark.parametrize("step", [1, 3, 8])
-def test_reasoning_and_calls_stream_as_the_blocks_of_the_whole_message(monkeypatch, step):
-    whole = json.loads(responder(monkeypatch).full([output(8, "stop")]))
+def test_reasoning_and_calls_stream_as_the_blocks_of_the_whole_message(step):
+    whole = json.loads(responder().full([output(8, "stop")]))
     assert whole["content"] == [
         {"type": "thinking", "thinking": "so then", "signature": ""},
         {"type": "text", "text": "I ask."},
@@ -313,7 +301,7 @@ def test_reasoning_and_calls_stream_as_the_blocks_of_the_whole_message(monkeypat
         {"type": "tool_use", "id": "a2", "name": "time", "input": {}},
     ]
     assert whole["stop_reason"] == "tool_use"
-    streamed, told = responder(monkeypatch), []
+    streamed, told = responder(), []
     for count in range(step, 8 + step, step):
         done = count >= 8
         told += [json.loads(chunk) for chunk in streamed.chunks(0, output(min(count, 8), "stop" if done else None))]
@@ -337,10 +325,10 @@ def test_reasoning_and_calls_stream_as_the_blocks_of_the_whole_message(monkeypat
         ("abort", None, None, "pause_turn"),
     ],
 )
-def test_stop_reasons(monkeypatch, reason, stop, clamped, told):
+def test_stop_reasons(reason, stop, clamped, told):
     made = output(2, reason)
     made.outputs[0].stop_reason, made.clamped_from = stop, clamped
-    assert json.loads(responder(monkeypatch).full([made]))["stop_reason"] == told
+    assert json.loads(responder().full([made]))["stop_reason"] == told
 
 
 def test_params_of_a_call_are_a_chats():

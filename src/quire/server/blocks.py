@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quire.engine.outputs import CompletionOutput
+from quire.server.chat_reply import news
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
 
 
@@ -42,20 +43,18 @@ class Blocks:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._characters = 0
+        self._events = self._characters = 0
         self._ended = False
 
     def take(self, choice: CompletionOutput) -> Iterator[News]:
         """What is new. A choice that failed ends no block: its stream ends with an error."""
-        for event in self._events(choice):
+        events = news(choice, self._events, self._characters)
+        self._events, self._characters = self._events + len(events), len(choice.text)
+        for event in events:
             yield from self._take(event)
         if choice.finish_reason is not None and choice.finish_reason != "error" and not self._ended:
             self._ended = True
             yield from self._end_last()
-
-    def _events(self, choice: CompletionOutput) -> list[ReplyEvent]:
-        text, self._characters = choice.text[self._characters :], len(choice.text)
-        return [ContentText(text)] if text else []
 
     def _take(self, event: ReplyEvent) -> Iterator[News]:
         match event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from quire.server.errors import ANTHROPIC, ApiError
 from quire.server.generation import Generation
 from quire.server.protocol import ChatCall
 from quire.server.streaming import AnswerWriter, NamedEventWriter
+from quire.text.reply_syntax import ReplyForm
 
 _encode = msgspec.json.Encoder().encode
 _VARIABLE = "enable_thinking"
@@ -27,7 +29,7 @@ class Messages(Generation):
     def _writer(self, send: Send) -> AnswerWriter:
         return NamedEventWriter(send, lambda error: [_encode(error.body(ANTHROPIC))])
 
-    async def _tokenize(self, call: Any) -> list[tuple[str | None, list[int]]]:
+    async def _tokenize(self, call: Any) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
         """As of a chat; a model that never reasons need not be told that it is not to."""
         try:
             return await super()._tokenize(call)
@@ -47,7 +49,7 @@ class CountTokens(Messages):
     async def _answer(self, call: Any, writer: AnswerWriter) -> None:
         ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).owner)
         try:
-            [(_, tokens)] = await self._tokenize(call)
+            [(_, tokens, _)] = await self._tokenize(call)
         finally:
             ticket.leave()
         await writer.whole(_encode({"input_tokens": len(tokens)}), {})
