@@ -62,7 +62,7 @@ class FakeServer:
         stalls_after: events after which it says nothing more, whatever it is asked: it is stalled.
         chunk: characters an event. pause: seconds before each. die_after: events after which it goes away, once.
         status: of answers to requests for text. requests: bodies that came, with their headers in "headers".
-        cached: what it tells of its cache; None: nothing.
+        cached: what it tells of its cache; None: nothing. lives: of requests.
     """
 
     loop: Loop
@@ -80,6 +80,7 @@ class FakeServer:
     models_answer: tuple[int, Any] | None = None
     told: dict[str, Any] = field(default_factory=dict)
     cached: CachedPrompts | None = None
+    lives: list[dict[str, Any]] = field(default_factory=list)
     fingerprint: str = "fp"
     card: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -147,6 +148,8 @@ class FakeServer:
         if path.startswith("/load/prompts?since="):
             since = int(path.partition("=")[2])
             return _json(writer, *((404, {}) if self.cached is None else (200, self.cached.told(since))))
+        if path.startswith("/load/requests/"):
+            return _json(writer, 200, [one for one in self.lives if path.endswith(f"/{one['id']}")])
         try:
             body = json.loads(data or b"{}")
         except ValueError:

@@ -46,12 +46,14 @@ class FetchStats:
         tokens: that are asked for, and once that has ended, all that came.
         begin: when it began, on the caller's clock.
         seconds: that it took; None while it goes on.
+        moving: of these, the seconds in which bytes came from another engine; the rest it computed.
     """
 
     source: str
     tokens: int
     begin: float
     seconds: float | None = None
+    moving: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,11 +86,12 @@ class RequestStats:
         if not self.fetches or self.fetches[-1].source != source:
             self.fetches.append(FetchStats(source, tokens, now))
 
-    def fetched(self, tokens: int, seconds: float) -> None:
+    def fetched(self, tokens: int, seconds: float, moving: float = 0.0) -> None:
         """The fetch that was begun last has ended."""
         last = self.fetches[-1]
         last.tokens = tokens + (0 if last.seconds is None else last.tokens)
         last.seconds = seconds + (last.seconds or 0.0)
+        last.moving += moving
 
 
 @dataclass(slots=True)

@@ -98,11 +98,13 @@ class Scheduler:
             else:
                 self.fail(request.id, error, now)
 
-    def read_ended(self, number: int, count: int, seconds: float, gone: bool = False) -> None:
-        """So many blocks of what was to be read have come into the host tier, in so many seconds; see `Fetches`."""
+    def read_ended(self, number: int, count: int, seconds: float, gone: bool = False, moving: float = 0.0) -> None:
+        """So many blocks of what was to be read have come into the host tier, in so many seconds; see `Fetches`.
+        `moving`: see `FetchStats`.
+        """
         fetch = self.kv.fetches.read_ended(number, count, seconds, gone)
         if fetch is not None:
-            self._note(fetch, count, seconds)
+            self._note(fetch, count, seconds, moving)
             self._abandon(fetch)
 
     def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> None:
@@ -405,10 +407,10 @@ class Scheduler:
                 return Event(BLOCK, fetch.hashes[-1])
         return event
 
-    def _note(self, fetch: Fetch | SlotFetch, blocks: int, seconds: float) -> None:
+    def _note(self, fetch: Fetch | SlotFetch, blocks: int, seconds: float, moving: float = 0.0) -> None:
         """A fetch has ended: what the request that it was begun for tells of it."""
         if fetch.request is not None:
-            fetch.request.stats.fetched(blocks * self.kv.block_size, seconds)
+            fetch.request.stats.fetched(blocks * self.kv.block_size, seconds, moving)
             fetch.request.num_fetches -= blocks == len(fetch.hashes)
 
     def _abandon(self, leader: Leader) -> None:

@@ -286,15 +286,15 @@ class KVTiers:
     def _take_in(self, scheduler: Scheduler, news: object) -> None:
         fetches, exports = scheduler.kv.fetches, scheduler.kv.exports
         match news:
-            case Ended("read" | "gone" as kind, number, count, seconds):
-                scheduler.read_ended(number, count, seconds, kind == "gone")
+            case Ended("read" | "gone" as kind, number, count, seconds, moving):
+                scheduler.read_ended(number, count, seconds, kind == "gone", moving)
             case Located(number, holders):
                 scheduler.located(number, holders, time.monotonic())
             case Nodes(names):
                 fetches.keep_nodes(names)
                 if self.nodes is not None:
                     self.nodes.keep(names)
-            case Ended("write", slot, count, _):
+            case Ended("write", slot, count):
                 fetches.written(slot, bool(count))
             case Progressed(number):
                 fetches.progressed(number, time.monotonic())

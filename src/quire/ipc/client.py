@@ -285,6 +285,15 @@ class EngineClient:
         """
         return await self._ask_all(lambda ticket: wire.Inspect(ticket, what), seconds=seconds)
 
+    async def life(self, name: str) -> list[Any]:
+        """Where the time of each choice of a response went, of all engines that know it.
+
+        Raises:
+            EngineClosedError: none answers.
+        """
+        answers = await self._ask_all(lambda ticket: wire.Life(ticket, name))
+        return [each for answer in answers.values() for each in msgspec.json.decode(answer)]
+
     async def reset_prefix_cache(self) -> int:
         """Forget cached blocks that no request uses; how many they were."""
         for link in self.links:

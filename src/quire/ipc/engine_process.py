@@ -268,6 +268,8 @@ class EngineProcess:
             case wire.Inspect():
                 document = self._recorder.document(self.engine, message.what, message.since)
                 self._reply(client, message.ticket, document)
+            case wire.Life():
+                self._reply(client, message.ticket, msgspec.json.encode(self._recorder.life(self.engine, message.name)))
             case wire.ResetPrefixCache():
                 cleared = sum(kv.cache.clear() for kv in self.engine.scheduler.kvs)
                 self._reply(client, message.ticket, msgspec.json.encode(cleared))

@@ -139,13 +139,21 @@ class Inspect(msgspec.Struct, tag="inspect"):
     since: int = 0  # steps, or events, before this number are known already
 
 
+class Life(msgspec.Struct, tag="life"):
+    """Tell where the time of the response with this name went; answered by a `Reply` with a JSON list, a document a
+    choice, see `recorder.py`."""
+
+    ticket: int
+    name: str
+
+
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
     """Forget every cached block that no request uses. Answered by a `Reply`: the number of blocks."""
 
     ticket: int
 
 
-ToEngine = Add | Abort | Told | AbortNamed | Inspect | ResetPrefixCache
+ToEngine = Add | Abort | Told | AbortNamed | Inspect | Life | ResetPrefixCache
 
 
 # -- engine to HTTP process ----------------------------------------------------------------------------------

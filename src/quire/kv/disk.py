@@ -55,12 +55,14 @@ class Ended(NamedTuple):
 
     Attributes:
         blocks: that are there now.
+        moving: seconds of all in which they came; of another engine's blocks, the rest is its computing.
     """
 
     kind: Literal["write", "read", "gone"]
     number: int
     blocks: int
     seconds: float
+    moving: float = 0.0
 
 
 def open_folder(path: str) -> tuple[Path, bytes, int]:

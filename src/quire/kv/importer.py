@@ -59,14 +59,14 @@ class Reading:
 
     Attributes:
         slots: for the blocks that are wanted, one each.
-        count: so many have come.
+        count: so many have come. moving: seconds in which they did.
         over: nothing more is to be read. gone: the other engine has not the rest.
         late: something may still be written into its slots, at any time: that it has ended is never told.
     """
 
     def __init__(self, want: wire.Want, slots: Sequence[int]) -> None:
         self.want, self.slots, self.begin = want, slots, time.monotonic()
-        self.count = 0
+        self.count, self.moving = 0, 0.0
         self.over = self.late = self.gone = False
 
 
@@ -333,7 +333,9 @@ class Prefiller:
         if link is None:
             raise TransferError("the connection has ended")
         ranges = [Range(there * size, here * size, size) for there, here in zip(message.slots, own, strict=True)]
+        begin = time.monotonic()
         link.read(coalesced(ranges), READ_SECONDS)
+        reading.moving += time.monotonic() - begin
         for here, check in zip(own, message.checks, strict=True):
             self._tier.checks[here] = check
         reading.count += len(own)
@@ -344,7 +346,8 @@ class Prefiller:
         if reading.late:
             return
         kind: Literal["read", "gone"] = "gone" if reading.gone else "read"
-        self._mailbox.post(Ended(kind, reading.want.number, reading.count, time.monotonic() - reading.begin))
+        seconds = time.monotonic() - reading.begin
+        self._mailbox.post(Ended(kind, reading.want.number, reading.count, seconds, reading.moving))
 
     def _switch_off(self) -> None:
         """A transport that may write late is used no more."""

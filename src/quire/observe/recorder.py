@@ -192,6 +192,14 @@ class Recorder:
             | self._pool_and_tree(engine.scheduler.kvs, now)
         )
 
+    def life(self, engine: Engine, name: str) -> list[dict[str, Any]]:
+        """Where the time of each choice of a response went, as long as it is remembered."""
+        open_requests = engine.scheduler.requests
+        now = [(record, open_requests[number]) for number, record in self.records.items() if record.name == name]
+        return [document for record, document in self._finished if record.name == name] + [
+            _told(record, request, "") for record, request in now
+        ]
+
     def _requests(self, scheduler: Scheduler | Lockstep, now: float) -> list[dict[str, Any]]:
         """Running ones first, then those that wait, each in the order of the queue."""
         shown = scheduler.running[:MAX_REQUESTS]

@@ -6,7 +6,6 @@ fast. Everything else is small.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from quire import __version__
 from quire.router.relay import RESUMABLE_PATHS, Relay, nobody
 from quire.router.servers import Server
 from quire.router.site import Site
+from quire.router.status import life_of, status_document
 from quire.router.upstream import UpstreamError
 from quire.server import request_log
 from quire.server.app import EXPOSED_HEADERS, EdgeMiddleware
@@ -48,7 +48,10 @@ PASSED_PATHS = (
 """Answered by any server."""
 ANSWER_SECONDS = 60.0
 DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"
+LIFE = "/router/requests/"
 MAX_JOIN_BYTES = 4096
+
+_PREFIXES = {"/admin/": "/admin", LIFE: "/router/status"}
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -106,7 +109,7 @@ class RouterApp:
             return
         path, method = scope["path"], scope["method"]
         handler = self._routes.get((method, path)) or self._prefixed(method, path)
-        scope["route"] = _Route("/admin" if path.startswith("/admin/") else path if handler else "other")
+        scope["route"] = _Route(_counted_as(path) if handler else "other")
         try:
             if handler is None:
                 raise self._unknown(method, path)
@@ -117,6 +120,8 @@ class RouterApp:
 
     def _prefixed(self, method: str, path: str) -> Handler | None:
         """Routes that end with a name."""
+        if method == "GET" and path.startswith(LIFE):
+            return self._life
         if method != "POST":
             return None
         for prefix, handler in ((DRAIN, self._drain), (UNDRAIN, self._undrain), (ABORT, self._abort)):
@@ -213,38 +218,16 @@ class RouterApp:
 
     async def _status(self, scope: Scope, receive: Receive, send: Send) -> None:
         _check_operator(scope)
-        site = self._site
-        servers, now = site.servers, site.servers.clock()
-        document = {
-            "version": __version__,
-            "policy": site.config.policy,
-            "draining": site.draining,
-            "bytes_per_token": round(servers.bytes_per_token, 2),
-            "servers": [one.described(now, servers.knowledge.count(one.name)) for one in servers.by_name.values()],
-            "requests": [
-                {
-                    "seconds_ago": round(time.time() - at, 1),
-                    "request": request,
-                    "server": choice.server.name,
-                    "prefill": choice.prefill.name if choice.prefill else None,
-                    "prompt_tokens": choice.tokens,
-                    "resumed": again,
-                    "costs": [
-                        {
-                            "server": cost.server,
-                            "held": cost.held,
-                            "compute_s": round(cost.compute, 5),
-                            "fetch_s": round(cost.fetch, 5),
-                            "queue_s": round(cost.queue, 5),
-                            "total_s": round(cost.total, 5),
-                        }
-                        for cost in choice.decision.costs
-                    ],
-                }
-                for at, request, choice, again in reversed(site.decisions)
-            ],
-        }
+        document = status_document(self._site)
         await send_json(send, document, headers={"cache-control": "no-store"})
+
+    async def _life(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Where a request's time went, by the router and by the servers that it went to."""
+        _check_operator(scope)
+        found = await life_of(self._site, scope["path"].removeprefix(LIFE), self._site.key_for(scope))
+        if found is None:
+            raise ApiError(404, "no request of this id is remembered", code="unknown_request")
+        await send_json(send, found, headers={"cache-control": "no-store"})
 
     # -- the operator's ------------------------------------------------------------------------------------
 
@@ -288,6 +271,11 @@ class Joining(msgspec.Struct):
     url: str
     role: str = "serve"
     leaves: bool = False
+
+
+def _counted_as(path: str) -> str:
+    """The route of a path in the metrics."""
+    return next((route for prefix, route in _PREFIXES.items() if path.startswith(prefix)), path)
 
 
 def _check_operator(scope: Scope) -> None:

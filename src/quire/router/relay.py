@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from quire.fleet.prompt import Prompt, read_prompt
 from quire.router.resume import EVENT_END, CannotResumeError, Continuation, StreamPosition, payloads
 from quire.router.servers import Choice, Server
-from quire.router.site import Site
+from quire.router.site import KEPT_NAMES, Sending, Site
 from quire.router.upstream import Answer, UpstreamError
 from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
@@ -68,23 +67,13 @@ class _Whole(msgspec.Struct):
 _whole = msgspec.json.Decoder(_Whole)
 
 
-@dataclass(slots=True)
-class _Sending:
-    """A request at one server: its place in the server's load, from `sent` to the end."""
-
-    choice: Choice
-    sent: float
-    begun: bool = False
-    timer: asyncio.TimerHandle | None = field(default=None)
-
-
 class Relay:
     """One request for text."""
 
     def __init__(self, site: Site, scope: Scope) -> None:
         self._site, self._scope = site, scope
         self._summary = summary_of(scope)
-        self._arrived = time.monotonic()
+        self._arrived = site.servers.clock()
         self._tried: set[str] = set()
         self._deaths = 0
         self._patience_end = 0.0  # set when a server was lost
@@ -148,7 +137,6 @@ class Relay:
             if choice is None:
                 return
             server = choice.server
-            self._site.routed(self._summary, choice, self._position.has_sent)
             try:
                 if await self._attempt(prompt, choice):
                     return
@@ -205,7 +193,15 @@ class Relay:
             UpstreamError: it went away.
         """
         server, servers = choice.server, self._site.servers
-        sending = _Sending(choice, servers.clock())
+        sending = Sending(
+            self._summary.request_id,
+            choice,
+            self._position.has_sent,
+            prompt.hashes[:KEPT_NAMES],
+            self._arrived,
+            servers.clock(),
+        )
+        self._site.routed(self._summary, sending)
         server.load.sent(sending.sent, choice.missing)
         servers.knowledge.sent(server.name, prompt.hashes)
         server.num_requests += 1
@@ -222,8 +218,11 @@ class Relay:
             else:
                 await self._pass_on(answer, prompt, sending)
             return True
+        except UpstreamError as error:
+            sending.lost = str(error)
+            raise
         finally:
-            self._answer = None
+            self._answer, sending.ended = None, servers.clock()
             if answer is not None:
                 server.upstream.release(answer)
             if sending.timer is not None:
@@ -263,7 +262,7 @@ class Relay:
         await self._start(status, [*own, (b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _pass_on(self, answer: Answer, prompt: Prompt, sending: _Sending) -> None:
+    async def _pass_on(self, answer: Answer, prompt: Prompt, sending: Sending) -> None:
         """An answer that is no stream: whole, unless it is very large."""
         self._expect_first_token(sending)
         body = await _collected(answer, WHOLE_BYTES)
@@ -277,7 +276,7 @@ class Relay:
             body = await answer.piece()
         await self._send({"type": "http.response.body", "body": b""})
 
-    def _expect_first_token(self, sending: _Sending) -> None:
+    def _expect_first_token(self, sending: Sending) -> None:
         """A whole answer does not show when its first token came: about when it was to."""
         loop, seconds = asyncio.get_running_loop(), sending.choice.decision.chosen.total
         sending.timer = loop.call_later(seconds, self._site.begun_unseen, sending)
@@ -292,7 +291,7 @@ class Relay:
                 self._summary.output_tokens = usage.get("completion_tokens") or 0
                 self._summary.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
-    async def _stream(self, answer: Answer, sending: _Sending) -> None:
+    async def _stream(self, answer: Answer, sending: Sending) -> None:
         """Pass events on as they come, whole ones, so that an error can still follow."""
         server = sending.choice.server
         if not self._begun:
@@ -323,12 +322,12 @@ class Relay:
         if lost is not None:
             raise UpstreamError(lost, reached=True)
 
-    def _first_token(self, sending: _Sending) -> None:
-        now = self._site.servers.clock()
+    def _first_token(self, sending: Sending) -> None:
+        now = sending.first = self._site.servers.clock()
         sending.begun = True
         sending.choice.server.load.begun(sending.sent, now, sending.choice.missing)
         if self._summary.first_token_seconds is None:
-            self._summary.first_token_seconds = time.monotonic() - self._arrived
+            self._summary.first_token_seconds = now - self._arrived
             self._site.metrics.first_token(self._summary.first_token_seconds)
 
     async def _fail(self, error: Exception) -> None:

@@ -53,6 +53,10 @@ Origin = str
 """Who has named it: "given" (an option), "joined" (itself), "file", or the URL of a DNS name."""
 
 
+_KV = "num_blocks", "block_size", "held_blocks", "cached_blocks", "prompt_tokens", "cached_tokens", "kv_tiers"
+"""What a Quire server tells of its KV, for people."""
+
+
 class Server:
     """One server, as the router knows it.
 
@@ -113,6 +117,7 @@ class Server:
             "requests": self.num_requests,
             "failures": self.num_failures,
             "known_chunks": blocks,
+            "kv": {name: self.told[name] for name in _KV if self.told.get(name) is not None},
         }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +19,37 @@ from quire.server.transport import Bodies
 if TYPE_CHECKING:
     from quire.server.traces import Traces
 
-KEPT_DECISIONS = 100
-"""Of the last requests, where each went and why, for the page."""
+KEPT_SENDINGS = 100
+"""Of the last requests, where each went, why, and when, for the page."""
+
+KEPT_NAMES = 1024
+"""Of the prompt of each."""
+
+
+@dataclass(slots=True)
+class Sending:
+    """A request at one server: its place in the server's load. Times are seconds of the router's clock.
+
+    Attributes:
+        again: its stream goes on there.
+        names: of its prompt, the first ones; see `fleet/prompt.py`.
+        arrived: when the request came to the router. sent: when it was sent. first: when the first bytes of the answer
+            came; None: not yet. ended: when the answer had passed, or had broken off; None: not yet.
+        lost: why it broke off.
+        begun: the server's load has been told of the first token.
+    """
+
+    request: str
+    choice: Choice
+    again: bool
+    names: list[bytes]
+    arrived: float
+    sent: float
+    first: float | None = None
+    ended: float | None = None
+    lost: str = ""
+    begun: bool = False
+    timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True)
@@ -41,7 +69,7 @@ class Site:
     traces: Traces | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
-    decisions: deque[tuple[float, str, Choice, bool]] = field(default_factory=lambda: deque(maxlen=KEPT_DECISIONS))
+    sendings: deque[Sending] = field(default_factory=lambda: deque(maxlen=KEPT_SENDINGS))
     bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,15 +86,15 @@ class Site:
             return b"Bearer " + self.config.server_key.encode()
         return next(iter(authorization_of(scope)), b"")
 
-    def routed(self, summary: RequestSummary, choice: Choice, again: bool) -> None:
-        """A request goes to a server. `again`: its stream goes on there."""
-        self.metrics.routed(again)
-        self.decisions.append((time.time(), summary.request_id, choice, again))
+    def routed(self, summary: RequestSummary, sending: Sending) -> None:
+        """A request goes to a server."""
+        self.metrics.routed(sending.again)
+        self.sendings.append(sending)
         if self.config.log_requests:
             more = f"{summary.route}; then " if summary.route else ""
-            summary.route = more + choice.described()
+            summary.route = more + sending.choice.described()
 
-    def begun_unseen(self, sending: Any) -> None:
+    def begun_unseen(self, sending: Sending) -> None:
         """The first token of a whole answer is there, as far as one can tell."""
         if not sending.begun:
             sending.begun = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,6 +89,15 @@ def open_router(context: AppContext) -> APIRouter:
             raise ApiError(404, "replicas do not tell what each has cached", code="not_told")
         answer = await context.client.inspect("prompts", since)
         return Response(answer, media_type="application/json", headers=_NOT_CACHED)
+
+    @router.get(
+        "/load/requests/{request_id:path}",
+        summary="Where the time of a response went, a document a choice; none: it is not remembered",
+        tags=["server"],
+        dependencies=[Depends(_check_operator)],
+    )
+    async def life(request_id: Annotated[str, PathParameter(description="The response's id.")]) -> Response:
+        return json_reply(await context.client.life(request_id), headers=_NOT_CACHED)
 
     @router.get(
         METRICS_PATH,
@@ -219,7 +228,19 @@ async def _load(context: AppContext) -> dict[str, Any]:
         "running": total("running"),
         "waiting": total("waiting"),
         "prefill_tokens_per_second": rate,
+        **{name: total(name) for name in ("held_blocks", "cached_blocks", "prompt_tokens", "cached_tokens")},
+        "kv_tiers": _tiers([each.get("kv_tiers", {}) for each in stats.values()]),
     }
+
+
+def _tiers(counts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Of each tier, what was counted by all engines."""
+    sums: dict[str, dict[str, int]] = {}
+    for tier, events in (item for each in counts for item in each.items()):
+        of_tier = sums.setdefault(tier, {})
+        for event, blocks in events.items():
+            of_tier[event] = of_tier.get(event, 0) + blocks
+    return sums
 
 
 async def _metrics(context: AppContext) -> Response:
