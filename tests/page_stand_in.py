@@ -14,7 +14,13 @@ from urllib.parse import parse_qs, urlsplit
 import quire.server
 
 STATIC = Path(quire.server.__file__).parent / "static"
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 POLICY = (
     "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -30,13 +36,14 @@ class Script:
     Attributes:
         health: what /health answers, with 200 for the status "ok" alone.
         key: the API key that is asked for, if any.
-        model: its name. description: what it is, if it is an embedded one.
+        model: its name. description: what it is, if it is an embedded one. defaults: its sampling parameters.
         pieces: an answer, piece by piece. pause: seconds before each.
         late: seconds that a refusal for want of a key takes.
         refusal: (status, error) that requests are answered with instead.
         view_status: what /view answers with.
         bodies: (path, body) of the requests that came.
         breaks_off: answers end after their first piece, without a word.
+        gone: connections are closed without an answer, those that were open before, too.
         hung_up: an answer's client went away before its end.
         num_blocks, boot, first_step: of the engine that /view shows; its steps are numbered from `first_step` on.
         speculates: it drafts tokens: each decoding step of a request verifies four.
@@ -48,6 +55,7 @@ class Script:
     key: str = ""
     model: str = "stand-in"
     description: str | None = None
+    defaults: dict[str, float] = field(default_factory=dict)
     pieces: list[str] = field(default_factory=lambda: ["Hello", ", **wor", "ld**."])
     pause: float = 0.01
     finish_reason: str = "stop"
@@ -56,6 +64,7 @@ class Script:
     view_status: int = 200
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     breaks_off: bool = False
+    gone: bool = False
     hung_up: threading.Event = field(default_factory=threading.Event)
     num_blocks: int = 8192
     boot: int = 1
@@ -73,16 +82,16 @@ class _Server(ThreadingHTTPServer):
 
 
 class StandIn:
-    """Serves on a free port of the loopback interface."""
+    """Serves on a port of the loopback interface; 0: a free one."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.script = script = Script()
 
         class Handler(_Handler):
             pass
 
         Handler.script = script
-        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -100,6 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.script.gone:
+            self.close_connection = True
+            return
         path = urlsplit(self.path).path
         if path == "/" or path.startswith("/static/"):
             self._send_file("index.html" if path == "/" else path.removeprefix("/static/"))
@@ -109,7 +121,12 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(self.script.late)
             self._send_json(401, {"error": {"message": "an API key is needed", "code": "invalid_api_key"}})
         elif path == "/v1/models":
-            model = {"id": self.script.model, "max_model_len": 4096, "description": self.script.description}
+            model: dict[str, Any] = {
+                "id": self.script.model,
+                "max_model_len": 4096,
+                "description": self.script.description,
+            }
+            model["sampling_defaults"] = self.script.defaults
             self._send_json(200, {"data": [model]})
         elif path == "/view" and self.script.view_status == 200:
             asked = parse_qs(urlsplit(self.path).query)

@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from quire import __version__
+from quire.core.sampling_params import NEUTRAL
 from quire.errors import EngineClosedError
 from quire.kv.directory import masked
 from quire.models.hub import describe
@@ -292,6 +293,7 @@ def model_router(context: AppContext) -> APIRouter:
             "root": context.model_names[0],
             "parent": None,
             "max_model_len": info.max_model_len if info is not None else None,
+            "sampling_defaults": NEUTRAL | info.sampling_defaults if info is not None else None,
             "description": describe(Path(info.path)) if info is not None else None,
         }
 

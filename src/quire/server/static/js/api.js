@@ -1,6 +1,12 @@
 // The server's interface: requests with the key, errors with a meaning, streams of server-sent events.
 
 const KEY = "quire.key";
+const ROOT = new URL("../../", import.meta.url); // where the server's paths begin: a proxy may put them below its own
+
+/** The address of a path of the server, "/health". */
+export function address(path) {
+  return new URL(path.slice(1), ROOT);
+}
 
 /** The API key that the user gave, or "". */
 export function apiKey() {
@@ -57,7 +63,7 @@ export async function send(path, { body, signal } = {}) {
   if (body !== undefined) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
   let response;
   try {
-    response = await fetch(path, options);
+    response = await fetch(address(path), options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, "The server cannot be reached.");
@@ -75,7 +81,7 @@ export async function getJson(path, signal) {
 /** What /health says, whatever its status code; null if nobody answers. */
 export async function health() {
   try {
-    const response = await fetch("/health", { cache: "no-store" });
+    const response = await fetch(address("/health"), { cache: "no-store" });
     return await response.json();
   } catch {
     return null;

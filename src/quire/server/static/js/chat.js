@@ -1,10 +1,12 @@
 // The chat: conversations at the side, the thread, and the composer.
 
-import { fill, h, icon, segments, setText, sign } from "./dom.js";
+import { Announcer } from "./announce.js";
+import { fill, h, icon, iconButton, segments, setText, sign, toast } from "./dom.js";
 import { count } from "./format.js";
 import { Generation } from "./generate.js";
 import { MessageElement } from "./messages.js";
 import { SettingsPanel } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
 import {
   deleteConversation,
   loadConversations,
@@ -13,6 +15,17 @@ import {
   saveConversation,
   saveSettings,
 } from "./store.js";
+import {
+  add,
+  branch,
+  failed,
+  leaveOutOldest,
+  path,
+  removeTurn,
+  showThrough,
+  turns,
+  versions,
+} from "./thread.js";
 
 const EXAMPLES = {
   chat: [
@@ -52,9 +65,11 @@ export class ChatView {
 
   build() {
     this.coarse = matchMedia("(pointer: coarse)").matches;
-    this.list = h("ul", { class: "conversations" });
+    this.sidebar = new Sidebar(this);
+    this.announcer = new Announcer();
+    this.title = h("h1", { class: "for-readers" });
     this.thread = h("div", { class: "thread" });
-    this.scroller = h("div", { class: "scroller" }, this.thread);
+    this.scroller = h("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": "Thread" }, this.thread);
     this.panel = new SettingsPanel(this.settings, () => this.root.classList.remove("with-settings"));
     this.jump = h(
       "button",
@@ -69,24 +84,14 @@ export class ChatView {
       },
       { passive: true },
     );
-    const side = h(
-      "aside",
-      { class: "side", "aria-label": "Conversations" },
-      h(
-        "button",
-        { class: "button new", type: "button", onclick: () => this.open(null) },
-        icon("plus"),
-        "New conversation",
-      ),
-      this.list,
-    );
     const shade = h("div", { class: "shade", onclick: () => this.root.classList.remove("with-side", "with-settings") });
     fill(
       this.root,
-      side,
-      h("section", { class: "middle" }, this.scroller, this.jump, this.composer()),
+      this.sidebar.root,
+      h("section", { class: "middle", "aria-label": "Conversation" }, this.title, this.scroller, this.jump, this.composer()),
       this.panel.root,
       shade,
+      this.announcer.root,
     );
     if (matchMedia("(min-width: 1240px)").matches) this.root.classList.add("with-settings");
   }
@@ -124,30 +129,9 @@ export class ChatView {
       h(
         "div",
         { class: "composer-row" },
-        h(
-          "button",
-          {
-            class: "icon-button side-toggle",
-            type: "button",
-            title: "Conversations",
-            "aria-label": "Conversations",
-            onclick: toggle("with-side"),
-          },
-          icon("list"),
-        ),
+        iconButton("list", "Conversations", toggle("with-side"), "side-toggle"),
         this.mode,
-        h(
-          "button",
-          {
-            class: "icon-button",
-            type: "button",
-            id: "parameters",
-            title: "Parameters",
-            "aria-label": "Parameters",
-            onclick: toggle("with-settings"),
-          },
-          icon("sliders"),
-        ),
+        iconButton("sliders", "Parameters", toggle("with-settings")),
         this.hint,
         this.sendButton,
       ),
@@ -162,27 +146,47 @@ export class ChatView {
     this.root.classList.remove("with-side");
     this.mode.press(this.conversation.mode);
     this.drawThread();
-    this.drawList();
+    this.sidebar.draw();
     this.showServer();
     if (!this.coarse) this.input.focus({ preventScroll: true });
   }
 
   drawThread() {
     this.elements = new Map();
-    const { messages } = this.conversation;
+    setText(this.title, this.conversation.title || "New conversation");
+    const messages = path(this.conversation);
     if (!messages.length) {
       fill(this.thread, this.welcome());
       return;
     }
+    const actions = this.actions();
+    const leftOut = turns(this.conversation).findLast((turn) => turn[0].leftOut)?.at(-1);
     fill(this.thread);
     messages.forEach((message, index) => {
       const next = messages[index + 1];
       if (message.role === "user" && next?.mode === "completion") return; // shown with its continuation
-      const element = new MessageElement(message, this.actions(), messages[index - 1]?.content);
+      const name = message.role === "user" ? "You" : this.server.model || "Answer";
+      const element = new MessageElement(message, actions, name, messages[index - 1]?.content);
       this.elements.set(message, element);
       this.thread.append(element.root);
+      if (message === leftOut) this.thread.append(this.cut());
     });
     this.scroll(true);
+  }
+
+  /** The line below the turns that are not sent any more. */
+  cut() {
+    const takeBack = () => {
+      for (const message of this.conversation.messages) message.leftOut = false;
+      this.save(this.conversation);
+      this.drawThread();
+    };
+    return h(
+      "p",
+      { class: "cut" },
+      h("span", {}, "What stands above is not sent to the model any more. "),
+      h("button", { class: "link", type: "button", onclick: takeBack }, "Send it again"),
+    );
   }
 
   welcome() {
@@ -196,7 +200,7 @@ export class ChatView {
     this.welcomeAbout = h("p", { class: "about" });
     const text =
       mode === "chat"
-        ? "It runs on this server alone: nothing you write goes anywhere else."
+        ? "It runs on this server alone: nothing that you write goes anywhere else."
         : "Write a beginning; the model goes on from there.";
     return h(
       "div",
@@ -213,36 +217,6 @@ export class ChatView {
             "button",
             { type: "button", class: mode === "chat" ? "" : "code", onclick: use(example) },
             example.trimEnd(),
-          ),
-        ),
-      ),
-    );
-  }
-
-  drawList() {
-    const now = Date.now();
-    fill(
-      this.list,
-      ...this.conversations.map((one) =>
-        h(
-          "li",
-          { class: one.id === this.conversation.id ? "current" : "" },
-          h(
-            "button",
-            { class: "conversation", type: "button", onclick: () => this.open(one) },
-            h("span", { class: "title" }, one.title || "Untitled"),
-            h("small", {}, this.generations.has(one.id) ? "writing ..." : when(one.updated, now)),
-          ),
-          h(
-            "button",
-            {
-              class: "icon-button remove",
-              type: "button",
-              title: "Delete",
-              "aria-label": `Delete ${one.title}`,
-              onclick: () => this.remove(one),
-            },
-            icon("trash"),
           ),
         ),
       ),
@@ -283,11 +257,12 @@ export class ChatView {
       this.mode.press(conversation.mode);
       this.drawThread();
     }
+    this.panel.meet(this.server.defaults);
     this.showServer();
   }
 
   contextHint() {
-    const { stats } = this.conversation.messages.at(-1) || {};
+    const { stats } = path(this.conversation).at(-1) || {};
     if (!stats?.prompt) return this.coarse ? "" : "Enter sends, Shift+Enter breaks the line";
     const used = count(stats.prompt + stats.output);
     return this.server.maxModelLength
@@ -311,17 +286,65 @@ export class ChatView {
   // -- doing ----------------------------------------------------------------------------------------------
 
   actions() {
+    const { conversation } = this;
+    const turnOf = (message) => turns(conversation).find((turn) => turn.includes(message));
+    const redraw = () => {
+      this.save(conversation);
+      this.drawThread();
+      this.showServer();
+    };
     return {
-      isLast: (message) =>
-        this.conversation.messages.slice(message.role === "user" ? -2 : -1).includes(message) &&
-        !this.generations.has(this.conversation.id),
-      retry: (message) => this.answer(blank(message.mode), message),
-      goOn: (message) => this.answer(message, message),
+      isBusy: () => this.generations.has(conversation.id),
+      isLast: (message) => conversation.leaf === message.key && !this.generations.has(conversation.id),
+      isLeftOut: (message) => {
+        const turn = turnOf(message);
+        return Boolean(turn) && !turn.some((one) => one.running) && (turn[0].leftOut || failed(turn));
+      },
+      versions: (message) => versions(conversation, message),
+      show: (message) => {
+        showThrough(conversation, message.key);
+        redraw();
+      },
+      retry: (message) => this.retry(message, message.mode),
       complete: (message) => {
         this.setMode("completion");
-        this.answer(blank("completion"), message);
+        this.retry(message, "completion");
       },
-      edited: (message, text) => this.edited(message, text),
+      goOn: (message) => this.answer(message),
+      keep: (message) => {
+        Object.assign(message, { error: null, finish: "stopped" });
+        redraw();
+      },
+      canLeaveOut: () => turns(conversation).some((turn, index, all) => index < all.length - 1 && !turn[0].leftOut && !failed(turn)),
+      leaveOutOldest: (message) => {
+        leaveOutOldest(conversation);
+        this.retry(message, message.mode);
+      },
+      sendEdited: (message, text) => {
+        const question = turnOf(message)[0];
+        this.ask(text, conversation.messages.find((one) => one.key === question.parent) ?? null);
+      },
+      saveEdited: (message, text) => {
+        message.content = text;
+        if (message.role === "assistant") Object.assign(message, { finish: "edited", stats: null, error: null });
+        redraw();
+      },
+      branch: (message) => this.take([branch(conversation, message)]),
+      trace: (message) => {
+        location.hash = `#live/${encodeURIComponent(message.id)}`;
+      },
+      removeTurn: (message) => {
+        const before = structuredClone(conversation);
+        removeTurn(conversation, turnOf(message)[0]);
+        if (!conversation.messages.length) return this.remove(conversation, before);
+        redraw();
+        toast("The turn was deleted.", "Undo", () => {
+          this.generations.get(conversation.id)?.stop();
+          Object.assign(conversation, before);
+          this.save(conversation);
+          if (conversation === this.conversation) this.open(conversation);
+        });
+      },
       drawn: () => this.scroll(false),
     };
   }
@@ -342,34 +365,35 @@ export class ChatView {
     this.ask(text);
   }
 
-  ask(text) {
-    const { conversation } = this;
-    conversation.title ||= text.trim().replace(/\s+/g, " ").slice(0, 60);
-    conversation.messages.push({ role: "user", content: text });
-    if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
-    this.answer(blank(conversation.mode), null);
-  }
-
-  /** The user has changed what was sent last: send it again. */
-  edited(message, text) {
-    const { messages } = this.conversation;
-    const index = messages.indexOf(message);
-    messages.length = message.role === "user" ? index : index - 1;
-    this.ask(text);
-  }
-
-  /** Run an answer at the end of the thread, in place of `old` if there is one. */
-  async answer(message, old) {
+  /** Ask at the end of the thread, or below `parent`: then it is another version of what follows that. */
+  ask(text, parent = path(this.conversation).at(-1) ?? null) {
     const { conversation } = this;
     if (this.generations.has(conversation.id)) return;
-    if (old) conversation.messages.splice(conversation.messages.indexOf(old));
-    conversation.messages.push(message);
+    conversation.title ||= text.trim().replace(/\s+/g, " ").slice(0, 60);
+    const question = add(conversation, { role: "user", content: text }, parent);
+    if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
+    this.answer(add(conversation, blank(conversation.mode), question));
+  }
+
+  /** Another answer beside this one; one that failed is replaced. */
+  retry(old, mode) {
+    const { conversation } = this;
+    if (this.generations.has(conversation.id)) return;
+    const question = conversation.messages.find((one) => one.key === old.parent);
+    if (old.error) conversation.messages = conversation.messages.filter((one) => one !== old);
+    this.answer(add(conversation, blank(mode), question));
+  }
+
+  /** Write an answer, which is at the end of the thread, or write it on. */
+  async answer(message) {
+    const { conversation } = this;
+    if (this.generations.has(conversation.id)) return;
     conversation.updated = Date.now();
     const generation = new Generation(conversation, message, { ...this.settings }, this.server.model);
     this.generations.set(conversation.id, generation);
     message.running = true;
     this.drawThread();
-    this.drawList();
+    this.sidebar.draw();
     this.showServer();
     await generation.run(() => this.changed(conversation, message));
     this.generations.delete(conversation.id);
@@ -383,6 +407,7 @@ export class ChatView {
     }
     if (conversation !== this.conversation) return;
     this.elements.get(message)?.update();
+    this.announcer.follow(message);
   }
 
   ended(conversation, message) {
@@ -394,7 +419,7 @@ export class ChatView {
       for (const element of this.elements.values()) element.draw();
       this.showServer();
     }
-    this.drawList();
+    this.sidebar.draw();
   }
 
   save(conversation) {
@@ -403,23 +428,34 @@ export class ChatView {
     if (dropped.length) this.conversations = this.conversations.filter((one) => !dropped.includes(one.id));
   }
 
-  remove(conversation) {
+  /** Take in conversations (a branch, a file's), and show the first. */
+  take(conversations) {
+    this.conversations = [...conversations, ...this.conversations];
+    for (const one of conversations) this.save(one);
+    this.open(conversations[0]);
+  }
+
+  retitle(conversation, title) {
+    conversation.title = title;
+    this.save(conversation);
+    if (conversation === this.conversation) setText(this.title, title);
+  }
+
+  /** Delete a conversation; undoing brings it back as it was `before`. */
+  remove(conversation, before = conversation) {
     this.generations.get(conversation.id)?.stop();
     this.conversations = this.conversations.filter((one) => one !== conversation);
     deleteConversation(conversation.id);
     if (conversation === this.conversation) this.open(this.conversations[0] || null);
-    else this.drawList();
+    else this.sidebar.draw();
+    toast(`"${conversation.title || "Untitled"}" was deleted.`, "Undo", () => {
+      this.conversations = [before, ...this.conversations].sort((a, b) => b.updated - a.updated);
+      this.save(before);
+      this.open(before);
+    });
   }
 }
 
 function blank(mode) {
   return { role: "assistant", mode: mode || "chat", content: "", finish: null };
-}
-
-function when(time, now) {
-  const minutes = (now - time) / 60000;
-  if (minutes < 1) return "now";
-  if (minutes < 60) return `${Math.floor(minutes)} min ago`;
-  if (minutes < 24 * 60) return `${Math.floor(minutes / 60)} h ago`;
-  return new Date(time).toLocaleDateString();
 }

@@ -31,6 +31,13 @@ const ICONS = {
   trace: "M4 18h4M8 12h8M14 6h6",
   pause: "M9 6v12M15 6v12",
   play: "M8 5.5v13l11-6.5z",
+  more: "M5 11.5h.6v.8H5zM11.7 11.5h.6v.8h-.6zM18.4 11.5h.6v.8h-.6z",
+  left: "M14 6l-6 6 6 6",
+  right: "M10 6l6 6-6 6",
+  branch: "M7 5v14M7 13c0-3 2-4 5-4h5M14 6l3 3-3 3",
+  download: "M12 4v11M7 11l5 5 5-5M5 20h14",
+  upload: "M12 16V5M7 9l5-5 5 5M5 20h14",
+  search: "M11 5a6 6 0 1 0 0 12 6 6 0 0 0 0-12M15.5 15.5 20 20",
   check: "M5 12.5 10 17.5 19 7",
   key: "M15 9a4 4 0 1 1-3.5 2L4 18.5V21h3v-2h2v-2h2l1.5-1.5",
 };
@@ -98,6 +105,79 @@ export async function copy(text, button) {
   const before = button.firstChild;
   before.replaceWith(icon("check"));
   setTimeout(() => button.firstChild.replaceWith(before), 1200);
+}
+
+/** A button that shows nothing but an icon. `label` is what it does. */
+export function iconButton(name, label, action, extra = "") {
+  const button = h("button", { class: `icon-button ${extra}`.trim(), type: "button", title: label, "aria-label": label });
+  button.append(icon(name));
+  button.addEventListener("click", () => action(button));
+  return button;
+}
+
+/** A button that opens a menu. `items()`: [[icon, label, action], ...], those that are false are left out. */
+export function menuButton(label, items, extra = "") {
+  const button = iconButton("more", label, () => openMenu(button, label, items().filter(Boolean)), extra);
+  button.setAttribute("aria-haspopup", "menu");
+  return button;
+}
+
+function openMenu(button, label, items) {
+  const menu = h("div", { class: "menu", role: "menu", popover: "auto", "aria-label": label });
+  const entries = items.map(([name, text, action]) =>
+    h(
+      "button",
+      {
+        type: "button",
+        role: "menuitem",
+        onclick: () => {
+          menu.hidePopover();
+          action();
+        },
+      },
+      icon(name),
+      text,
+    ),
+  );
+  menu.append(...entries);
+  menu.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    entries[(entries.indexOf(document.activeElement) + step + entries.length) % entries.length].focus();
+  });
+  menu.addEventListener("toggle", (event) => {
+    if (event.newState !== "closed") return;
+    menu.remove();
+    button.setAttribute("aria-expanded", "false");
+    if (document.activeElement === document.body) button.focus();
+  });
+  document.body.append(menu);
+  menu.showPopover();
+  button.setAttribute("aria-expanded", "true");
+  const place = button.getBoundingClientRect();
+  const { width, height } = menu.getBoundingClientRect();
+  menu.style.left = `${Math.max(8, Math.min(place.left, innerWidth - width - 8))}px`;
+  menu.style.top = `${place.bottom + 4 + height > innerHeight ? Math.max(8, place.top - 4 - height) : place.bottom + 4}px`;
+  entries[0].focus();
+}
+
+/** Say something at the page's edge for a while, with one thing that can be done about it. */
+export function toast(text, label, action) {
+  document.querySelector(".toast")?.remove();
+  const close = () => box.remove();
+  const act = () => {
+    close();
+    action();
+  };
+  const button = label && h("button", { class: "button small", type: "button", onclick: act }, label);
+  const box = h("div", { class: "toast", role: "status" }, h("span", {}, text), button, iconButton("close", "Close", close));
+  document.body.append(box);
+  let left = 12; // seconds, in which nobody points at it or has it in focus
+  const timer = setInterval(() => {
+    if (!box.isConnected) clearInterval(timer);
+    else if (!box.matches(":hover, :focus-within") && --left <= 0) close();
+  }, 1000);
 }
 
 const tip = h("div", { class: "tooltip", hidden: true });

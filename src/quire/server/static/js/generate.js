@@ -2,22 +2,43 @@
 
 import { ServerError, stream } from "./api.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+import { schemaOf, stopStrings } from "./settings.js";
+import { path, turnsInContext } from "./thread.js";
+
+const NUMBERS = [
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "max_tokens",
+  "seed",
+  "presence_penalty",
+  "frequency_penalty",
+  "repetition_penalty",
+];
 
 function parameters(settings) {
   const chosen = {};
   for (const name of NUMBERS) if (settings[name] !== null) chosen[name] = settings[name];
-  return chosen;
+  const stop = stopStrings(settings.stop);
+  if (stop.length) chosen.stop = stop;
+  return { ...chosen, ...format(settings.schema) };
+}
+
+function format(text) {
+  try {
+    const schema = schemaOf(text);
+    return schema && { response_format: { type: "json_schema", json_schema: { name: "answer", schema, strict: true } } };
+  } catch {
+    return null; // the field says so
+  }
 }
 
 /** The messages before `answer`, as the API wants them; the answer's own beginning too if it is to go on. */
 function history(conversation, answer, system) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const message of conversation.messages) {
-    if (message === answer && !answer.content) break;
+  for (const message of turnsInContext(conversation, answer).flat())
     if (message.content) messages.push({ role: message.role, content: message.content });
-    if (message === answer) break;
-  }
   return messages;
 }
 
@@ -28,12 +49,12 @@ function chatRequest(conversation, answer, settings) {
 }
 
 function completionRequest(conversation, answer) {
-  const prompt = conversation.messages[conversation.messages.indexOf(answer) - 1].content;
+  const prompt = path(conversation).at(-2).content;
   return ["/v1/completions", { prompt: prompt + answer.content, max_tokens: 256 }, (choice) => choice.text];
 }
 
 export class Generation {
-  /** `answer` is the last message of `conversation`; what it holds already is continued. */
+  /** `answer` is the last message that `conversation` shows; what it holds already is continued. */
   constructor(conversation, answer, settings, model) {
     this.conversation = conversation;
     this.answer = answer;

@@ -14,6 +14,7 @@ class Server {
     this.health = null;
     this.model = null;
     this.maxModelLength = null;
+    this.defaults = {}; // what unset sampling parameters mean
     this.description = null; // of a model that ships with Quire
     this.listeners = [];
     this.timer = null;
@@ -57,6 +58,7 @@ class Server {
       const [model] = (await getJson("/v1/models")).data;
       this.model = model.id;
       this.maxModelLength = model.max_model_len ?? null;
+      this.defaults = model.sampling_defaults ?? {};
       this.description = model.description ?? null;
       return "ok";
     } catch (error) {

@@ -1,18 +1,19 @@
-// How a message looks: its text, what it cost, and what can be done with it.
+// Messages: the user's turns, the model's answers with their numbers, errors that say what to do.
 
-import { copy, fill, h, icon } from "./dom.js";
+import { copy, fill, h, icon, iconButton, menuButton } from "./dom.js";
 import { count, duration, rate } from "./format.js";
 import { renderMarkdown } from "./markdown.js";
 
-/** One message on the page. `actions` has what the user may do: edit, retry, go on, switch to completion. */
+/** One message on the page. `actions` has what the user may do with it, `names` whom it is of. */
 export class MessageElement {
-  constructor(message, actions, prompt = null) {
+  constructor(message, actions, name, prompt = null) {
     this.message = message;
     this.actions = actions;
-    this.prompt = prompt;
+    this.prompt = prompt; // a completion's message, which is shown with it
     this.body = h("div", { class: "message-body" });
     this.foot = h("div", { class: "message-foot" });
-    this.root = h("article", { class: `message ${message.role}`, "data-role": message.role }, this.body, this.foot);
+    const title = h("h2", { class: "for-readers" }, name);
+    this.root = h("article", { class: `message ${message.role}`, "data-role": message.role }, title, this.body, this.foot);
     this.shown = null;
     this.pending = 0;
     this.update();
@@ -48,6 +49,7 @@ export class MessageElement {
     }
     this.root.classList.toggle("running", Boolean(message.running));
     this.root.classList.toggle("waiting", Boolean(message.running) && !message.content);
+    this.root.classList.toggle("left-out", this.actions.isLeftOut(message));
     fill(this.foot, ...(message.role === "user" ? this.userFoot() : this.answerFoot()));
     this.actions.drawn();
   }
@@ -63,48 +65,62 @@ export class MessageElement {
   }
 
   userFoot() {
+    const { message, actions } = this;
+    if (actions.isBusy()) return [this.versions()];
     return [
-      this.button("copy", "Copy", (button) => copy(this.message.content, button)),
-      this.actions.isLast(this.message) && this.button("edit", "Edit and send again", () => this.edit()),
+      this.versions(),
+      iconButton("copy", "Copy", (button) => copy(message.content, button)),
+      iconButton("edit", "Edit", () => this.edit()),
+      this.menu(),
     ];
   }
 
   answerFoot() {
     const { message, actions } = this;
     if (message.running) return [this.statistics()];
-    const last = actions.isLast(message);
-    const unfinished =
-      message.finish === "length" || message.finish === "stopped" || message.finish === "abort" || !message.finish;
+    const completion = message.mode === "completion";
+    const isLast = actions.isLast(message);
     return [
-      message.error && this.errorCard(),
-      message.content && this.button("copy", "Copy", (button) => copy(message.content, button)),
-      last && message.mode === "completion" && this.button("edit", "Edit the prompt", () => this.edit()),
-      last && !message.error && this.button("retry", "Another answer", () => actions.retry(message)),
-      last &&
-        !message.error &&
-        message.content &&
-        unfinished &&
-        this.button("forward", "Go on", () => actions.goOn(message)),
-      message.id &&
-        message.content &&
-        h(
-          "a",
-          {
-            class: "icon-button",
-            href: `#live/${encodeURIComponent(message.id)}`,
-            title: "Where the time went",
-            "aria-label": "Where the time went",
-          },
-          icon("trace"),
-        ),
+      message.error && this.errorCard(isLast),
+      this.versions(),
+      message.content && iconButton("copy", "Copy", (button) => copy(message.content, button)),
+      !actions.isBusy() && !message.error && iconButton("retry", "Another answer", () => actions.retry(message)),
+      isLast && !message.error && message.content && iconButton("forward", "Go on", () => actions.goOn(message)),
+      !actions.isBusy() &&
+        (completion || message.content) &&
+        iconButton("edit", completion ? "Edit the prompt" : "Edit the answer", () => this.edit()),
+      !actions.isBusy() && this.menu(),
       this.statistics(),
     ];
   }
 
-  button(name, label, action) {
-    const button = h("button", { class: "icon-button", type: "button", title: label, "aria-label": label }, icon(name));
-    button.addEventListener("click", () => action(button));
-    return button;
+  menu() {
+    const { message, actions } = this;
+    return menuButton("More", () => [
+      ["branch", "New conversation from here", () => actions.branch(message)],
+      message.id && message.content && ["trace", "Where the time went", () => actions.trace(message)],
+      ["trash", "Delete this turn", () => actions.removeTurn(message)],
+    ]);
+  }
+
+  /** Which of several this is, and the way to the others. */
+  versions() {
+    const { message, actions } = this;
+    const all = actions.versions(message);
+    if (all.length < 2) return null;
+    const index = all.indexOf(message);
+    const other = (step, name, label) => {
+      const button = iconButton(name, label, () => actions.show(all[index + step]));
+      button.disabled = actions.isBusy() || !all[index + step];
+      return button;
+    };
+    return h(
+      "span",
+      { class: "versions", role: "group", "aria-label": "Versions" },
+      other(-1, "left", "The version before"),
+      h("span", {}, `${index + 1} / ${all.length}`),
+      other(1, "right", "The next version"),
+    );
   }
 
   statistics() {
@@ -129,43 +145,42 @@ export class MessageElement {
           clamped ? "The context has no more room" : "max_tokens, or the context's end",
         ]);
       else if (finish === "stopped" || finish === "abort") parts.push(["stopped", "Stopped before its end"]);
+      else if (finish === "edited") parts.push(["edited", "Changed by hand"]);
       else if (!finish) parts.push(["interrupted", "The page was closed while this was written"]);
     }
     return h("span", { class: "statistics" }, ...parts.map(([text, title]) => h("span", { title }, text)));
   }
 
-  errorCard() {
-    const { error } = this.message;
+  errorCard(isLast) {
     const { actions, message } = this;
+    const { error } = message;
     const noTemplate =
       error.status === 400 && (error.code === "chat_template_error" || /chat template/i.test(error.message));
+    const act = (text, action, primary) =>
+      h("button", { class: `button${primary ? " primary" : ""}`, type: "button", onclick: action }, text);
     const buttons = [
-      h(
-        "button",
-        { class: "button", type: "button", onclick: () => actions.retry(message) },
-        icon("retry"),
-        "Try again",
-      ),
+      noTemplate && message.mode === "chat" && act("Continue as plain text", () => actions.complete(message), true),
+      error.code === "context_length_exceeded" &&
+        actions.canLeaveOut() &&
+        act("Drop the oldest turns and try again", () => actions.leaveOutOldest(message), true),
+      message.content && act("Go on from here", () => actions.goOn(message), true),
+      act([icon("retry"), "Try again"], () => actions.retry(message)),
+      message.content && act("Keep what is there", () => actions.keep(message)),
     ];
-    if (noTemplate && message.mode === "chat")
-      buttons.unshift(
-        h(
-          "button",
-          { class: "button primary", type: "button", onclick: () => actions.complete(message) },
-          "Continue as plain text",
-        ),
-      );
     return h(
       "div",
       { class: "error-card", role: "alert" },
       h("strong", {}, titleOf(error, noTemplate)),
       h("p", {}, error.message),
-      h("div", { class: "row" }, ...buttons),
-      error.label && h("small", {}, `request ${error.label}`),
+      isLast && !actions.isBusy() && h("div", { class: "row" }, ...buttons.filter(Boolean)),
+      h("small", {}, "Not part of the conversation: the model will not see this turn."),
+      error.label && h("small", { class: "mono" }, `request ${error.label}`),
     );
   }
 
+  /** Change the text: a question can be sent again, as another version; all texts can be changed as they stand. */
   edit() {
+    const isPrompt = this.message.role === "user" || this.message.mode === "completion";
     const text = this.message.mode === "completion" ? this.prompt : this.message.content;
     const area = h("textarea", {
       class: "field edit-area",
@@ -177,19 +192,24 @@ export class MessageElement {
       this.shown = null;
       this.draw();
     };
-    const submit = () => area.value.trim() && this.actions.edited(this.message, area.value);
+    const done = (action) => () => area.value.trim() && action(this.message, area.value);
+    const send = done(this.actions.sendEdited);
+    const save = done(this.actions.saveEdited);
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) (isPrompt ? send : save)();
     });
+    const button = (label, action, primary) =>
+      h("button", { class: `button${primary ? " primary" : ""}`, type: "button", onclick: action }, label);
     fill(
       this.body,
       area,
       h(
         "div",
         { class: "row" },
-        h("button", { class: "button", type: "button", onclick: cancel }, "Cancel"),
-        h("button", { class: "button primary", type: "button", onclick: submit }, "Send"),
+        button("Cancel", cancel),
+        this.message.mode !== "completion" && button("Save", save, !isPrompt),
+        isPrompt && button("Send", send, true),
       ),
     );
     fill(this.foot);

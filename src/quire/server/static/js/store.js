@@ -1,6 +1,8 @@
 // Conversations and settings, kept in this browser. Each conversation has a key of its own, so that two tabs
 // do not overwrite each other's. What is kept is bounded; the oldest go first.
 
+import { asTree, newKey } from "./thread.js";
+
 const PREFIX = "quire.conversation.";
 const SETTINGS = "quire.settings";
 const MAX_CONVERSATIONS = 60;
@@ -11,8 +13,14 @@ export const DEFAULTS = {
   temperature: null,
   top_p: null,
   top_k: null,
+  min_p: null,
   max_tokens: null,
   seed: null,
+  presence_penalty: null,
+  frequency_penalty: null,
+  repetition_penalty: null,
+  stop: "", // one a line
+  schema: "", // JSON
   mode: null, // what suits the model
 };
 
@@ -45,20 +53,27 @@ export function saveSettings(settings) {
 }
 
 export function newConversation(mode) {
-  const id = `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
-  return { id, title: "", mode, updated: Date.now(), messages: [] };
+  return { id: newKey(), title: "", mode, updated: Date.now(), messages: [], leaf: null };
 }
 
 /** All conversations, newest first. What cannot be read is left out. */
 export function loadConversations() {
   const found = [];
   for (const key of keys()) {
-    const conversation = readJson(key);
-    if (!conversation || typeof conversation.id !== "string" || !Array.isArray(conversation.messages)) continue;
-    for (const message of conversation.messages) message.running = false; // whatever ran has ended with its page
-    found.push(conversation);
+    const conversation = checkedConversation(readJson(key));
+    if (conversation) found.push(conversation);
   }
   return found.sort((a, b) => b.updated - a.updated);
+}
+
+/** A conversation that was kept or exported, ready for use; null if it is none. */
+export function checkedConversation(found) {
+  const isText = (value) => typeof value === "string";
+  const isMessage = (one) => one && isText(one.role) && isText(one.content);
+  if (!found || !isText(found.id) || !Array.isArray(found.messages) || !found.messages.every(isMessage)) return null;
+  asTree(found);
+  for (const message of found.messages) message.running = false; // whatever ran has ended with its page
+  return { mode: "chat", ...found, title: isText(found.title) ? found.title : "", updated: Number(found.updated) || 0 };
 }
 
 /** Keep a conversation that holds something; makes room by dropping the oldest others. Returns the dropped ids. */

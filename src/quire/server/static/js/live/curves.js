@@ -1,6 +1,6 @@
 // Throughput and latency over the last minutes.
 
-import uPlot from "/static/vendor/uplot/uPlot.esm.js";
+import uPlot from "../../vendor/uplot/uPlot.esm.js";
 import { h } from "../dom.js";
 import { duration, rate, short } from "../format.js";
 import { tick } from "./canvas.js";

@@ -32,7 +32,7 @@ export class RequestsPanel {
       "section",
       { class: "card", id: "requests" },
       h("header", {}, h("h2", {}, "Open requests"), this.note),
-      h("div", { class: "table-frame" }, this.table, this.empty, this.more),
+      h("div", { class: "table-frame", tabindex: 0, role: "region", "aria-label": "Table" }, this.table, this.empty, this.more),
       h(
         "div",
         { class: "legend" },

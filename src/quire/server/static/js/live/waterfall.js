@@ -35,7 +35,7 @@ export class FinishedPanel {
       "section",
       { class: "card", id: "finished" },
       h("header", {}, h("h2", {}, "Finished requests"), this.note),
-      h("div", { class: "table-frame" }, this.table, this.empty),
+      h("div", { class: "table-frame", tabindex: 0, role: "region", "aria-label": "Table" }, this.table, this.empty),
     );
     this.waterfall = h(
       "section",

@@ -1,0 +1,115 @@
+// A conversation is a tree of messages: another answer, or a question put otherwise, stands beside the first and has
+// the same parent. One way through the tree is shown, from a root to the message that `leaf` names.
+//
+// A turn is a question and what follows it up to the next question. One that failed is not part of the conversation:
+// the model does not see it. Neither does it see turns that the user left out because the context is full.
+
+/** A key for a new message or conversation. */
+export function newKey() {
+  return `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+}
+
+function byKey(conversation, key) {
+  return conversation.messages.find((one) => one.key === key) ?? null;
+}
+
+function children(conversation, parent) {
+  return conversation.messages.filter((one) => one.parent === parent);
+}
+
+/** The messages that are shown, in order. */
+export function path(conversation) {
+  const found = [];
+  for (let one = byKey(conversation, conversation.leaf); one; one = byKey(conversation, one.parent)) found.unshift(one);
+  return found;
+}
+
+/** Put a message below `parent` (null: at the beginning), and show it. Returns it. */
+export function add(conversation, message, parent) {
+  Object.assign(message, { key: newKey(), parent: parent?.key ?? null });
+  conversation.messages.push(message);
+  conversation.leaf = message.key;
+  return message;
+}
+
+/** What stands at a message's place: itself, and others with the same parent. */
+export function versions(conversation, message) {
+  return children(conversation, message.parent);
+}
+
+/** Show the thread that goes through the message with this key, or begins (null), to its newest end. */
+export function showThrough(conversation, key) {
+  for (;;) {
+    const next = children(conversation, key).at(-1);
+    if (!next) break;
+    key = next.key;
+  }
+  conversation.leaf = key;
+}
+
+/** The shown messages by turn: [[question, answer, ...], ...]. */
+export function turns(conversation) {
+  const found = [];
+  for (const message of path(conversation)) {
+    if (message.role === "user" || !found.length) found.push([]);
+    found.at(-1).push(message);
+  }
+  return found;
+}
+
+/** Whether a turn ended in nothing that the conversation could build on. */
+export function failed(turn) {
+  const last = turn.at(-1);
+  return last.role === "assistant" && !last.running && Boolean(last.error || !(last.content || last.toolCalls?.length));
+}
+
+/** The turns that the model is shown when `answer`, the end of the thread, is to be written. */
+export function turnsInContext(conversation, answer) {
+  return turns(conversation).filter((turn) => turn.includes(answer) || (!turn[0].leftOut && !failed(turn)));
+}
+
+/** Take out a question with all its answers. What followed them moves up; the thread stays as it was otherwise. */
+export function removeTurn(conversation, question) {
+  const gone = new Set([question.key]);
+  for (const one of conversation.messages) if (one.role !== "user" && gone.has(one.parent)) gone.add(one.key);
+  conversation.messages = conversation.messages.filter((one) => !gone.has(one.key));
+  for (const one of conversation.messages) if (gone.has(one.parent)) one.parent = question.parent;
+  if (gone.has(conversation.leaf)) showThrough(conversation, question.parent);
+}
+
+/** A new conversation with the shown thread up to `message`. */
+export function branch(conversation, message) {
+  const shown = path(conversation);
+  const messages = structuredClone(shown.slice(0, shown.indexOf(message) + 1));
+  messages.forEach((one, index) => Object.assign(one, { parent: messages[index - 1]?.key ?? null, running: false }));
+  const title = `${conversation.title || "Untitled"} (branch)`;
+  return { ...conversation, id: newKey(), title, updated: Date.now(), messages, leaf: messages.at(-1).key };
+}
+
+const length = (turn) => turn.reduce((sum, one) => sum + one.content.length, 0);
+
+/** Leave out the oldest turns until at most half of the text before the last question is left. Returns how many. */
+export function leaveOutOldest(conversation) {
+  const kept = turns(conversation)
+    .slice(0, -1)
+    .filter((turn) => !turn[0].leftOut && !failed(turn));
+  let rest = kept.reduce((sum, turn) => sum + length(turn), 0);
+  const allowed = rest / 2;
+  let dropped = 0;
+  for (const turn of kept) {
+    if (dropped && rest <= allowed) break;
+    turn[0].leftOut = true;
+    rest -= length(turn);
+    dropped += 1;
+  }
+  return dropped;
+}
+
+/** Give the messages of a conversation that was kept as a list their places in a tree. */
+export function asTree(conversation) {
+  if (conversation.leaf !== undefined) return;
+  conversation.messages.forEach((one, index, all) =>
+    Object.assign(one, { key: `${conversation.id}.${index}`, parent: all[index - 1]?.key ?? null }),
+  );
+  conversation.leaf = conversation.messages.at(-1)?.key ?? null;
+}

@@ -1,0 +1,478 @@
+# ruff: noqa: F811  # fixtures of another file
+"""The page's conversations: turns, versions, what is kept; and that everybody can use it (WCAG)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chromium import Chromium, Page
+from tests.page_stand_in import STATIC, StandIn
+from tests.test_server_page import (  # noqa: F401  # fixtures
+    ANSWER,
+    IDLE,
+    READY,
+    answered,
+    ask,
+    browser,
+    chromium,
+    live,
+    opened,
+    server,
+    settle,
+)
+
+AXE = (Path(__file__).parent / "vendor" / "axe-core" / "axe.min.js").read_text()
+FULL = (400, {"message": "This model's maximum context length is 4096 tokens.", "code": "context_length_exceeded"})
+LAST = f"[...document.querySelectorAll('{ANSWER}')].at(-1)"
+
+
+def press(page: Page, label: str, within: str = "document") -> None:
+    """Press a button by what it says or is labelled, the last such one."""
+    page.evaluate(f"""(() => {{
+      const says = (one) => (one.title || one.textContent) === {json.dumps(label)};
+      [...({within}).querySelectorAll('button')].filter(says).at(-1).click();
+    }})()""")
+
+
+def choose(page: Page, entry: str, within: str) -> None:
+    """Open the last menu within an element and choose an entry."""
+    page.evaluate(f"[...({within}).querySelectorAll('[aria-haspopup=menu]')].at(-1).click()")
+    press(page, entry, "document.querySelector('.menu')")
+
+
+def sent(server: StandIn) -> list[str]:
+    """What the last request's messages said."""
+    return [message["content"] for message in server.script.bodies[-1][1]["messages"]]
+
+
+def shown(page: Page) -> list[str]:
+    bodies: list[str] = page.evaluate("[...document.querySelectorAll('.message-body')].map((one) => one.innerText)")
+    return bodies
+
+
+def talk(page: Page, *questions: str) -> None:
+    for number, question in enumerate(questions):
+        ask(page, question)
+        page.wait(f"{IDLE} && document.querySelectorAll('.message').length >= {2 * number + 2}")
+
+
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_that_failed_is_not_part_of_the_conversation(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    talk(page, "One")
+    server.script.refusal = (500, {"message": "no", "code": None})
+    ask(page, "Two")
+    page.wait("document.querySelector('.error-card')?.textContent.includes('Not part of the conversation')")
+    server.script.refusal = None
+    ask(page, "Three")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 6")
+    assert sent(server) == ["One", "Hello, **world**.", "Three"]
+
+
+@pytest.mark.parametrize(
+    ("button", "then"), [("Keep what is there", "Hello"), ("Go on from here", "Hello, **world**.")]
+)
+def test_half_an_answer_can_be_kept_or_written_on(
+    browser: Chromium,
+    server: StandIn,
+    button: str,
+    then: str,
+) -> None:
+    server.script.breaks_off = True
+    page = opened(browser, server)
+    ask(page, "One")
+    page.wait("document.querySelector('.error-card')")
+    server.script.breaks_off, server.script.pieces = False, [", **world**."]
+    press(page, button)
+    page.wait(f"{IDLE} && !document.querySelector('.error-card')")
+    ask(page, "Two")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    assert sent(server) == ["One", then, "Two"]
+    assert server.script.bodies[-2][1].get("continue_final_message", False) == (button == "Go on from here")
+
+
+def test_an_early_turn_is_edited_beside_its_first_version(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    talk(page, "One", "Two")
+    page.click(".message.user [title=Edit]")
+    page.type(".edit-area", "Another one")
+    press(page, "Send", "document.querySelector('.message.user')")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 2")
+    assert sent(server) == ["Another one"]
+    assert page.text(".message.user .versions") == "2 / 2"
+    press(page, "The version before")
+    assert shown(page)[::2] == ["One", "Two"]
+    settle(server, page)
+
+
+def test_an_answer_can_be_changed_by_hand_and_the_model_sees_the_change(
+    browser: Chromium,
+    server: StandIn,
+) -> None:
+    page = opened(browser, server)
+    talk(page, "One")
+    page.click(f"{ANSWER} [title='Edit the answer']")
+    page.type(".edit-area", "Good day.")
+    press(page, "Save")
+    page.wait(f"document.querySelector('{ANSWER} .statistics').textContent.includes('edited')")
+    ask(page, "Two")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    assert sent(server) == ["One", "Good day.", "Two"]
+
+
+def test_another_answer_in_the_middle_keeps_what_followed_the_first(
+    browser: Chromium,
+    server: StandIn,
+) -> None:
+    page = opened(browser, server)
+    talk(page, "One", "Two")
+    server.script.pieces = ["Other."]
+    page.click(f"{ANSWER} [title='Another answer']")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 2")
+    assert shown(page) == ["One", "Other."]
+    press(page, "The version before")
+    assert shown(page)[::2] == ["One", "Two"]
+
+
+def test_a_turn_can_be_deleted_and_brought_back(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    talk(page, "One", "Two", "Three")
+    choose(page, "Delete this turn", "document.querySelectorAll('.message')[2]")
+    assert shown(page)[::2] == ["One", "Three"]
+    ask(page, "Four")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 6")
+    assert sent(server)[::2] == ["One", "Three", "Four"]
+    choose(page, "Delete this turn", "[...document.querySelectorAll('.message')].at(-1)")
+    press(page, "Undo")
+    assert shown(page)[::2] == ["One", "Three", "Four"]
+    settle(server, page)
+
+
+def test_a_branch_is_a_conversation_of_its_own(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    talk(page, "One", "Two")
+    choose(page, "New conversation from here", f"document.querySelector('{ANSWER}')")
+    page.wait("document.querySelectorAll('.conversation').length === 2")
+    assert shown(page)[0] == "One" and len(shown(page)) == 2
+    assert "One (branch)" in page.text(".conversations .current")
+    page.click("li:nth-child(2) .conversation")
+    assert shown(page)[::2] == ["One", "Two"]
+
+
+def test_the_oldest_turns_are_dropped_where_the_context_is_full(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    talk(page, "One", "Two", "Three")
+    server.script.refusal = FULL
+    ask(page, "Four")
+    page.wait("document.querySelector('.error-card')")
+    server.script.refusal = None
+    press(page, "Drop the oldest turns and try again")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 8 && !document.querySelector('.error-card')")
+    assert sent(server)[::2] == ["Three", "Four"]
+    assert shown(page)[::2] == ["One", "Two", "Three", "Four"]  # still there to read
+    press(page, "Send it again")
+    ask(page, "Five")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 10")
+    assert sent(server)[::2] == ["One", "Two", "Three", "Four", "Five"]
+
+
+def test_one_message_that_is_too_long_by_itself_is_offered_no_dropping(
+    browser: Chromium,
+    server: StandIn,
+) -> None:
+    server.script.refusal = FULL
+    page = opened(browser, server)
+    ask(page, "x" * 500)
+    page.wait("document.querySelector('.error-card')")
+    assert "Drop the oldest" not in page.text(".error-card")
+
+
+# -- conversations -------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_found_renamed_deleted_and_brought_back(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    for title in ("Apples", "Pears"):
+        page.click(".side .new")
+        ask(page, title)
+        answered(page, "Hello")
+    page.type(".search", "appl")
+    assert page.evaluate("[...document.querySelectorAll('.conversation .title')].map((one) => one.textContent)") == [
+        "Apples"
+    ]
+    choose(page, "Rename", "document.querySelector('.conversations')")
+    page.type(".conversations .field", "Fruit")
+    page.evaluate(
+        "document.querySelector('.conversations .field').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))"
+    )
+    page.type(".search", "fruit")
+    page.wait("document.querySelector('.conversation .title')?.textContent === 'Fruit'")
+    choose(page, "Delete", "document.querySelector('.conversations')")
+    page.wait("document.querySelector('.no-conversations').textContent === 'Nothing found.'")
+    press(page, "Undo")
+    page.wait("document.querySelector('.conversation .title')?.textContent === 'Fruit'")
+    assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('quire.conversation')).length") == 2
+    settle(server, page)
+
+
+def test_what_is_exported_can_be_imported_with_all_versions(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    talk(page, "One")
+    page.click(f"{ANSWER} [title='Another answer']")
+    page.wait(f"{IDLE} && document.querySelector('{ANSWER} .versions')")
+    page.evaluate("""(() => {
+      window.files = [];
+      const make = URL.createObjectURL.bind(URL);
+      URL.createObjectURL = (blob) => (blob.text().then((text) => window.files.push(text)), make(blob));
+      HTMLAnchorElement.prototype.click = () => {};
+    })()""")
+    choose(page, "Export as JSON", "document.querySelector('.conversations')")
+    choose(page, "Export as Markdown", "document.querySelector('.conversations')")
+    page.wait("window.files.length === 2")
+    assert page.evaluate("window.files[1]") == "# One\n\n## You\n\nOne\n\n## stand-in\n\nHello, **world**.\n"
+    give = """((text) => {
+      const data = new DataTransfer();
+      data.items.add(new File([text], 'a.json'));
+      const field = document.querySelector('input[type=file]');
+      field.files = data.files;
+      field.dispatchEvent(new Event('change'));
+    })"""
+    page.evaluate(f"{give}(window.files[0])")
+    page.wait("document.querySelectorAll('.conversation').length === 2")
+    assert page.text(f"{ANSWER} .versions") == "2 / 2"
+    for text in ("{", "null", '{"format": "quire.conversations", "conversations": [{"id": 1}]}'):
+        page.evaluate(f"document.querySelector('.toast')?.remove(); {give}({json.dumps(text)})")
+        page.wait("document.querySelector('.toast')?.textContent.includes('holds no conversations')")
+    settle(server, page)
+
+
+def test_conversations_of_the_earlier_form_are_read(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    answer = {"role": "assistant", "mode": "chat", "content": "Hi", "finish": "stop"}
+    old = {
+        "id": "a",
+        "title": "Old",
+        "mode": "chat",
+        "updated": 1,
+        "messages": [{"role": "user", "content": "One"}, answer],
+    }
+    page.evaluate(f"localStorage.setItem('quire.conversation.a', {json.dumps(json.dumps(old))})")
+    page.go(server.url + "/?again")
+    page.wait("document.querySelectorAll('.message').length === 2")
+    page.wait(READY)
+    ask(page, "Two")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    assert sent(server) == ["One", "Hi", "Two"]
+
+
+def test_a_conversation_goes_on_after_the_server_was_started_anew(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    talk(page, "One")
+    page.type("#prompt", "Two")
+    server.script.gone = True
+    server.close()
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # do not wait for the next look
+    page.wait("document.querySelector('#banner').textContent.includes('cannot be reached')")
+    again = StandIn(port=int(server.url.rpartition(":")[2]))
+    try:
+        page.wait(READY)
+        page.click("#send")
+        page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+        assert sent(again) == ["One", "Hello, **world**.", "Two"]
+    finally:
+        again.close()
+
+
+# -- parameters ----------------------------------------------------------------------------------------------
+
+
+def test_sliders_show_the_models_own_defaults(browser: Chromium, server: StandIn) -> None:
+    server.script.defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.05}
+    page = opened(browser, server)
+    for name, value in server.script.defaults.items():
+        field = f"document.querySelector('[data-name={name}]')"
+        page.wait(f"{field}.placeholder === '{value:g}' && {field}.value === ''")
+        assert float(page.evaluate(f"{field}.parentElement.querySelector('[type=range]').value")) == value
+    ask(page, "Hi")
+    answered(page, "Hello")
+    assert not set(server.script.defaults) & set(server.script.bodies[-1][1])
+
+
+def test_penalties_min_p_stop_and_a_schema_are_sent(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    chosen = {"min_p": 0.05, "presence_penalty": -0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    for name, value in chosen.items():
+        page.type(f"[data-name={name}]", str(value))
+    page.type("[data-name=stop]", "END\n\\n\\n")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    page.type("[data-name=schema]", json.dumps(schema))
+    ask(page, "Hi")
+    answered(page, "Hello")
+    body = server.script.bodies[-1][1]
+    assert {name: body[name] for name in chosen} == chosen
+    assert body["stop"] == ["END", "\n\n"]
+    assert body["response_format"]["json_schema"]["schema"] == schema
+    page.type("[data-name=schema]", "{nonsense")
+    assert page.evaluate("document.querySelector('[data-name=schema]').ariaInvalid") == "true"
+    ask(page, "Hi")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    assert "response_format" not in server.script.bodies[-1][1]
+    settle(server, page)
+
+
+# -- what answers look like ----------------------------------------------------------------------------------
+
+FORMULAS = (
+    r"Inline $e^{i\pi}$ and \(a_1*b_1*c\), \$5 or $6 and $7." "\n\n$$\n\\int_0^1 x\\,dx\n$$\n\nText\n\\[ x^2 \\]\n"
+)
+
+
+def test_mathematics_is_shown_and_prices_are_not_mathematics(browser: Chromium, server: StandIn) -> None:
+    server.script.pieces = [FORMULAS]
+    page = opened(browser, server)
+    ask(page, "Hi")
+    page.wait(f"document.querySelectorAll('{ANSWER} math').length === 4")
+    assert page.evaluate(f"document.querySelectorAll('{ANSWER} math[display=block]').length") == 2
+    assert page.evaluate(f"document.querySelectorAll('{ANSWER} em').length") == 0
+    assert "$5 or $6 and $7." in page.text(f"{ANSWER} .message-body")
+    settle(server, page)
+
+
+@pytest.mark.parametrize(
+    "source", [r"$\href{javascript:alert(1)}{x}$", r"$$\frac{1$$", r"$<img src=x onerror=alert(1)>$"]
+)
+def test_formulas_bring_no_links_and_no_markup_and_errors_show_their_source(
+    browser: Chromium,
+    server: StandIn,
+    source: str,
+) -> None:
+    server.script.pieces = [f"$x$ {source}"]
+    page = opened(browser, server)
+    ask(page, "Hi")
+    page.wait(f"{IDLE} && document.querySelector('{ANSWER} math')")
+    body = f"document.querySelector('{ANSWER} .message-body')"
+    assert page.evaluate(f"{body}.querySelectorAll('a, [href], img, [onerror]').length") == 0
+    settle(server, page)
+
+
+def test_code_is_coloured_and_says_its_language(browser: Chromium, server: StandIn) -> None:
+    server.script.pieces = ["```python\ndef f(x):\n    return '<b>'\n```\n\n```nonsense\ndef g\n```\n"]
+    page = opened(browser, server)
+    ask(page, "Hi")
+    page.wait(f"document.querySelector('{ANSWER} .hljs-keyword')?.textContent === 'def'")
+    assert page.evaluate(f"document.querySelectorAll('{ANSWER} pre b').length") == 0
+    assert page.text(f"{ANSWER} .code-head span") == "python"
+    assert page.evaluate(f"document.querySelectorAll('{ANSWER} pre')[1].querySelector('span')") is None
+    settle(server, page)
+
+
+# -- everybody -----------------------------------------------------------------------------------------------
+
+
+def test_readers_of_the_screen_hear_the_answer_once(browser: Chromium, server: StandIn) -> None:
+    sentences = [f"This is sentence {number}. " for number in range(60)]
+    server.script.pieces, server.script.pause = sentences, 0.05
+    page = opened(browser, server)
+    ask(page, "Hi")
+    page.wait(f"document.querySelector('{ANSWER}.running')")
+    page.wait("document.querySelectorAll('#spoken p').length >= 3")
+    page.wait(IDLE)
+    spoken = page.evaluate("[...document.querySelectorAll('#spoken p')].map((one) => one.textContent)")
+    assert spoken[0] == "The answer begins." and spoken[-1] == "The answer is complete."
+    assert " ".join(spoken[1:-1]).split() == "".join(sentences).split()
+    assert page.evaluate("document.querySelector('#spoken').ariaLive") == "polite"
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds that is serious or critical, one line each."""
+    page.evaluate(AXE + ";0")
+    options = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+    found: list[dict[str, Any]] = page.evaluate(
+        f"axe.run(document, {json.dumps(options)}).then((result) => result.violations.map((one) => "
+        "({id: one.id, impact: one.impact, nodes: one.nodes.map((node) => node.html.slice(0, 160))})))"
+    )
+    return [
+        f"{one['id']} ({one['impact']}): {one['nodes']}" for one in found if one["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_axe_finds_nothing_serious(browser: Chromium, server: StandIn, width: int, dark: bool) -> None:
+    page = opened(browser, server, width=width, height=900, dark=dark, touch=width < 500)
+    assert violations(page) == []
+    server.script.pieces = [
+        "# A\n\n**b** `c` [d](https://example.org)\n\n| a |\n|-|\n| 1 |\n\n```python\ndef f(): # x\n```\n$x$"
+    ]
+    talk(page, "One")
+    page.wait("document.querySelector('.hljs-keyword') && document.querySelector('math')")
+    page.click(f"{ANSWER} [title='Another answer']")
+    page.wait(f"{IDLE} && document.querySelector('.versions')")
+    page.evaluate("document.querySelector('details').open = true")
+    server.script.refusal = FULL
+    ask(page, "Two")
+    page.wait("document.querySelector('.error-card')")
+    press(page, "More")
+    page.evaluate("document.querySelector('#chat-view').classList.add('with-settings')")
+    assert violations(page) == []
+    page.evaluate("document.querySelector('.menu').hidePopover(); location.hash = '#live'")
+    page.wait("document.querySelectorAll('#requests tbody tr').length > 3")
+    assert violations(page) == []
+
+
+def test_fingers_find_targets_of_44_pixels(browser: Chromium, server: StandIn) -> None:
+    page = browser.open(width=390, height=844, touch=True)
+    page.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    page.go(server.url)
+    page.wait(READY)
+    talk(page, "One")
+    page.click("[title=Conversations]")
+    small = page.evaluate("""[...document.querySelectorAll('button, .tabs a')].filter((one) => one.checkVisibility())
+      .map((one) => [one.title || one.textContent, one.getBoundingClientRect().height])
+      .filter(([, height]) => height < 43.5)""")
+    assert small == []
+
+
+def test_headings_lead_through_the_thread(browser: Chromium, server: StandIn) -> None:
+    server.script.pieces = ["# Title\n\n## Part\n"]
+    page = opened(browser, server)
+    talk(page, "One")
+    found = page.evaluate(
+        "[...document.querySelectorAll('#chat-view .middle :is(h1, h2, h3, h4)')]"
+        ".map((one) => one.tagName + ' ' + one.textContent)"
+    )
+    assert found == ["H1 One", "H2 You", "H2 stand-in", "H3 Title", "H4 Part"]
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _contrast(first: str, second: str) -> float:
+    darker, lighter = sorted((_luminance(first), _luminance(second)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colours_have_the_contrast_that_wcag_asks_for(theme: str) -> None:
+    parts = (STATIC / "css" / "base.css").read_text().split(':root[data-theme="dark"]', 1)
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6});", parts[0]))
+    if theme == "dark":
+        colours |= dict(re.findall(r"--([\w-]+): (#\w{6});", parts[1].split("}")[0]))
+    grounds = [
+        colours[name] for name in ("paper", "surface", "raised", "sunken", "accent-tint", "bad-tint", "warn-tint")
+    ]
+    for text in ("ink", "soft", "faint", "accent", "good", "warn", "bad", "h-title"):
+        assert min(_contrast(colours[text], ground) for ground in grounds) >= 4.5, text
+    assert _contrast(colours["accent-ink"], colours["accent"]) >= 4.5
+    for part in ("edge", "c-prefill", "c-decode", "c-cached", "c-queue", "c-text"):  # WCAG 1.4.11
+        assert _contrast(colours[part], colours["surface"]) >= 3, part
