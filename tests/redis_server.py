@@ -74,14 +74,15 @@ class RedisServer:
 
 
 @contextlib.contextmanager
-def etcd_server() -> Iterator[str]:
-    """The URL of one."""
+def etcd_server(certificate: str = "", key: str = "") -> Iterator[str]:
+    """The URL of one; with TLS where it has a certificate."""
     assert ETCD is not None
     port, peers = free_port(), free_port()
-    ours, theirs = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
+    ours, theirs = f"http{'s' * bool(certificate)}://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
     with tempfile.TemporaryDirectory() as folder:
         urls = ["--listen-client-urls", ours, "--advertise-client-urls", ours, "--listen-peer-urls", theirs]
         more = ["--initial-advertise-peer-urls", theirs, "--initial-cluster", f"default={theirs}"]
+        more += ["--cert-file", certificate, "--key-file", key] if certificate else []
         process = subprocess.Popen(
             [ETCD, "--data-dir", folder, *urls, *more, "--unsafe-no-fsync"],
             stdout=subprocess.DEVNULL,
@@ -89,7 +90,7 @@ def etcd_server() -> Iterator[str]:
         )
         try:
             listening(port, process)
-            yield f"etcd://127.0.0.1:{port}"
+            yield f"etcd{'s' * bool(certificate)}://127.0.0.1:{port}"
         finally:
             process.kill()
             process.wait()

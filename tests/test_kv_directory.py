@@ -4,6 +4,7 @@ is one error.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import random
 import socket
@@ -304,7 +305,9 @@ def test_who_does_not_answer_may_do_so_later() -> None:
     [
         ("127.0.0.1:6379", "is no URL of a directory; allowed: redis://"),
         ("http://a:b@c", r"http://a:\*\*\*@c' is no URL of a directory"),
-        ("etcd://me:word@host", "kv_directory host: only etcd://HOST:PORT, without user"),
+        ("etcd://me:word@host/path", r"etcd://me:\*\*\*@host/path: it is no such URL; allowed: etcd://"),
+        ("etcd://host?ca=x", "it has ca; allowed"),
+        ("etcds://host?ca=/nothing", "ca=/nothing is no file of certificates"),
         ("etcd://host:port", "etcd://host:port: Port could not be cast"),
         ("redis://host:port/0", "redis://host:port/0: Port could not be cast"),
         ("redis://host/0?color=red", "unexpected keyword argument 'color'"),
@@ -339,6 +342,49 @@ def test_a_long_chain_in_etcd_another_cluster_key_and_a_lease_that_ends() -> Non
         assert not directory.publish(gone, names)
     with pytest.raises(DirectoryError, match="cannot be reached"):
         directory.nodes()
+
+
+@needs_etcd
+def test_users_and_tls_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = certificates(tmp_path)
+    with etcd_server(certificate, key) as url:
+        at, ca = url.removeprefix("etcds://"), f"?ca={certificate}"
+        admin, node = EtcdDirectory(url + ca, "us"), Node("a", "1", "a:1")
+        admin.check()
+        with pytest.raises(ConfigError, match="no TLS connection"):
+            EtcdDirectory(url, "us").check()
+        with pytest.raises(DirectoryError):
+            EtcdDirectory(f"etcd://{at}", "us").check()
+        with pytest.raises(ConfigError, match="knows no users"):
+            EtcdDirectory(f"etcds://quire:word@{at}{ca}", "us").check()
+        begin, end = (base64.b64encode(each).decode() for each in (b"quire/kv/", b"quire/kv0"))
+        for path, body in (
+            ("user/add", {"name": "root", "password": "r"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("role/add", {"name": "kv"}),
+            ("role/grant", {"name": "kv", "perm": {"permType": "READWRITE", "key": begin, "range_end": end}}),
+            ("user/add", {"name": "quire", "password": "word"}),
+            ("user/grant", {"user": "quire", "role": "kv"}),
+            ("user/add", {"name": "less", "password": "word"}),
+            ("enable", {}),
+        ):
+            admin._ask(f"/v3/auth/{path}", body)
+        with pytest.raises(ConfigError, match="wants a user and a password"):
+            admin.join(node, LEASE)
+        with pytest.raises(ConfigError, match="does not take this user and password") as error:
+            EtcdDirectory(f"etcds://quire:wrong@{at}{ca}", "us").check()
+        assert ":wrong" not in str(error.value)
+        with pytest.raises(ConfigError, match=r"may not do what a directory needs; grant it readwrite"):
+            EtcdDirectory(f"etcds://less:word@{at}{ca}", "us").join(node, LEASE)
+        monkeypatch.setenv("ETCDCTL_PASSWORD", "word")
+        directory = EtcdDirectory(f"etcds://quire@{at}{ca}", "us")
+        directory.check()
+        assert not directory.join(node, LEASE) and directory.publish(node, blocks(1))
+        assert directory.query(blocks(1)) == [[node]] and directory.nodes() == [node]
+        directory._token = "ended.1"  # as after five minutes
+        directory.withdraw(node, blocks(1))
+        assert directory.query(blocks(1)) == [] and directory.join(node, LEASE)
+        directory.leave(node)
 
 
 @pytest.mark.parametrize(

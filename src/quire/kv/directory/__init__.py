@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.errors import ConfigError
 from quire.kv.directory.base import Directory
 
-SCHEMES = "redis", "rediss", "unix", "etcd"
+SCHEMES = "redis", "rediss", "unix", "etcd", "etcds"
 
 
 def open_directory(url: str, cluster: str) -> Directory:
@@ -20,9 +20,10 @@ def open_directory(url: str, cluster: str) -> Directory:
     if url.partition("://")[0] not in SCHEMES:
         raise ConfigError(
             f"kv_directory {masked(url)!r} is no URL of a directory; allowed: "
-            "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS), unix://PATH and etcd://HOST[:PORT]"
+            "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS), unix://PATH, "
+            "etcd://[USER:PASSWORD@]HOST[:PORT] and etcds:// (TLS)"
         )
-    if url.startswith("etcd:"):
+    if url.startswith(("etcd:", "etcds:")):
         from quire.kv.directory.etcd import EtcdDirectory
 
         return EtcdDirectory(url, cluster)

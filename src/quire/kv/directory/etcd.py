@@ -7,14 +7,18 @@ node that holds a block. All of a node's keys hang on its lease, so they are gon
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import math
+import os
+import ssl
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.kv.directory import masked
 from quire.kv.directory.base import DirectoryError, Holders, Node
 from quire.kv.directory.local import other_cluster
 
@@ -26,6 +30,18 @@ TIMEOUT_SECONDS = 1.0
 MOST_OPERATIONS = 100
 """Of one transaction; etcd allows 128 (`--max-txn-ops`). A call with more blocks is several of them."""
 
+PASSWORD = "ETCDCTL_PASSWORD"
+"""A variable of the environment, which etcdctl has, too: the password, where the URL has none."""
+
+UNAUTHENTICATED = 16
+"""The code of gRPC for a token that is not known, or not any more."""
+
+_REFUSED = {
+    "permission denied": "its user may not do what a directory needs; grant it readwrite on the prefix quire/kv/",
+    "user name is empty": "it wants a user and a password; name them as etcd://USER:PASSWORD@HOST",
+}
+"""What etcd says to those who may not ask, and what to do."""
+
 OLDEST = 3, 4
 """The first version whose gateway is at /v3."""
 
@@ -36,7 +52,7 @@ class EtcdDirectory:
     """See `base.Directory`.
 
     Args:
-        url: etcd://HOST:PORT.
+        url: etcd://[USER[:PASSWORD]@]HOST[:PORT], or etcds:// with TLS, where `?ca=FILE` names who vouches for it.
         cluster: names the cluster's key.
 
     Raises:
@@ -44,17 +60,33 @@ class EtcdDirectory:
     """
 
     def __init__(self, url: str, cluster: str) -> None:
+        self._where, self._cluster = f"kv_directory {masked(url)}", cluster.encode()
         try:
             parts = urllib.parse.urlsplit(url)
-            host, port = parts.hostname, parts.port or 2379
-        except ValueError as error:
-            raise ConfigError(f"kv_directory {url}: {error}; such as etcd://10.0.0.1:2379") from error
-        if not host or parts.username or parts.path.strip("/") or parts.query:
-            raise ConfigError(
-                f"kv_directory {host}: only etcd://HOST:PORT, without user, path and options, is there yet"
+            port, options = (
+                parts.port or 2379,
+                dict(urllib.parse.parse_qsl(parts.query, strict_parsing=bool(parts.query))),
             )
-        self._where, self._cluster = f"kv_directory etcd://{host}:{port}", cluster.encode()
-        self._connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
+        except ValueError as error:
+            raise ConfigError(f"{self._where}: {error}; such as etcd://10.0.0.1:2379") from error
+        tls = parts.scheme == "etcds"
+        unknown = options.keys() - ({"ca"} if tls else set())
+        if not parts.hostname or parts.path.strip("/") or unknown:
+            what = f"it has {', '.join(sorted(unknown))}" if unknown else "it is no such URL"
+            raise ConfigError(
+                f"{self._where}: {what}; allowed: etcd://[USER[:PASSWORD]@]HOST[:PORT], and with TLS "
+                "etcds://[USER[:PASSWORD]@]HOST[:PORT][?ca=FILE]"
+            )
+        self._user = urllib.parse.unquote(parts.username or "")
+        self._password = urllib.parse.unquote(parts.password or "") or os.environ.get(PASSWORD, "")
+        self._token = ""  # of the user; etcd gives another one when it has ended
+        to = parts.hostname, port
+        self._connection: http.client.HTTPConnection
+        if tls:
+            context = self._tls(options.get("ca"))
+            self._connection = http.client.HTTPSConnection(*to, timeout=TIMEOUT_SECONDS, context=context)
+        else:
+            self._connection = http.client.HTTPConnection(*to, timeout=TIMEOUT_SECONDS)
         self._leases: dict[str, str] = {}  # by a node's name
 
     def check(self) -> None:
@@ -120,27 +152,68 @@ class EtcdDirectory:
     def close(self) -> None:
         self._connection.close()
 
+    def _tls(self, ca: str | None) -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=ca)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._where}: ca={ca} is no file of certificates ({error.strerror or error})"
+            ) from error
+
     def _ask(self, path: str, body: Any) -> dict[str, Any]:
-        """What the gateway answers; its errors as ours."""
+        """What the gateway answers; its errors as ours. A token that has ended is replaced, once."""
+        if self._user and not self._token:
+            self._log_in()
+        status, document = self._exchange(path, body)
+        if self._user and document.get("code") == UNAUTHENTICATED:
+            self._log_in()
+            status, document = self._exchange(path, body)
+        if status != 200:
+            said = str(document.get("error") or document)[:200]
+            why = next((why for sign, why in _REFUSED.items() if sign in said), None)
+            if why is not None:
+                raise ConfigError(f"{self._where}: {why} ({said})")
+            raise DirectoryError(f"{self._where} does not answer as it should (HTTP status {status}: {said})")
+        return document
+
+    def _log_in(self) -> None:
+        """Get a token for the user: https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/#authentication."""
+        self._token = ""
+        asked = {"name": self._user, "password": self._password}
+        status, document = self._exchange("/v3/auth/authenticate", asked)
+        if status != 200 and "not enabled" in str(document.get("error")):
+            raise ConfigError(
+                f"{self._where}: this etcd knows no users; leave out USER@, or enable authentication there"
+            )
+        if status != 200 or not document.get("token"):
+            raise ConfigError(
+                f"{self._where}: it does not take this user and password; name them as etcd://USER:PASSWORD@HOST, or "
+                f"the password in {PASSWORD}"
+            )
+        self._token = str(document["token"])
+
+    def _exchange(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """A question and its answer, which may be an error of etcd's."""
+        headers = {"Authorization": self._token} if self._token else {}
         try:
             payload = None if body is None else json.dumps(body)
-            self._connection.request("GET" if body is None else "POST", path, payload)
+            self._connection.request("GET" if body is None else "POST", path, payload, headers)
             answer = self._connection.getresponse()
             said, status = answer.read(), answer.status
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()  # the next call makes another one
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                raise ConfigError(
+                    f"{self._where}: no TLS connection ({error}); add ?ca=FILE with who vouches for it, or write etcd://"
+                ) from error
             if isinstance(error, http.client.HTTPException) and not isinstance(error, ConnectionError):
                 raise ConfigError(f"{self._where}: what answers there is no etcd ({error!r}); name one") from error
             raise DirectoryError(f"{self._where} cannot be reached ({error})") from error
-        try:
+        with contextlib.suppress(ValueError):
             document = json.loads(said)
-        except ValueError as error:
-            raise ConfigError(
-                f"{self._where}: what answers there is no etcd (HTTP status {status}); name one"
-            ) from error
-        if status != 200 or not isinstance(document, dict):
-            raise DirectoryError(f"{self._where} does not answer as it should (HTTP status {status}: {said[:200]!r})")
-        return document
+            if isinstance(document, dict):
+                return status, document
+        raise ConfigError(f"{self._where}: what answers there is no etcd (HTTP status {status}); name one")
 
 
 def _parts(blocks: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
