@@ -30,6 +30,7 @@ COMMANDS = {
     "down": "end a cluster",
     "rank": "bring ranks of this machine to an engine on another one",
     "quantize": "make a model's weights smaller, in a folder of its own",
+    "trace": "show what the scheduler does, step by step",
     "bench": "measure speed",
     "doctor": "look at this machine: what Quire uses, and what is missing",
 }

@@ -1,0 +1,117 @@
+"""Show, step by step, what the scheduler does with some prompts: spans, blocks, the prefix tree.
+
+The model runs first and tells which tokens there are. Then the same scheduler plans these requests again, with blocks,
+a pool and a budget small enough to follow: the same request gives the same tokens whatever these are. Without prompts,
+three that share a beginning are shown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.config import EngineConfig
+from quire.core.sampling_params import SamplingParams
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.cli.trace_replay import Traced
+
+PROMPTS = (
+    "def read_lines(path):\n    with open(",
+    "def read_lines(path):\n    return [",
+    "def read_numbers(path):\n    return [",
+)
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments and flags of `quire trace`."""
+    parser.usage = "quire trace [PROMPT ...] [options]"
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompts, at most 26; default: three that ship with Quire"
+    )
+    parser.add_argument("--model", default="demo", metavar="MODEL", help="folder, org/name to download (default: demo)")
+    numbers = (
+        ("--block-size", 4, "tokens a block, any number"),
+        ("--num-kv-blocks", 32, "blocks of the pool; few of them make requests give way"),
+        ("--max-num-batched-tokens", 16, "most tokens a step; few of them cut prompts into chunks"),
+        ("--max-num-seqs", 8, "most requests that run at once"),
+        ("--max-tokens", 8, "longest output"),
+        ("--apart", 0, "so many steps lie between the arrivals of two prompts"),
+        ("--seed", 0, "of the sampling"),
+    )
+    for flag, default, text in numbers:
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the sampling (default: 0)")
+    parser.add_argument("--prefix-cache", choices=("radix", "hash", "off"), default="radix", help="default: radix")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trace the prompts; 0."""
+    prompts = args.prompts or list(PROMPTS)
+    _check(args, prompts)
+    config = EngineConfig.from_options(
+        {
+            "model": args.model,
+            "num_kv_blocks": args.num_kv_blocks,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
+            "max_num_seqs": args.max_num_seqs,
+            "min_chunk": max(1, min(16, args.max_num_batched_tokens - args.max_num_seqs)),
+            "prefix_cache": args.prefix_cache,
+        }
+    )
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    traced = _tokens(args.model, prompts, params)
+
+    from quire.cli.terminal import console
+    from quire.cli.trace_replay import Replay
+    from quire.cli.trace_view import TraceView
+
+    replay = Replay(config, args.block_size, traced)
+    TraceView(replay, console()).show(args.apart)
+    return 0
+
+
+def _check(args: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """What `EngineConfig` does not check.
+
+    Raises:
+        ConfigError: a number is too small or too large, or there are too many prompts.
+    """
+    if len(prompts) > len(LETTERS):
+        raise ConfigError(f"{len(prompts)} prompts are too many to follow; give at most {len(LETTERS)}")
+    for name, low, high in (
+        ("block_size", 1, 4096),
+        ("max_tokens", 1, 4096),
+        ("apart", 0, 1000),
+        ("num_kv_blocks", 2, 65536),
+    ):
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be from {low} to {high}")
+
+
+def _tokens(model: str, prompts: Sequence[str], params: SamplingParams) -> list[Traced]:
+    """Run the model: what each request's tokens are, and say."""
+    from quire.cli.terminal import loading
+    from quire.cli.trace_replay import Traced
+
+    with loading(model) as on_load:
+        from quire.llm import LLM
+
+        llm = LLM(model, on_load=on_load)
+    with llm:
+        outputs = llm.generate(list(prompts), params)
+        tokenizer = llm.tokenizer
+        text = tokenizer.token_text if tokenizer else str
+        return [
+            Traced(
+                letter,
+                prompt := output.prompt_token_ids,
+                list(output.outputs[0].token_ids),
+                {token: text(token) for token in (*prompt, *output.outputs[0].token_ids)},
+                output.outputs[0].finish_reason or "",
+            )
+            for letter, output in zip(LETTERS, outputs, strict=False)
+        ]
