@@ -4,12 +4,18 @@ The embedded model reads Python sources of the standard library, in windows; mos
 were held out. A model of random weights in the shape of Qwen3-0.6B reads random tokens: its numbers say how errors
 grow with width and depth, not how a trained model behaves. Each position is one sample: the divergence of the
 quantized model's distribution from bf16's, and whether the likeliest token is the same.
+
+Real models have channels whose activations are tens or hundreds of times the others', and the embedded one has none. So
+they are planted by an exact rescaling that leaves the function as it is: what makes an activation is multiplied by a
+power of two in some channels, and the columns of the products that read it are divided by it. At a norm that is one
+block of 256 inputs, of which an outlier spoils all; the MLP's inner activations are three.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +23,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.common import Options, Result, checkpoint, main, tell, tokens
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.errors import QuireError
+from quire.models.checkpoint import SINGLE_FILE
 from quire.models.hub import resolve
 from quire.ops import RaggedBatch
 from quire.text.tokenizer import Tokenizer
@@ -32,6 +40,10 @@ TEXTS = ("fractions.py", "webbrowser.py", "multiprocessing/managers.py", "json/d
 WINDOW, WINDOWS = 512, 3
 """Tokens that are read at once, and how many times of each text."""
 QUICK = 64
+OUTLIER = 128.0
+"""How many times larger a channel is that is planted: bf16 holds what is multiplied or divided by it exactly."""
+NORM_OUTLIERS, INNER_OUTLIERS = (17, 99), (40, 300)
+"""Channels of each norm, and inner ones of each MLP."""
 LOGIT_ROWS = 64
 """Rows whose distributions are compared at a time."""
 
@@ -47,7 +59,8 @@ class Text:
 
 def run(options: Options) -> Result:
     result = Result(("model", "numbers", "weights", "mean divergence, nats", "99 %", "same likeliest token", "loss"))
-    for text in (_demo(options), _random(options)):
+    demo = _demo(options)
+    for text in (demo, *_planted(demo, Path(options.workdir)), _random(options)):
         references = None
         for name, settings in _variants():
             try:
@@ -85,6 +98,35 @@ def _demo(options: Options) -> Text:
         ids = tokenizer.encode((library / name).read_text("utf-8"))
         windows += [ids[start : start + WINDOW] for start in range(0, len(ids) - WINDOW + 1, WINDOW)][:WINDOWS]
     return Text("embedded", folder, [windows[0][:QUICK]] if options.quick else windows)
+
+
+def _planted(text: Text, workdir: Path) -> Iterator[Text]:
+    """The same model with outliers at its norms, then inside its MLPs."""
+    for where, plant in (("norms", _plant_in_norms), ("MLPs", _plant_in_mlps)):
+        folder = workdir / f"outliers-in-{where}"
+        shutil.copytree(text.folder, folder, dirs_exist_ok=True)
+        tensors = load_file(folder / SINGLE_FILE)
+        plant(tensors)
+        save_file(tensors, folder / SINGLE_FILE)
+        yield dataclasses.replace(text, model=f"outliers in its {where}", folder=folder)
+
+
+def _plant_in_norms(tensors: dict[str, torch.Tensor]) -> None:
+    readers = {
+        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    }
+    for name in [name for name in tensors if name.endswith("layernorm.weight")]:
+        layer, _, norm = name.removesuffix(".weight").rpartition(".")
+        tensors[name][list(NORM_OUTLIERS)] *= OUTLIER
+        for reader in readers[norm]:
+            tensors[f"{layer}.{reader}.weight"][:, list(NORM_OUTLIERS)] /= OUTLIER
+
+
+def _plant_in_mlps(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("mlp.up_proj.weight")]:
+        tensors[name][list(INNER_OUTLIERS)] *= OUTLIER
+        tensors[name.replace("up_proj", "down_proj")][:, list(INNER_OUTLIERS)] /= OUTLIER
 
 
 def _random(options: Options) -> Text:

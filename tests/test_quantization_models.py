@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM
 from quire.config import EngineConfig
+from quire.core.block_hash import BlockHasher
 from quire.core.sampling_params import SamplingParams
 from quire.engine import fingerprint
 from quire.engine.engine import Engine
@@ -130,16 +131,20 @@ def test_names_of_what_tokens_depend_on_differ(base: Path) -> None:
     assert len({fingerprint.system(base, model) for model in models}) == 4
     assert [model.precision for model in models] == [
         "bfloat16",
-        "bfloat16, weights int8",
-        "bfloat16, weights int4 in groups of 32",
-        "float32, weights int4 in groups of 32",
+        "bfloat16, weights int8, activations int8 by 256",
+        "bfloat16, weights int4 in groups of 32, activations int8 by 256",
+        "float32, weights int4 in groups of 32, activations int8 by 256",
     ]
 
 
 def test_cached_blocks_of_another_quantization_have_other_names(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = []
-    monkeypatch.setattr("quire.engine.engine.BlockHasher", lambda key, root: roots.append(root))
-    monkeypatch.setattr("quire.engine.engine.KVManager", lambda *args, **more: None)
+
+    def hasher(key: bytes, fingerprint: str) -> BlockHasher:
+        roots.append(fingerprint)
+        return BlockHasher(key, fingerprint)
+
+    monkeypatch.setattr("quire.engine.engine.BlockHasher", hasher)
     for options in ({}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 32}):
         engine = Engine(EngineConfig(model=str(base), num_kv_blocks=8, max_model_len=64, **options))
         engine.close()
@@ -206,7 +211,11 @@ def test_a_folder_of_an_fp32_model_without_a_data_type_keeps_it(tmp_path: Path) 
 def test_an_engine_quantizes_and_its_memory_plan_says_so() -> None:
     with LLM("demo", quantization="int4", num_kv_blocks=16, max_model_len=128) as llm:
         assert dict(llm.memory_plan.table())["weights"].endswith("MiB, int4 in groups of 64, the head int8")
-        tokens = llm.generate(["def main("], SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].token_ids
+        tokens = (
+            llm.generate(["def main("], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))[0]
+            .outputs[0]
+            .token_ids
+        )
         assert len(tokens) == 8
 
 

@@ -61,10 +61,9 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     used = compile_all("tests.test_triton_linear", arch)
     instructions = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05", "mma.sync"}}[arch]
     for kernel in used:
-        # On sm_80 the assembler gives up two registers of int4's larger tile, so that two programs fit.
-        assert kernel["stack"] <= (8 if (kernel["kernel"], arch) == ("_int4_kernel", 80) else 0), kernel
+        assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
-    for name, variants in (("_dense_kernel", 4), ("_int8_kernel", 3), ("_int4_kernel", 2)):
+    for name, variants in (("_dense_kernel", 4), ("_int8_kernel", 2), ("_int4_kernel", 2)):
         found = [kernel["matrix"] for kernel in used if kernel["kernel"] == name]
         assert len(found) == variants
         assert found.count([]) == (name == "_dense_kernel")  # fp32
@@ -132,8 +131,7 @@ def test_quantized_products_equal_their_reference(outputs: int, inputs: int, how
         for rows in (1, 17) if used is None else (3,):
             x = draw(rows, inputs, dtype=torch.float16, seed=rows)
             found, expected = ours.matmul(x, torch.float32), reference.matmul(x, torch.float32)
-            tolerance = 0.0 if how.group is None else 4e-6
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * 10)
+            torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-5)
             assert torch.equal(ours.matmul(x), found.half())
 
 
@@ -164,21 +162,21 @@ def test_a_quantized_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zer
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("block", [64, linear_quantized.ROW_BLOCK])
+@pytest.mark.parametrize("inputs, parts", [(150, 16), (1100, 2), (1100, 16)])
 def test_rows_become_the_codes_and_scales_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch, block: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, inputs: int, parts: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(linear_quantized, "ROW_BLOCK", block)
-    x = draw(40, 150, dtype=dtype, seed=1)
+    monkeypatch.setattr(linear_quantized, "PARTS", parts)
+    x = draw(40, inputs, dtype=dtype, seed=1)
     x[0, 149], x[1, 70], x[2, 0], x[3] = torch.nan, torch.inf, -torch.inf, 0
-    x[4] = torch.arange(150).to(dtype) / 2  # halves, once 127 is the largest
+    x[4] = torch.arange(inputs).to(dtype) % 150 / 2  # halves, once 127 is the largest
     x[4, 0] = 127
     x[5], x[6] = x[5] * 1e-38, 1e-38
-    codes, scales = linear_quantized.quantize_rows(x, 256)
-    expected_codes, expected_scales = quantized.quantize_rows(x)
-    assert torch.equal(codes[:, :150], expected_codes)
-    assert not codes[:, 150:].any()
-    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+    codes, scales = linear_quantized.quantize_activations(x, 1152)
+    expected_codes, expected_scales = quantized.quantize_activations(x)
+    assert torch.equal(codes[:, :inputs], expected_codes[:, :inputs])
+    assert not codes[:, inputs:].any()
+    torch.testing.assert_close(scales[:-1].t(), expected_scales, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
@@ -227,7 +225,7 @@ def test_weights_that_a_format_cannot_hold_are_refused(how: Quantization) -> Non
     with pytest.raises(CheckpointError, match="not finite"):
         linear.quantize(weight, how, CPU)
     with pytest.raises(CheckpointError, match="inputs"):
-        linear.quantize(torch.zeros(1, 33 if how.group else quantized.MAX_INPUTS + 1), how, CPU)
+        linear.quantize(torch.zeros(1, 33 if how.group else 0), how, CPU)
 
 
 # The same bits
@@ -264,8 +262,8 @@ def test_tiles_of_more_rows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     products = every_product(40, 512)
     inputs = [draw(40, 512, dtype=dtype, seed=7) for _, dtype in products]
     small = [product.matmul(x, torch.float32) for (product, _), x in zip(products, inputs, strict=True)]
-    for module in (linear_dense, linear_quantized):
-        monkeypatch.setattr(module, "PROGRAMS", 2)
+    monkeypatch.setattr(linear_dense, "PROGRAMS", 2)
+    monkeypatch.setattr(linear_quantized, "FEW", linear_quantized.MANY)
     for (product, _), x, expected in zip(products, inputs, small, strict=True):
         assert torch.equal(product.matmul(x, torch.float32), expected), product
 

@@ -17,6 +17,7 @@ from quire.models.mtp import MultiTokenPrediction
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
+from quire.ops.quantized import BLOCK
 from quire.ops.states import StateCache, StateShape
 from quire.parallel.group import Group, OneRank, Split, own_heads
 
@@ -252,7 +253,9 @@ class Model(ModelSizes):
         name = str(self.dtype).removeprefix("torch.")
         if self.config.rope.is_long:
             name += ", long rotary factors"
-        return name if self.quantization is None else f"{name}, weights {self.quantization}"
+        if self.quantization is None:
+            return name
+        return f"{name}, weights {self.quantization}, activations int8 by {BLOCK}"
 
     def new_caches(
         self,

@@ -1,9 +1,11 @@
 """Weights in 8 or 4 bits: the two formats, how a weight is brought into one, and the product in plain torch.
 
 Both formats are symmetric, and both lie in panels of 32 outputs with four inputs of an output side by side, as dot
-products of bytes want them. Activations become int8 in the product itself, a scale a row (dynamic quantization, as
-in https://arxiv.org/abs/2206.01861), so integers are multiplied and their sums are exact: whatever order they are
-summed in, a row gives the same bits. With P = ceil(out / 32):
+products of bytes want them. Activations become int8 in the product itself (dynamic quantization, as in
+https://arxiv.org/abs/2206.01861), with a scale for each `BLOCK` inputs of a row: an outlier, which real models have in
+some channels (https://arxiv.org/abs/2208.07339), costs only its own block precision. Integers are multiplied and their
+sums over a group (int8: a block) are exact; then they are scaled and added in ascending order. So a row gives the same
+bits in any company. With P = ceil(out / 32):
 
 - **int8**, a scale an output: w = code * scale, codes -127 to 127.
   packed: int8 [P, padded / 4, 32, 4], `padded` being `in` rounded up to a multiple of 64; the element [p, j, o, i]
@@ -33,13 +35,15 @@ PANEL = 32
 """Outputs that lie together."""
 DEPTH = 64
 """int8: the inputs are padded to a multiple of this."""
-MAX_INPUTS = 1 << 17
-"""127 * 128 * this is just below 2^31: sums of products of bytes fit 32 bits, whatever the bytes."""
-EXACT_INPUTS = 1024
-"""127 * 127 * this is below 2^24: an fp32 product of bytes is exact in any order."""
+BLOCK = 256
+"""Inputs of a row of activations that share a scale: the super-block of llama.cpp's k-quants. 255 * 127 * this is below
+2^24, so sums of a block are exact even in fp32."""
 
 TINY = 1e-36
 """Numbers below this count as zeros: the inverse of a scale must be finite in fp32."""
+
+SMALLEST_SCALE = 2.0**-14
+"""Of fp16, with all of its bits."""
 
 CHUNK = 1 << 19
 """Numbers that are quantized at a time, so that they stay in the processor's caches."""
@@ -107,8 +111,8 @@ def layout(how: Quantization, out_features: int, in_features: int) -> Layout:
     Raises:
         CheckpointError: this format cannot hold such a weight; the message says why.
     """
-    if not 0 < in_features <= MAX_INPUTS:
-        raise CheckpointError(f"it has {in_features} inputs; quantized weights have at most {MAX_INPUTS}")
+    if in_features <= 0:
+        raise CheckpointError(f"it has {in_features} inputs; quantized weights have at least one")
     panels = -(-out_features // PANEL)
     if how.group is None:
         padded = -(-in_features // DEPTH) * DEPTH
@@ -182,7 +186,7 @@ def quantize(weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
     """A weight [out, in] of any floating-point type in a format; a mapped one is read a part at a time.
 
     Raises:
-        CheckpointError: the format cannot hold it: its shape, or a number that is not finite or too large.
+        CheckpointError: the format cannot hold it: its shape, or numbers that are not finite, too large or too small.
     """
     wanted = layout(how, *weight.shape)
     packed = torch.empty(wanted.packed, dtype=wanted.packed_dtype)
@@ -203,9 +207,22 @@ def quantize(weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
 
 
 def finished(weight: torch.Tensor, how: Quantization, packed: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """A weight that has been quantized, unless a number of it did not allow that: then its scale is not finite."""
+    """A weight that has been quantized, unless its scales do not hold it.
+
+    A group of int4 may be so small beside the others that fp16 holds its scale with fewer bits: what it loses is small
+    beside what the others lose. Where that is so of all groups, the weight would be lost.
+
+    Raises:
+        CheckpointError: a scale is not finite, as it is where a number is not, or all of them are too small.
+    """
     if not scales.isfinite().all():
         raise CheckpointError(f"it has numbers that are not finite, or too large for {how}")
+    if how.group is not None and scales.numel() and float(scales.abs().max()) < SMALLEST_SCALE and bool(weight.any()):
+        largest = float(weight.abs().max())
+        raise CheckpointError(
+            f"its numbers are too small for {how}, whose scales are fp16: the largest is {largest:.1e}, and scales "
+            f"below {SMALLEST_SCALE:.1e} lose bits; choose int8"
+        )
     return QuantizedWeight(how, packed, scales, weight.shape[1], weight.shape[0])
 
 
@@ -227,10 +244,23 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     largest = torch.where(largest.isfinite(), largest, torch.nan)
     largest = torch.where(largest < TINY, 0.0, largest)
-    # A true division: torch takes "127 / x" as 127 times the reciprocal. NaN is not above 0.
-    inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
+    # True divisions: torch takes "127 / x" as 127 times the reciprocal, and so does a GPU with "x / 127".
+    full = torch.full_like(largest, 127.0)
+    inverse = torch.where(largest > 0, full / largest, 0.0)  # NaN is not above 0
     codes = (x * inverse[:, None]).nan_to_num_(0.0).round_().clamp_(-127, 127)  # infinity * 0 is NaN
-    return codes.to(torch.int8), largest / 127
+    return codes.to(torch.int8), largest / full
+
+
+def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each `BLOCK` inputs of each row as `quantize_rows` does a row.
+
+    Returns:
+        Codes int8 [rows, blocks * BLOCK], zeros after x's, and scales fp32 [rows, blocks].
+    """
+    rows, size = x.shape
+    blocks = -(-size // BLOCK)
+    codes, scales = quantize_rows(F.pad(x, (0, blocks * BLOCK - size)).view(rows * blocks, BLOCK))
+    return codes.view(rows, blocks * BLOCK), scales.view(rows, blocks)
 
 
 def _int4_codes(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -326,29 +356,31 @@ class QuantizedProduct:
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
-        codes, scales = quantize_rows(x)
-        product = self._int8 if self._weight.group is None else self._int4
+        codes, scales = quantize_activations(x)
         parts = []
         for first in range(0, len(self._weight.packed), self.panels_at_once):
-            panels = slice(first, first + self.panels_at_once)
-            parts.append(product(codes.float(), scales[:, None], panels))
+            parts.append(self._panels(codes.float(), scales, slice(first, first + self.panels_at_once)))
         out = torch.cat(parts, 1)[:, : self.out_features]
         if self._bias is not None:
             out = out + self._bias
         return out.to(out_dtype or x.dtype)
 
-    def _int8(self, x: torch.Tensor, row_scales: torch.Tensor, panels: slice) -> torch.Tensor:
+    def _panels(self, x: torch.Tensor, row_scales: torch.Tensor, panels: slice) -> torch.Tensor:
+        """The sum over all groups of the integers' products times both scales; int8 takes blocks as groups, and the
+        outputs' scales at the end."""
         weight = codes_of(self._weight, panels).float()  # [outputs, in]
-        parts = zip(torch.split(x, EXACT_INPUTS, 1), torch.split(weight, EXACT_INPUTS, 1), strict=True)
-        total = sum((a @ b.T).to(torch.int32) for a, b in parts)
-        scales = self._weight.scales.view(-1, PANEL)[panels].flatten()
-        return torch.as_tensor(total).float() * (row_scales * scales)
-
-    def _int4(self, x: torch.Tensor, row_scales: torch.Tensor, panels: slice) -> torch.Tensor:
-        group = self._weight.how.group or 1
-        weight = codes_of(self._weight, panels).float()
-        scales = self._weight.scales[panels].double().transpose(0, 1).flatten(1)  # [groups, outputs]
+        group = self._weight.group or BLOCK
         total = x.new_zeros(len(x), len(weight))
-        for a, b, scale in zip(torch.split(x, group, 1), torch.split(weight, group, 1), scales, strict=True):
-            total = ((a @ b.T).double() * scale + total).float()  # a fused multiply-add: one rounding, to fp32
-        return total * row_scales
+        for first in range(0, self.in_features, group):
+            inputs, scale = slice(first, min(first + group, self.in_features)), row_scales[:, first // BLOCK, None]
+            if self._weight.group is not None:
+                scale = scale * self._weight.scales[panels, first // group].flatten().float()
+            total = _fma(x[:, inputs] @ weight[:, inputs].T, scale, total)
+        if self._weight.group is None:
+            total *= self._weight.scales.view(-1, PANEL)[panels].flatten()
+        return total
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c, rounded once, to fp32."""
+    return (a.double() * b.double() + c).float()

@@ -17,7 +17,6 @@ PROTOTYPES: dict[str, Prototype] = {
     "linear_scratch": (I64, (POINTER, I64)),
     "packed_bytes": (I64, (POINTER,)),
     "pack": (None, (POINTER, POINTER, POINTER)),
-    "sum_codes": (None, (POINTER, POINTER)),
 }
 INT8, INT4 = 3, 4
 """Formats beside the dense ones, which have their data type's number."""
@@ -33,7 +32,6 @@ class _Weight(ctypes.Structure):
         ("out_features", I64),
         ("data", POINTER),
         ("scales", POINTER),
-        ("sums", POINTER),
         ("bias", POINTER),
     )
 
@@ -109,9 +107,6 @@ class CpuProduct:
         self._hold("scales", weight.scales)
         if weight.group is None:
             self._weight.format = INT8
-            sums = torch.empty(weight.scales.numel(), dtype=torch.int32)
-            lib.sum_codes(self.address, sums.data_ptr())
-            self._hold("sums", sums)
         else:
             self._weight.format, self._weight.group = INT4, weight.group
 

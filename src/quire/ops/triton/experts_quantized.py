@@ -15,6 +15,7 @@ import triton.language as tl
 
 from quire.ops.elementwise import Activation
 from quire.ops.linear import Product
+from quire.ops.quantized import BLOCK
 from quire.ops.triton.experts import ALIGNMENT, add_places, addresses_of, biases_of, ordered, pointer_at, tile_at
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_quantized import (
@@ -22,15 +23,15 @@ from quire.ops.triton.linear_quantized import (
     DTYPES,
     FEW,
     INT8_BLOCK,
+    MANY,
     OUTPUTS,
-    SOME,
-    SOME_INT4,
     QuantizedProduct,
     Tile,
     add_group,
     high_halves,
     low_halves,
-    quantize_rows,
+    quantize_activations,
+    row_scales_at,
 )
 from quire.ops.triton.rows import gate_mul
 
@@ -47,14 +48,12 @@ def _source(order, m, end, weights, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, m, end, source, n, row_scales, scales, biases, expert, order, weights, out, out_features):
+def _finish(total, m, end, n, scales, biases, expert, order, weights, out, out_features):
     """Scale sums [OUTPUTS, ROWS] and add biases as `linear_chunks.finish` does, then scale by the pairs' weights, and
     store them."""
     n, there = n[:, None], m < end
-    scale = tl.load(row_scales + source, mask=there, other=0.0)[None, :]
     if scales is not None:
-        scale = scale * tl.load(scales + n, mask=n < out_features, other=0.0)
-    total = total.to(tl.float32) * scale
+        total *= tl.load(scales + n, mask=n < out_features, other=0.0)
     if biases is not None:
         total += tl.load(biases + expert.to(tl.int64) * out_features + n, mask=n < out_features, other=0.0)
     target = m
@@ -65,7 +64,7 @@ def _finish(total, m, end, source, n, row_scales, scales, biases, expert, order,
     tl.store(out, total.to(out.dtype.element_ty), mask=there[None, :] & (n < out_features))
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "length"])
 def _int8_kernel(
     codes,
     addresses,
@@ -76,36 +75,51 @@ def _int8_kernel(
     tile_table,
     weights,
     out,
+    rows,
     tiles,
     out_features,
     out_padded,
     blocks,
+    length,
     TOP_K: tl.constexpr,
+    CHUNKED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """A tile of W x^T of one expert."""
+    """A tile of W x^T of one expert; the blocks' sums come together as those of `linear_quantized`. rows: of codes."""
     tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
     expert, first, end = tile_at(tile_table, tile)
     if first >= end:
         return
     m = (first + tl.arange(0, ROWS)).to(tl.int64)
     source, there = _source(order, m, end, weights, TOP_K), (m < end)[None, :]
-    n, k = out_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
-    weight_tile = pointer_at(addresses, expert, tl.int8, ALIGNMENT) + n.to(tl.int64)[:, None] * BLOCK + k[None, :]
-    x_tile = codes + source[None, :] * blocks * BLOCK + k[:, None]
-    total = tl.zeros((OUTPUTS, ROWS), tl.int32)
-    for _ in range(blocks):
-        total = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=there, other=0), total, out_dtype=tl.int32)
-        x_tile += BLOCK
-        weight_tile += out_padded * BLOCK
+    n, k = out_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+    weight_tile = pointer_at(addresses, expert, tl.int8, ALIGNMENT) + n.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    source = source[None, :]
+    x_tile = codes + source * blocks * INPUTS + k[:, None]
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    row_scale = row_scales_at(row_scales, rows, source, there, 0, INPUTS, BLOCK)
+    for block in range(blocks):
+        # The next block's scales are on their way while this one is computed.
+        next_scale = row_scales_at(row_scales, rows, source, there, block + 1, INPUTS, BLOCK)
+        sums = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=there, other=0), out_dtype=tl.int32)
+        chunk = tl.fma(sums.to(tl.float32), tl.broadcast_to(row_scale, chunk.shape), chunk)
+        if CHUNKED and ((block + 1) % length == 0 or block + 1 == blocks):
+            total += chunk
+            chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        row_scale = next_scale
+        x_tile += INPUTS
+        weight_tile += out_padded * INPUTS
     scales = pointer_at(scale_addresses, expert, tl.float32, ALIGNMENT)
-    _finish(total, m, end, source, n, row_scales, scales, biases, expert, order, weights, out, out_features)
+    total = total if CHUNKED else chunk
+    _finish(total, m, end, n, scales, biases, expert, order, weights, out, out_features)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "length"])
 def _int4_kernel(
     codes,
     addresses,
@@ -116,19 +130,22 @@ def _int4_kernel(
     tile_table,
     weights,
     out,
+    rows,
     tiles,
     out_features,
     out_padded,
     blocks,
     length,
     TOP_K: tl.constexpr,
+    CHUNKED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """As `_int8_kernel`; the groups' sums come together as those of `linear_quantized`."""
+    """As `_int8_kernel`, with the sums of the groups."""
     tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
     expert, first, end = tile_at(tile_table, tile)
     if first >= end:
@@ -137,29 +154,33 @@ def _int4_kernel(
     source, there = _source(order, m, end, weights, TOP_K), (m < end)[None, :]
     n, k = out_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, GROUP)
     weight_tile = pointer_at(addresses, expert, tl.int8, ALIGNMENT) + n.to(tl.int64)[:, None] * GROUP + k[None, :]
-    x_tile = codes + source[None, :] * blocks * 2 * GROUP + k[:, None]
+    source = source[None, :]
+    x_tile = codes + source * blocks * 2 * GROUP + k[:, None]
     scale = pointer_at(scale_addresses, expert, tl.float16, ALIGNMENT) + n
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
     scale_1 = tl.load(scale)
     scale_2 = tl.load(scale + out_padded)
+    row_scale = row_scales_at(row_scales, rows, source, there, 0, 2 * GROUP, BLOCK)
     for block in range(blocks):
         # The next block's scales are on their way while this one is computed.
         scale += 2 * out_padded
         next_1 = tl.load(scale)
         next_2 = tl.load(scale + out_padded)
+        next_scale = row_scales_at(row_scales, rows, source, there, block + 1, 2 * GROUP, BLOCK)
         both = tl.load(weight_tile)
         sums = tl.dot(low_halves(both, COMPILED), tl.load(x_tile, mask=there, other=0), out_dtype=tl.int32)
-        chunk = add_group(chunk, sums, scale_1)
+        chunk = add_group(chunk, sums, scale_1, row_scale)
         sums = tl.dot(high_halves(both, COMPILED), tl.load(x_tile + GROUP, mask=there, other=0), out_dtype=tl.int32)
-        chunk = add_group(chunk, sums, scale_2)
-        if (block + 1) % length == 0 or block + 1 == blocks:
+        chunk = add_group(chunk, sums, scale_2, row_scale)
+        if CHUNKED and ((block + 1) % length == 0 or block + 1 == blocks):
             total += chunk
             chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        scale_1, scale_2 = next_1, next_2
+        scale_1, scale_2, row_scale = next_1, next_2, next_scale
         x_tile += 2 * GROUP
         weight_tile += out_padded * GROUP
-    _finish(total, m, end, source, n, row_scales, None, biases, expert, order, weights, out, out_features)
+    total = total if CHUNKED else chunk
+    _finish(total, m, end, n, None, biases, expert, order, weights, out, out_features)
 
 
 class QuantizedWeights:
@@ -184,7 +205,7 @@ class QuantizedWeights:
         self._addresses = addresses_of([product.blocks for product in self._products])
         self._scale_addresses = addresses_of([product.scales for product in self._products])
         self._biases = biases_of(self._products)
-        self._shape, self._length = first.blocks.shape, first.chunks.length
+        self._shape, self._chunks = first.blocks.shape, first.chunks
         self._padded_inputs = len(first.blocks) * first.block_inputs
 
     def __len__(self) -> int:
@@ -201,7 +222,7 @@ class QuantizedWeights:
     ) -> torch.Tensor:
         """The product of each pair: [pairs, out], in fp32 with weights, else in x's data type: see `_source`."""
         blocks, padded, width = self._shape
-        codes, row_scales = quantize_rows(x, self._padded_inputs)
+        codes, row_scales = quantize_activations(x, self._padded_inputs)
         out = x.new_empty(len(order), self.out_features, dtype=x.dtype if weights is None else torch.float32)
         where = (
             codes,
@@ -214,14 +235,15 @@ class QuantizedWeights:
             weights,
             out,
         )
-        sizes = (len(tile_table), self.out_features, padded, blocks)
+        sizes = (len(codes), len(tile_table), self.out_features, padded, blocks, self._chunks.length)
         grid = (len(tile_table) * (padded // OUTPUTS),)
-        shape = {"TOP_K": top_k, "ROWS": tile.rows, "OUTPUTS": OUTPUTS, "ALIGNMENT": ALIGNMENT}
+        shape = {"TOP_K": top_k, "CHUNKED": self._chunks.count > 1, "ROWS": tile.rows, "OUTPUTS": OUTPUTS}
+        shape |= {"BLOCK": BLOCK, "ALIGNMENT": ALIGNMENT}
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
         if self.is_int8:
-            _int8_kernel[grid](*where, *sizes, BLOCK=INT8_BLOCK, **shape, **options)
+            _int8_kernel[grid](*where, *sizes, INPUTS=INT8_BLOCK, **shape, **options)
         else:
-            _int4_kernel[grid](*where, *sizes, self._length, GROUP=width, COMPILED=COMPILED, **shape, **options)
+            _int4_kernel[grid](*where, *sizes, GROUP=width, COMPILED=COMPILED, **shape, **options)
         return out
 
 
@@ -248,8 +270,6 @@ class QuantizedExperts:
         found = (len(self._down), self._down.out_features, 2 * self._down.in_features)
         if found != (len(self._gate_up), self._gate_up.in_features, self._gate_up.out_features):
             raise ValueError("the experts' gate and up do not fit their down")
-        both_int8 = self._gate_up.is_int8 and self._down.is_int8
-        self._few, self._many = FEW, SOME if both_int8 else SOME_INT4
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
@@ -257,7 +277,7 @@ class QuantizedExperts:
         out = torch.empty_like(x)
         if len(x) == 0:
             return out
-        tile = self._many if ids.numel() >= len(self._gate_up) * self._few.rows else self._few
+        tile = MANY if ids.numel() >= len(self._gate_up) * FEW.rows else FEW
         order, tile_table = ordered(ids, len(self._gate_up), tile.rows)
         gate_up = self._gate_up.multiply(x, order, tile_table, ids.shape[1], tile, None)
         parts = self._down.multiply(

@@ -21,7 +21,7 @@ from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.routing import count_experts, route
 from quire.parallel.group import Gather
 
-VERSION = 1
+VERSION = 2
 """Grows with every change of a kernel's bits."""
 
 

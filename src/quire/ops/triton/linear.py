@@ -12,7 +12,7 @@ from quire.ops.linear import Product
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.triton.linear_chunks import checked
 from quire.ops.triton.linear_dense import DenseProduct
-from quire.ops.triton.linear_quantized import QuantizedProduct, quantize_rows
+from quire.ops.triton.linear_quantized import QuantizedProduct
 
 
 def pack(
@@ -41,18 +41,9 @@ def pack(
 def quantize(weight: torch.Tensor, how: Quantization, device: torch.device) -> QuantizedWeight:
     """See `Kernels.quantize`: computed on the device, returned in the host's memory, the same as a CPU finds.
 
-    That is so for int4 since the reference works number by number there, and sums in a fixed order or exactly. In
-    int8 it divides by 127, which torch on a GPU takes as a multiplication by the reciprocal: the kernel divides.
+    That is so since the reference works number by number there, and sums in a fixed order or exactly.
     """
-    weight = weight.to(device)
-    if how.group is not None:
-        return quantized.quantize(weight, how)
-    wanted = quantized.layout(how, *weight.shape)
-    panels, quads, panel, _ = wanted.packed
-    codes, scales = quantize_rows(weight.contiguous(), quads * 4)
-    missing = panels * panel - len(weight)
-    packed = F.pad(codes, (0, 0, 0, missing)).view(panels, panel, quads, 4).transpose(1, 2).contiguous()
-    return quantized.finished(weight, how, packed.cpu(), F.pad(scales, (0, missing)).cpu())
+    return quantized.quantize(weight.to(device), how)
 
 
 def pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device) -> Product:

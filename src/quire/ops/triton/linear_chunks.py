@@ -38,10 +38,13 @@ class Chunks:
     count: int
 
     @classmethod
-    def of(cls, out_tiles: int, blocks: int, least: int) -> Chunks:
-        """So many that one tile of rows makes about `PROGRAMS` programs, but none of fewer than `least` blocks."""
+    def of(cls, out_tiles: int, blocks: int, least: int, unit: int = 1) -> Chunks:
+        """So many that one tile of rows makes about `PROGRAMS` programs, but none of fewer than `least` blocks.
+
+        A chunk's length is a multiple of `unit`.
+        """
         count = max(1, min(PROGRAMS // out_tiles, blocks // least, MOST_CHUNKS))
-        length = triton.cdiv(blocks, count)
+        length = triton.cdiv(triton.cdiv(blocks, unit), count) * unit
         return cls(blocks, length, triton.cdiv(blocks, length))
 
     def side_by_side(self, tiles: int) -> bool:
@@ -82,19 +85,15 @@ def place_of(program, rows, out_tiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def finish(total, m, n, rows, out_features, row_scales, scales, bias, out):
+def finish(total, m, n, rows, out_features, scales, bias, out):
     """Scale sums, add the bias, and store in out [rows, out_features]; m and n broadcast to the shape of `total`.
 
     Args:
         m: rows, 64-bit; n: outputs. Those that do not exist are left out.
-        row_scales, scales, bias: [rows], [out_features], [out_features] fp32; None: not there.
+        scales, bias: [out_features] fp32; None: not there.
     """
-    total = total.to(tl.float32)
-    if row_scales is not None:
-        scale = tl.load(row_scales + m, mask=m < rows, other=0.0)
-        if scales is not None:
-            scale = scale * tl.load(scales + n, mask=n < out_features, other=0.0)
-        total = total * scale
+    if scales is not None:
+        total *= tl.load(scales + n, mask=n < out_features, other=0.0)
     if bias is not None:
         total += tl.load(bias + n, mask=n < out_features, other=0.0)
     tl.store(out + m * out_features + n, total.to(out.dtype.element_ty), mask=(m < rows) & (n < out_features))
@@ -103,7 +102,6 @@ def finish(total, m, n, rows, out_features, row_scales, scales, bias, out):
 @triton.jit(do_not_specialize=["rows"])
 def _add_up_kernel(
     sums,
-    row_scales,
     scales,
     bias,
     out,
@@ -114,16 +112,15 @@ def _add_up_kernel(
 ):
     m = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), sums.dtype.element_ty)
+    total = tl.zeros((COLUMNS,), tl.float32)
     for chunk in tl.static_range(COUNT):
         total += tl.load(sums + (chunk * rows + m) * out_features + n, mask=n < out_features, other=0)
-    finish(total, m, n, rows, out_features, row_scales, scales, bias, out)
+    finish(total, m, n, rows, out_features, scales, bias, out)
 
 
 class Ending(NamedTuple):
     """What is done to a product's sums before they are stored: see `finish`."""
 
-    row_scales: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
@@ -135,21 +132,19 @@ class Launch(Protocol):
     def __call__(self, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending) -> None: ...
 
 
-def sum_chunks(
-    launch: Launch, tiles: int, chunks: Chunks, sums_dtype: torch.dtype, out: torch.Tensor, ending: Ending
-) -> None:
+def sum_chunks(launch: Launch, tiles: int, chunks: Chunks, out: torch.Tensor, ending: Ending) -> None:
     """out [rows, outputs]: the chunks of each of its tiles, summed by one program or side by side."""
     if not chunks.side_by_side(tiles):
         launch((tiles, 1), chunks.blocks, out, ending)
         return
     rows, out_features = out.shape
-    sums = out.new_empty(chunks.count, rows, out_features, dtype=sums_dtype)
+    sums = out.new_empty(chunks.count, rows, out_features, dtype=torch.float32)
     launch((tiles, chunks.count), chunks.length, sums, Ending())
     add_up(sums, out, ending)
 
 
 def add_up(sums: torch.Tensor, out: torch.Tensor, ending: Ending) -> None:
-    """out [rows, outputs]: the chunks' sums [chunks, rows, outputs], fp32 or int32, added in ascending order."""
+    """out [rows, outputs]: the chunks' sums [chunks, rows, outputs], fp32, added in ascending order."""
     chunks, rows, out_features = sums.shape
     grid = (rows, triton.cdiv(out_features, COLUMNS))
     _add_up_kernel[grid](sums, *ending, out, rows, out_features, chunks, COLUMNS, enable_fp_fusion=False)

@@ -92,7 +92,7 @@ def _dense_kernel(
     if not CHUNKED:
         total = chunk
     out += tl.program_id(1).to(tl.int64) * rows * out_features
-    finish(total, m, n, rows, out_features, None, None, bias, out)
+    finish(total, m, n, rows, out_features, None, bias, out)
 
 
 class DenseProduct:
@@ -125,7 +125,7 @@ class DenseProduct:
         tile = self._tall if enough else self._short
         tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
         launch = functools.partial(self._launch, x, tile)
-        sum_chunks(launch, tiles, self._chunks, torch.float32, out, Ending(bias=self.bias))
+        sum_chunks(launch, tiles, self._chunks, out, Ending(bias=self.bias))
         return out
 
     def _launch(

@@ -1,8 +1,8 @@
 """Products with weights in 8 or 4 bits: see `quire.ops.quantized` for what they mean.
 
-Activations become int8 in a kernel of their own, and integers are multiplied, so sums of products are exact and tiles
-may have any shape. What is rounded is the same whatever the tile: int8 scales the whole sum; int4 scales each group's
-sum and adds it to those before it, in the order of `linear_chunks`.
+Activations become int8 in a kernel of their own, with a scale for each `quantized.BLOCK` inputs, and integers are
+multiplied, so sums of a group's products (int8: of a line's) are exact and tiles may have any shape. What is rounded is
+the same whatever the tile: each such sum is scaled and added to those before it, in the order of `linear_chunks`.
 
 A weight is re-laid once into **blocks** of inputs, each of which holds all outputs one after the other, so that what
 a program reads at once is one range of memory: int8 [blocks, padded outputs, bytes]. What is padding is 0.
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from quire.ops.quantized import PANEL, TINY, QuantizedWeight, codes_of
-from quire.ops.triton.linear_chunks import PROGRAMS, Chunks, Ending, checked, finish, place_of, sum_chunks
+from quire.ops.quantized import BLOCK, PANEL, TINY, QuantizedWeight, codes_of
+from quire.ops.triton.linear_chunks import Chunks, Ending, checked, finish, place_of, sum_chunks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of activations."""
@@ -35,12 +35,12 @@ INT8_BLOCK = 128
 """Inputs of a block of int8: a line of the cache."""
 LARGEST_GROUP = 64
 """int4: larger ones are kept as several of this size, whose products fit the registers."""
-LEAST_INPUTS = 256
-"""Of a chunk: below that, starting a program costs more than it reads."""
-ROW_BLOCK = 16384
-"""Numbers of a row that are quantized at once: 32 a thread."""
+PARTS = 16
+"""BLOCKs of a row that a program quantizes, at most: 32 numbers a thread."""
 PANELS_AT_ONCE = 64
 """Panels that are re-laid at a time, so that little more memory is needed than for the result."""
+Activations = tuple[torch.Tensor, torch.Tensor]
+"""Codes and scales: see `quantize_activations`."""
 COMPILED = isinstance(finish, triton.JITFunction)
 """Whether kernels are compiled; Triton's interpreter does not run assembly."""
 
@@ -53,51 +53,55 @@ class Tile(NamedTuple):
     stages: int
 
 
-FEW, SOME, MANY = Tile(16, 4, 4), Tile(64, 4, 3), Tile(128, 8, 3)
-SOME_INT4 = Tile(64, 8, 3)
-"""Any number of rows above `FEW`: the groups' sums need registers besides."""
+FEW, MANY = Tile(16, 4, 4), Tile(64, 8, 3)
+"""Sums are kept apart for a group, a chunk and all of the inputs: larger tiles would not fit the registers."""
 
 
 # -- activations ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _quantize_rows_kernel(x, codes, scales, size, padded, TINY: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+def _quantize_kernel(x, codes, scales, size, padded, TINY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    column = part[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     infinity = float("inf")
-    highest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        part = tl.load(x + row * size + start + columns, mask=start + columns < size, other=0.0).to(tl.float32)
-        # The maximum of a GPU passes over NaN.
-        highest = tl.maximum(highest, tl.where(tl.abs(part) < infinity, tl.abs(part), infinity))
-    largest = tl.max(highest)
+    numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    # The maximum of a GPU passes over NaN.
+    largest = tl.max(tl.where(tl.abs(numbers) < infinity, tl.abs(numbers), infinity), 1)
     largest = tl.where(largest < TINY, 0.0, largest)
     finite = largest < infinity
     some = finite & (largest > 0)
     inverse = tl.where(some, tl.div_rn(127.0, tl.where(some, largest, 1.0)), 0.0)
-    for start in range(0, padded, BLOCK):
-        part = tl.load(x + row * size + start + columns, mask=start + columns < size, other=0.0).to(tl.float32)
-        code = tl.where(finite, part, 0.0) * inverse
-        code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is added rounds to a whole number, halves to even
-        tl.store(codes + row * padded + start + columns, code.to(tl.int8), mask=start + columns < padded)
-    tl.store(scales + row, tl.where(finite, tl.div_rn(largest, 127.0), float("nan")))
+    code = tl.where(finite[:, None], numbers, 0.0) * inverse[:, None]
+    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is added rounds to a whole number, halves to even
+    tl.store(codes + row * padded + column, code.to(tl.int8), mask=column < padded)
+    scale = tl.where(finite, tl.div_rn(largest, 127.0), float("nan"))
+    tl.store(scales + part * rows + row, scale, mask=part * BLOCK < size)
 
 
-def quantize_rows(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantized.quantize_rows`, bit by bit: codes int8 [rows, padded], zeros after x's; scales fp32 [rows]."""
+def quantize_activations(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantized.quantize_activations`, bit by bit, but for where they lie: codes int8 [rows, padded], zeros after x's;
+    scales fp32 [BLOCKs + 1, rows], of which the last are read ahead, and not used."""
     rows, size = x.shape
-    codes, scales = x.new_empty(rows, padded, dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)
-    block = min(triton.next_power_of_2(padded), ROW_BLOCK)
-    warps = min(max(1, block // 512), 16)
-    _quantize_rows_kernel[(rows,)](x, codes, scales, size, padded, TINY, block, num_warps=warps, enable_fp_fusion=False)
+    blocks = triton.cdiv(size, BLOCK)
+    codes, scales = x.new_empty(rows, padded, dtype=torch.int8), x.new_empty(blocks + 1, rows, dtype=torch.float32)
+    parts = min(triton.next_power_of_2(blocks), PARTS)
+    grid, warps = (rows, triton.cdiv(padded, parts * BLOCK)), max(1, parts // 4)
+    _quantize_kernel[grid](x, codes, scales, size, padded, TINY, parts, BLOCK, num_warps=warps, enable_fp_fusion=False)
     return codes, scales
+
+
+@triton.jit
+def row_scales_at(row_scales, rows, m, there, block, BLOCK_INPUTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The scales of rows m in a block of inputs."""
+    return tl.load(row_scales + block * BLOCK_INPUTS // BLOCK * rows + m, mask=there, other=0.0)
 
 
 # -- products ------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["rows", "span"])
+@triton.jit(do_not_specialize=["rows", "length", "span"])
 def _int8_kernel(
     codes,
     weight,
@@ -109,31 +113,46 @@ def _int8_kernel(
     out_features,
     out_padded,
     blocks,
+    length,
     span,
+    CHUNKED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of W x^T, over `span` blocks of inputs from program_id(1) * span on; out is [.., rows, out_features]."""
+    """A tile of W x^T, over `span` blocks of inputs from program_id(1) * span on; out is [.., rows, out_features].
+
+    The sums of the blocks, scaled, come together in chunks of `length` blocks, if there are several.
+    """
     row_tile, out_tile = place_of(tl.program_id(0), rows, out_padded // OUTPUTS, ROWS)
     m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, INPUTS)
     first = tl.program_id(1) * span
     last = tl.minimum(first + span, blocks)
-    x_tile = codes + (m * blocks + first) * BLOCK + k[:, None]
-    weight_tile = weight + (first.to(tl.int64) * out_padded + n) * BLOCK + k[None, :]
+    x_tile = codes + (m * blocks + first) * INPUTS + k[:, None]
+    weight_tile = weight + (first.to(tl.int64) * out_padded + n) * INPUTS + k[None, :]
 
-    total = tl.zeros((OUTPUTS, ROWS), tl.int32)
-    for _ in range(first, last):
-        total = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=m < rows, other=0), total, out_dtype=tl.int32)
-        x_tile += BLOCK
-        weight_tile += out_padded * BLOCK
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    row_scale = row_scales_at(row_scales, rows, m, m < rows, first, INPUTS, BLOCK)
+    for block in range(first, last):
+        # The next block's scales are on their way while this one is computed.
+        next_scale = row_scales_at(row_scales, rows, m, m < rows, block + 1, INPUTS, BLOCK)
+        sums = tl.dot(tl.load(weight_tile), tl.load(x_tile, mask=m < rows, other=0), out_dtype=tl.int32)
+        chunk = tl.fma(sums.to(tl.float32), tl.broadcast_to(row_scale, chunk.shape), chunk)
+        if CHUNKED and ((block + 1) % length == 0 or block + 1 == last):
+            total += chunk
+            chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        row_scale = next_scale
+        x_tile += INPUTS
+        weight_tile += out_padded * INPUTS
     out += tl.program_id(1).to(tl.int64) * rows * out_features
-    finish(total, m, n, rows, out_features, row_scales, scales, bias, out)
+    finish(total if CHUNKED else chunk, m, n, rows, out_features, scales, bias, out)
 
 
-@triton.jit(do_not_specialize=["rows", "span"])
+@triton.jit(do_not_specialize=["rows", "length", "span"])
 def _int4_kernel(
     codes,
     weight,
@@ -147,12 +166,14 @@ def _int4_kernel(
     blocks,
     length,
     span,
+    CHUNKED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """As `_int8_kernel`; the sums of the groups, in fp32, come together in chunks of `length` blocks."""
+    """As `_int8_kernel`, with the sums of the groups."""
     row_tile, out_tile = place_of(tl.program_id(0), rows, out_padded // OUTPUTS, ROWS)
     m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     outputs = out_tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -168,31 +189,33 @@ def _int4_kernel(
     chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
     scale_1 = tl.load(scale)
     scale_2 = tl.load(scale + out_padded)
+    row_scale = row_scales_at(row_scales, rows, m, m < rows, first, 2 * GROUP, BLOCK)
     for block in range(first, last):
         # The next block's scales are on their way while this one is computed.
         scale += 2 * out_padded
         next_1 = tl.load(scale)
         next_2 = tl.load(scale + out_padded)
+        next_scale = row_scales_at(row_scales, rows, m, m < rows, block + 1, 2 * GROUP, BLOCK)
         both = tl.load(weight_tile)
         sums = tl.dot(low_halves(both, COMPILED), tl.load(x_tile, mask=m < rows, other=0), out_dtype=tl.int32)
-        chunk = add_group(chunk, sums, scale_1)
+        chunk = add_group(chunk, sums, scale_1, row_scale)
         sums = tl.dot(high_halves(both, COMPILED), tl.load(x_tile + GROUP, mask=m < rows, other=0), out_dtype=tl.int32)
-        chunk = add_group(chunk, sums, scale_2)
-        if (block + 1) % length == 0 or block + 1 == last:
+        chunk = add_group(chunk, sums, scale_2, row_scale)
+        if CHUNKED and ((block + 1) % length == 0 or block + 1 == last):
             total += chunk
             chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        scale_1, scale_2 = next_1, next_2
+        scale_1, scale_2, row_scale = next_1, next_2, next_scale
         x_tile += 2 * GROUP
         weight_tile += out_padded * GROUP
     out += tl.program_id(1).to(tl.int64) * rows * out_features
-    finish(total, m, n, rows, out_features, row_scales, None, bias, out)
+    finish(total if CHUNKED else chunk, m, n, rows, out_features, None, bias, out)
 
 
 @triton.jit
-def add_group(chunk, sums, scale):
-    """chunk + sums * scale / 16, rounded once."""
-    scale = (scale.to(tl.float32) * 0.0625)[:, None]
-    return tl.fma(sums.to(tl.float32), tl.broadcast_to(scale, chunk.shape), chunk)
+def add_group(chunk, sums, scale, row_scale):
+    """chunk + sums * scale / 16 * row_scale, rounded once after the product of the scales."""
+    scale = (scale.to(tl.float32) * 0.0625)[:, None] * row_scale
+    return tl.fma(sums.to(tl.float32), scale, chunk)
 
 
 # The compiler takes bytes one by one; the assembly takes four at once, which halves the loop's instructions.
@@ -231,7 +254,7 @@ class QuantizedProduct:
         block_inputs: inputs of a block.
         blocks: [blocks, padded outputs, bytes] int8, the codes, in the layout that this file begins with.
         scales: [outputs] fp32 of int8; of int4 see `relay_scales`.
-        chunks: how the blocks' sums come together.
+        chunks: how the blocks' sums come together; each has whole `quantized.BLOCK`s.
         bias: [out] fp32; None: there is none.
     """
 
@@ -241,7 +264,8 @@ class QuantizedProduct:
         self.block_inputs = INT8_BLOCK if self.group is None else 2 * self.group
         self.blocks = relay(weight, self.block_inputs, device)
         self._out_tiles = self.blocks.shape[1] // OUTPUTS
-        self.chunks = Chunks.of(self._out_tiles, len(self.blocks), LEAST_INPUTS // self.block_inputs)
+        whole = BLOCK // self.block_inputs
+        self.chunks = Chunks.of(self._out_tiles, len(self.blocks), whole, unit=whole)
         self.scales = weight.scales.to(device) if self.group is None else relay_scales(weight, self.blocks)
         self.bias = None if bias is None else bias.float()
 
@@ -252,57 +276,51 @@ class QuantizedProduct:
         out = x.new_empty(rows, self.out_features, dtype=out_dtype)
         if rows == 0:
             return out
-        codes, row_scales = quantize_rows(x, len(self.blocks) * self.block_inputs)
-        tile = self._tile(rows)
+        activations = quantize_activations(x, len(self.blocks) * self.block_inputs)
+        tile = FEW if rows <= FEW.rows else MANY  # either gives the same bits
         tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
-        if self.group is None:
-            launch, sums_dtype, scales = self._launch_int8, torch.int32, self.scales
-        else:
-            launch, sums_dtype, scales = self._launch_int4, torch.float32, None
-        ending = Ending(row_scales, scales, self.bias)
-        sum_chunks(functools.partial(launch, codes, tile), tiles, self.chunks, sums_dtype, out, ending)
+        launch = self._launch_int8 if self.group is None else self._launch_int4
+        ending = Ending(self.scales if self.group is None else None, self.bias)
+        sum_chunks(functools.partial(launch, activations, tile), tiles, self.chunks, out, ending)
         return out
 
-    def _tile(self, rows: int) -> Tile:
-        """Any gives the same bits."""
-        if rows <= FEW.rows:
-            return FEW
-        if self.group is not None:
-            return SOME_INT4
-        enough = triton.cdiv(rows, MANY.rows) * self._out_tiles >= PROGRAMS // 2  # one a multiprocessor
-        return MANY if enough else SOME
-
     def _launch_int8(
-        self, codes: torch.Tensor, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
+        self, activations: Activations, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
     ) -> None:
         blocks, padded, _ = self.blocks.shape
+        codes, row_scales = activations
         _int8_kernel[grid](
             codes,
             self.blocks,
+            row_scales,
             *ending,
             out,
             len(codes),
             self.out_features,
             padded,
             blocks,
+            self.chunks.length,
             span,
+            CHUNKED=self.chunks.count > 1,
             ROWS=tile.rows,
             OUTPUTS=OUTPUTS,
-            BLOCK=INT8_BLOCK,
+            INPUTS=INT8_BLOCK,
+            BLOCK=BLOCK,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
         )
 
     def _launch_int4(
-        self, codes: torch.Tensor, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
+        self, activations: Activations, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending
     ) -> None:
         blocks, padded, group = self.blocks.shape
+        codes, row_scales = activations
         _int4_kernel[grid](
             codes,
             self.blocks,
             self.scales,
-            ending.row_scales,
+            row_scales,
             ending.bias,
             out,
             len(codes),
@@ -311,9 +329,11 @@ class QuantizedProduct:
             blocks,
             self.chunks.length,
             span,
+            CHUNKED=self.chunks.count > 1,
             ROWS=tile.rows,
             OUTPUTS=OUTPUTS,
             GROUP=group,
+            BLOCK=BLOCK,
             COMPILED=COMPILED,
             num_warps=tile.warps,
             num_stages=tile.stages,

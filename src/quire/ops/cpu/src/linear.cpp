@@ -16,7 +16,7 @@ namespace quire {
 namespace {
 
 constexpr int FEW_ROWS = 4;     // that tiles would not do faster
-constexpr float TINY = 1e-36f;  // a row whose numbers are all below this counts as zeros
+constexpr float TINY = 1e-36f;  // a block whose numbers are all below this counts as zeros
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -124,44 +124,50 @@ INLINE void times_single(const T* w, const uint32_t* x, int64_t in, Sums<ROWS>& 
     }
 }
 
-// int8: activations are unsigned (128 added), so 128 times the codes' sum is taken off.
+// int8 and int4: codes of the weight are unsigned (128 or 8 added) and those of activations signed, so each sum begins
+// with minus 128 or 8 times that of the activations' codes: `starts` [row][group]. `scales` [row][BLOCK of inputs] are
+// the activations'. Integers of a group (int8: block) are summed exactly, and then added in ascending order.
 template <int ROWS>
-INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* s,
-                       Later later, Sums<ROWS>& sums) {
-    i32x16 acc[ROWS][2];
-    const i32x16 c0 = load_as<i32x16>(w.sums + panel * PANEL), c1 = load_as<i32x16>(w.sums + panel * PANEL + LANES);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) acc[r][0] = -c0, acc[r][1] = -c1;
-    for (int64_t j = 0; j < w.in; j += 4, data += 128, x += ROWS) {
-        fetch(data), later.fetch();
-        const u32x16 w0 = load_as<u32x16>(data), w1 = load_as<u32x16>(data + 64);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            const u32x16 quad = splat_word(x + r);
-            acc[r][0] = dot4(acc[r][0], quad, w0);
-            acc[r][1] = dot4(acc[r][1], quad, w1);
-        }
-    }
-    const float* scales = (const float*)w.scales + panel * PANEL;
-    const f32x16 s0 = load(scales), s1 = load(scales + LANES);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
-        sums[r][0] = __builtin_convertvector(acc[r][0], f32x16) * (s[r] * s0);
-        sums[r][1] = __builtin_convertvector(acc[r][1], f32x16) * (s[r] * s1);
-    }
-}
-
-// int4: codes are unsigned (8 added) and activations signed; 8 times the activations' sum in a group, which
-// `group_sums` [row][group] holds, is taken off.
-template <int ROWS>
-INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* s,
-                       const int32_t* group_sums, Later later, Sums<ROWS>& sums) {
-    const int64_t groups = w.in / w.group;
-    const f16* scales = (const f16*)w.scales + panel * groups * PANEL;
-    for (int64_t g = 0; g < groups; g++, scales += PANEL) {
+INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
+                       const int32_t* starts, Later later, Sums<ROWS>& sums) {
+    const int64_t blocks = blocks_a_row(w);
+    for (int64_t b = 0; b < blocks; b++) {
         i32x16 acc[ROWS][2];
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(-8 * group_sums[r * groups + g]);
+        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(starts[r * blocks + b]);
+        const int64_t end = std::min(w.in, (b + 1) * BLOCK);
+        for (int64_t j = b * BLOCK; j < end; j += 4, data += 128, x += ROWS) {
+            fetch(data), later.fetch();
+            const u32x16 w0 = load_as<u32x16>(data) ^ 0x80808080u, w1 = load_as<u32x16>(data + 64) ^ 0x80808080u;
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const u32x16 quad = splat_word(x + r);
+                acc[r][0] = dot4(acc[r][0], w0, quad);
+                acc[r][1] = dot4(acc[r][1], w1, quad);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const f32x16 scale = splat(scales[r * blocks + b]);
+            sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), scale, sums[r][0]);
+            sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), scale, sums[r][1]);
+        }
+    }
+    const float* outputs = (const float*)w.scales + panel * PANEL;
+    const f32x16 s0 = load(outputs), s1 = load(outputs + LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) sums[r][0] *= s0, sums[r][1] *= s1;
+}
+
+template <int ROWS>
+INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
+                       const int32_t* starts, Later later, Sums<ROWS>& sums) {
+    const int64_t groups = w.in / w.group, blocks = blocks_a_row(w);
+    const f16* group_scales = (const f16*)w.scales + panel * groups * PANEL;
+    for (int64_t g = 0; g < groups; g++, group_scales += PANEL) {
+        i32x16 acc[ROWS][2];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(starts[r * groups + g]);
         for (int64_t j = 0; j < w.group; j += 8, data += 128, x += 2 * ROWS) {
             fetch(data), later.fetch();
             const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
@@ -174,15 +180,15 @@ INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const u
                 acc[r][1] = dot4(dot4(acc[r][1], low1, first), high1, second);
             }
         }
-        const f32x16 s0 = load(scales), s1 = load(scales + LANES);
+        const f32x16 s0 = load(group_scales), s1 = load(group_scales + LANES);
+        const float* block = scales + g * w.group / BLOCK;
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
-            sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), s0, sums[r][0]);
-            sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), s1, sums[r][1]);
+            const float scale = block[r * blocks];
+            sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), s0 * scale, sums[r][0]);
+            sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), s1 * scale, sums[r][1]);
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) sums[r][0] *= s[r], sums[r][1] *= s[r];
 }
 
 // -- all of a product ---------------------------------------------------------------------------------------------
@@ -194,13 +200,15 @@ struct Blocks {
     int64_t begin(int64_t block) const { return block * rows / count; }
 };
 
-// Activations as the product reads them: words [block][step][row of the block]. Quantized ones have a scale a row and,
-// for int4, a sum for each group of a row.
+// Activations as the product reads them: words [block of rows][step][row of the block]. Quantized ones have a scale for
+// each BLOCK of a row, and what the sum of products of each group (int8: BLOCK) of a row begins with.
 struct Activations {
     uint32_t* words;
     float* scales;
-    int32_t* group_sums;
+    int32_t* starts;
 };
+
+int64_t starts_a_row(const Weight& w) { return w.format == INT4 ? w.in / w.group : blocks_a_row(w); }
 
 int64_t words_a_row(const Weight& w) {
     if (TILES && w.format != DENSE_F32 && w.format != DENSE_F16) return tiled_row_words(w);  // more than those below
@@ -242,6 +250,8 @@ template <int ROWS>
 void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row, Later later, f32x16 (*out)[2]) {
     const char* data = panel_data(w, panel);
     const uint32_t* words = x.words + row * words_a_row(w);
+    const float* scales = x.scales + row * blocks_a_row(w);
+    const int32_t* starts = x.starts + row * starts_a_row(w);
     Sums<ROWS> sums = {};
     switch (w.format) {
         case DENSE_BF16:
@@ -252,9 +262,8 @@ void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row,
             break;
         case DENSE_F32: times_single<float, ROWS>((const float*)data, words, w.in, sums); break;
         case DENSE_F16: times_single<f16, ROWS>((const f16*)data, words, w.in, sums); break;
-        case INT8: times_int8<ROWS>(w, panel, data, words, x.scales + row, later, sums); break;
-        case INT4:
-            times_int4<ROWS>(w, panel, data, words, x.scales + row, x.group_sums + row * (w.in / w.group), later, sums);
+        case INT8: times_int8<ROWS>(w, panel, data, words, scales, starts, later, sums); break;
+        case INT4: times_int4<ROWS>(w, panel, data, words, scales, starts, later, sums);
     }
     std::memcpy(out, sums, sizeof sums);
 }
@@ -268,13 +277,13 @@ void multiply(int64_t rows, const Weight& w, int64_t panel, const Activations& x
 
 // -- activations ----------------------------------------------------------------------------------------------------
 
-// A row as int8: number = code * scale. A row that is not finite has the scale NaN, and so outputs of NaN.
-struct RowScale {
+// A BLOCK of a row as int8: number = code * scale. One that is not finite has the scale NaN, and so outputs of NaN.
+struct BlockScale {
     float scale, inverse;
 };
 
 template <class T>
-RowScale scale_of(const T* x, int64_t in) {
+BlockScale scale_of(const T* x, int64_t in) {
     f32x16 top{}, check{};
     for (int64_t j = 0; j < in; j += LANES) {
         const f32x16 v = load_some(x + j, in - j);
@@ -283,32 +292,41 @@ RowScale scale_of(const T* x, int64_t in) {
     }
     const float largest = max_of(top), nan = sum(check);
     if (nan != 0.0f) return {nan, 0.0f};
-    return largest < TINY ? RowScale{0.0f, 0.0f} : RowScale{largest / 127.0f, 127.0f / largest};
+    return largest < TINY ? BlockScale{0.0f, 0.0f} : BlockScale{largest / 127.0f, 127.0f / largest};
 }
 
 // 16 codes, rounded half to even.
-INLINE i32x16 codes_of(f32x16 v, const RowScale& row) {
-    const f32x16 shifted = v * row.inverse + 12582912.0f;  // 1.5 * 2^23: the low bits hold the rounded integer
-    return bits_of<i32x16>(row.scale == row.scale ? shifted : splat(12582912.0f)) - 0x4b400000;
+INLINE i32x16 codes_of(f32x16 v, const BlockScale& block) {
+    const f32x16 shifted = v * block.inverse + 12582912.0f;  // 1.5 * 2^23: the low bits hold the rounded integer
+    return bits_of<i32x16>(block.scale == block.scale ? shifted : splat(12582912.0f)) - 0x4b400000;
 }
 
-// One row to words of four codes each, `stride` words from one to the next, with `offset` added to every code. Returns its
-// scale. `sums` (int4): of each group's codes.
+// What is added to a weight's codes to make them unsigned, and the inputs that are summed apart.
+struct Grouping {
+    int32_t offset;
+    int64_t group;
+    explicit Grouping(const Weight& w) : offset(w.format == INT4 ? 8 : 128), group(w.format == INT4 ? w.group : BLOCK) {}
+};
+
+// One row to words of four codes each, `stride` words from one to the next; its scales, and `starts`, if wanted.
 template <class T>
-float quantize(const T* x, int64_t in, int offset, uint32_t* to, int64_t stride, int64_t group, int32_t* sums) {
-    using u8x16 = uint8_t __attribute__((vector_size(16)));
+void quantize(const T* x, int64_t in, uint32_t* to, int64_t stride, float* scales, Grouping how, int32_t* starts) {
+    using i8x16 = int8_t __attribute__((vector_size(16)));
     using u32x4 = uint32_t __attribute__((vector_size(16)));
-    const RowScale row = scale_of(x, in);
-    i32x16 total{};
-    for (int64_t j = 0; j < in; j += LANES) {
-        const i32x16 codes = codes_of(load_some(x + j, in - j), row);
-        const u32x4 quads = bits_of<u32x4>(__builtin_convertvector(codes + offset, u8x16));
-        for (int64_t i = 0; i < LANES / 4 && j + 4 * i < in; i++, to += stride) *to = quads[i];
-        if (!sums) continue;
-        total += codes;
-        if ((j + LANES) % group == 0) *sums++ = sum(total), total = i32x16{};
+    for (int64_t first = 0; first < in; first += BLOCK) {
+        const int64_t last = std::min(first + BLOCK, in);
+        const BlockScale block = scale_of(x + first, last - first);
+        *scales++ = block.scale;
+        i32x16 total{};
+        for (int64_t j = first; j < last; j += LANES) {
+            const i32x16 codes = codes_of(load_some(x + j, last - j), block);
+            const u32x4 quads = bits_of<u32x4>(__builtin_convertvector(codes, i8x16));
+            for (int64_t i = 0; i < LANES / 4 && j + 4 * i < last; i++, to += stride) *to = quads[i];
+            total += codes;
+            if (starts && ((j + LANES) % how.group == 0 || j + LANES >= last))
+                *starts++ = -how.offset * sum(total), total = i32x16{};
+        }
     }
-    return row.scale;
 }
 
 // n rows of bf16 [n, in] to words [in / 2][n] of two numbers each.
@@ -334,10 +352,9 @@ void prepare(const Weight& w, const T* x, const Blocks& blocks, int64_t block, c
     uint32_t* at = to.words + begin * words;
     const T* from = x + begin * w.in;
     if (w.format == INT8 || w.format == INT4) {
-        for (int64_t r = 0; r < n; r++) {
-            int32_t* sums = w.format == INT4 ? to.group_sums + (begin + r) * (w.in / w.group) : nullptr;
-            to.scales[begin + r] = quantize(from + r * w.in, w.in, sums ? 0 : 128, at + r, n, w.group, sums);
-        }
+        for (int64_t r = 0, row = begin; r < n; r++, row++)
+            quantize(from + r * w.in, w.in, at + r, n, to.scales + row * blocks_a_row(w), Grouping(w),
+                     to.starts + row * starts_a_row(w));
         return;
     }
     if constexpr (PAIRS && std::is_same_v<T, bf16>)
@@ -354,7 +371,7 @@ bool ready(const Weight& w, int32_t dtype, int64_t rows) {
 Activations lay_out(const Weight& w, int64_t rows, void* scratch) {
     uint32_t* words = (uint32_t*)scratch;
     float* scales = (float*)(words + round_up(rows * words_a_row(w), 16));
-    return {words, scales, (int32_t*)scales + round_up(rows, 16)};
+    return {words, scales, (int32_t*)scales + round_up(rows * blocks_a_row(w), 16)};
 }
 
 // A panel stays in the cache for all blocks of rows; where there are few panels for many threads, it is shared out.
@@ -416,7 +433,7 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const Activatio
     const T* from = x + row * w.in;
     if (bytes % TILE_BYTES) std::memset(at + bytes / TILE_BYTES * TILE_BYTES, 0, TILE_BYTES);
     if (w.format != DENSE_BF16)
-        to.scales[row] = quantize(from, w.in, 0, (uint32_t*)at, 1, 0, nullptr);
+        quantize(from, w.in, (uint32_t*)at, 1, to.scales + row * blocks_a_row(w), Grouping(w), nullptr);
     else
         for (int64_t j = 0; j < w.in; j += LANES) store_some((bf16*)at + j, load_some(from + j, w.in - j), w.in - j);
 }
@@ -428,7 +445,7 @@ void tiled_block(const Weight& w, int64_t panel, const Activations& input, const
     TileBlock<COUNT> x{{}, {}, tiled_row_words(w) * 4, (int)tiles.height};
     for (int t = 0; t < COUNT; t++) {
         x.rows[t] = (const char*)input.words + tiles.begin(first + t) * x.stride;
-        x.scales[t] = input.scales + tiles.begin(first + t);
+        x.scales[t] = input.scales + tiles.begin(first + t) * blocks_a_row(w);
     }
     alignas(64) TileSums<COUNT, f32x16> sums = {};
     switch (w.format) {
@@ -557,23 +574,8 @@ using namespace quire;
 
 // Bytes of scratch for `rows` rows.
 QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) {
-    const int64_t groups = w->format == INT4 ? w->in / w->group : 0;
-    return 4 * (round_up(rows * words_a_row(*w), 16) + round_up(rows, 16) + rows * groups);
-}
-
-// 128 times the sum of each output's codes, of an int8 weight: `sums` [panels * 32].
-QUIRE_API void quire_sum_codes(const Weight* w, int32_t* sums) {
-    parallel_each(panels(*w), {}, [&](int64_t panel) {
-        i32x16 total[2] = {};
-        const char* data = (const char*)w->data + panel * panel_bytes(*w);
-        for (int64_t j = 0; j < panel_bytes(*w); j += 128)
-            for (int half = 0; half < 2; half++)
-                total[half] = dot4(total[half], u32x16{} + 0x01010101u, load_as<u32x16>(data + j + 64 * half));
-        for (int half = 0; half < 2; half++) {
-            total[half] *= 128;
-            std::memcpy(sums + panel * PANEL + half * LANES, &total[half], sizeof total[half]);
-        }
-    });
+    const int64_t scales = round_up(rows * blocks_a_row(*w), 16);
+    return 4 * (round_up(rows * words_a_row(*w), 16) + scales + rows * starts_a_row(*w));
 }
 
 // y [rows, out] = x [rows, in] W^T + b, with y in x's data type or in fp32.

@@ -31,7 +31,7 @@ struct RowTiles {
     int64_t shared(int64_t tile) const { return tile * height - begin(tile); }
 };
 
-// One or two neighbouring tiles of rows: their activations, `stride` bytes a row, and their scales.
+// One or two neighbouring tiles of rows: their activations, `stride` bytes a row, and their scales [row][BLOCK].
 template <int COUNT>
 struct TileBlock {
     const char* rows[COUNT];
@@ -123,22 +123,36 @@ void times_panel_bf16(const Weight& w, const char* panel, const TileBlock<COUNT>
     store_sums<COUNT>(sums);
 }
 
+// sums += dots times the scales of their outputs, and of their rows in a BLOCK.
 template <int COUNT>
-void times_panel_int8(const Weight& w, int64_t index, const char* panel, const TileBlock<COUNT>& x,
-                      TileSums<COUNT, f32x16>& sums) {
-    zero_sums<COUNT>();
-    for (int64_t at = 0; at < w.in; at += TILE_BYTES, panel += STEP) {
-        fetch_step(panel);
-        add_products<true>(panel, x, at);
-    }
-    alignas(64) TileSums<COUNT, i32x16> dots;
-    store_sums<COUNT>(dots);
-    const float* scales = (const float*)w.scales + index * PANEL;
+INLINE void add_scaled(const TileSums<COUNT, i32x16>& dots, const f32x16 (&outputs)[2], const TileBlock<COUNT>& x,
+                       int64_t blocks, int64_t block, TileSums<COUNT, f32x16>& sums) {
     for (int t = 0; t < COUNT; t++)
         for (int r = 0; r < x.height; r++)
             for (int h = 0; h < 2; h++)
-                sums[t][r][h] =
-                    __builtin_convertvector(dots[t][r][h], f32x16) * (x.scales[t][r] * load(scales + h * LANES));
+                sums[t][r][h] = fma(__builtin_convertvector(dots[t][r][h], f32x16),
+                                    outputs[h] * x.scales[t][r * blocks + block], sums[t][r][h]);
+}
+
+template <int COUNT>
+void times_panel_int8(const Weight& w, int64_t index, const char* panel, const TileBlock<COUNT>& x,
+                      TileSums<COUNT, f32x16>& sums) {
+    alignas(64) TileSums<COUNT, i32x16> dots;
+    const int64_t blocks = blocks_a_row(w);
+    for (int64_t b = 0; b < blocks; b++) {
+        zero_sums<COUNT>();
+        const int64_t end = std::min(w.in, (b + 1) * BLOCK);
+        for (int64_t at = b * BLOCK; at < end; at += TILE_BYTES, panel += STEP) {
+            fetch_step(panel);
+            add_products<true>(panel, x, at);
+        }
+        store_sums<COUNT>(dots);
+        add_scaled(dots, {splat(1.0f), splat(1.0f)}, x, blocks, b, sums);
+    }
+    const float* scales = (const float*)w.scales + index * PANEL;
+    for (int t = 0; t < COUNT; t++)
+        for (int r = 0; r < x.height; r++)
+            for (int h = 0; h < 2; h++) sums[t][r][h] *= load(scales + h * LANES);
 }
 
 // Codes of `inputs` inputs, two a byte, as int8 lies: a byte [j, o, i] holds the quads 2j and 2j + 1 of the output o.
@@ -160,24 +174,18 @@ void times_panel_int4(const Weight& w, int64_t index, const char* panel, const T
                       TileSums<COUNT, f32x16>& sums) {
     alignas(64) char codes[STEP];
     alignas(64) TileSums<COUNT, i32x16> dots;
-    const int64_t groups = w.in / w.group, step = depth(w);
+    const int64_t groups = w.in / w.group, step = depth(w), blocks = blocks_a_row(w);
     const f16* scales = (const f16*)w.scales + index * groups * PANEL;
     for (int64_t at = 0; at < w.in; scales += PANEL) {
+        const int64_t block = at / BLOCK;
         zero_sums<COUNT>();
         for (const int64_t end = at + w.group; at < end; at += step, panel += step * PANEL / 2) {
             unpack_int4(panel, step, codes);
             add_products<true>(codes, x, at);
         }
         store_sums<COUNT>(dots);
-        for (int t = 0; t < COUNT; t++)
-            for (int r = 0; r < x.height; r++)
-                for (int h = 0; h < 2; h++)
-                    sums[t][r][h] = fma(__builtin_convertvector(dots[t][r][h], f32x16), load(scales + h * LANES),
-                                        sums[t][r][h]);
+        add_scaled(dots, {load(scales), load(scales + LANES)}, x, blocks, block, sums);
     }
-    for (int t = 0; t < COUNT; t++)
-        for (int r = 0; r < x.height; r++)
-            for (int h = 0; h < 2; h++) sums[t][r][h] *= x.scales[t][r];
 }
 
 }  // namespace quire

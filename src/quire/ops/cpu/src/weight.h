@@ -12,16 +12,21 @@ struct Weight {
     int32_t format, group;  // group: inputs that share a scale (int4)
     int64_t in, out;
     const void* data;
-    const void* scales;   // int8: fp32 [outputs]; int4: fp16 [panels, in / group, 32]
-    const int32_t* sums;  // int8: 128 times the sum of each output's codes
-    const float* bias;    // [outputs] or null
+    const void* scales;  // int8: fp32 [outputs]; int4: fp16 [panels, in / group, 32]
+    const float* bias;   // [outputs] or null
 };
 
 constexpr int PANEL = 32;
+constexpr int64_t BLOCK = 256;  // inputs of a row that are quantized with one scale (int8, int4)
 constexpr int AHEAD = 4096;  // bytes that are asked for before they are needed
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int64_t panels(const Weight& w) { return (w.out + PANEL - 1) / PANEL; }
+
+// Scales of a row of activations.
+inline int64_t blocks_a_row(const Weight& w) {
+    return w.format == INT8 || w.format == INT4 ? (w.in + BLOCK - 1) / BLOCK : 0;
+}
 
 // Bytes of a panel.
 inline int64_t panel_bytes(const Weight& w) {
