@@ -173,6 +173,26 @@ def test_anthropics_client_talks_to_a_fleet(fleet: Fleet) -> None:
         client.messages.count_tokens(**asked)
 
 
+def test_responses_are_found_on_the_server_that_stored_them(fleet: Fleet) -> None:
+    fleet.fill()
+    with openai.OpenAI(base_url=f"{fleet.router.url}/v1", api_key=KEY, max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "demo", "max_output_tokens": 8}
+        stored = [client.responses.create(**asked, input=f"{PROMPT} {index}") for index in range(4)]
+        for one in stored:
+            assert client.responses.retrieve(one.id) == one
+            events = list(client.responses.create(**asked, input="more", previous_response_id=one.id, stream=True))
+            assert events[-1].response.previous_response_id == one.id
+            client.responses.delete(one.id)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(one.id)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.create(**asked, input="more", previous_response_id=one.id)
+        with pytest.raises(openai.BadRequestError):
+            client.get(f"/responses/{stored[0].id}?stream=true", cast_to=object)
+        embedded = client.embeddings.create(model="demo", input=["x = 1\n" * 20] * 300)
+        assert len(embedded.data) == 300
+
+
 def test_a_message_whose_server_dies_ends_with_an_error_event(fleet: Fleet) -> None:
     fleet.fill()
     body = {"max_tokens": 400, "messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}

@@ -39,6 +39,7 @@ class _Body(msgspec.Struct):
     cache_salt: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
     prompt_logprobs: Raw | UnsetType = UNSET
+    previous_response_id: Raw | UnsetType = UNSET
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -55,6 +56,7 @@ class Prompt:
             hash of all of it, so there is always one.
         size: bytes of the prompt's JSON.
         seeded: the client gave a seed. moved: it says itself where its prompt is computed.
+        follows: it goes on from a response that one of the servers has stored.
     """
 
     body: bytes
@@ -64,6 +66,7 @@ class Prompt:
     moved: bool
     hashes: list[bytes]
     size: int
+    follows: bool = False
 
     def with_fields(self, fields: dict[str, object]) -> bytes:
         """The body, with these fields after its own: of a name that stands twice, the last one counts."""
@@ -96,6 +99,7 @@ def read_prompt(body: bytes, scope: bytes = b"") -> Prompt:
         moved=_given(found.kv_transfer_params) or _given(found.prompt_logprobs),
         hashes=_hashes(text, head),
         size=len(text),
+        follows=_given(found.previous_response_id),
     )
 
 

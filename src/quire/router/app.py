@@ -33,11 +33,10 @@ from quire.server.transport import read_body
 
 STATIC = Path(__file__).parent / "static"
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}
-TEXT_PATHS = (*RESUMABLE_PATHS, "/v1/messages")
-PASSED_PATHS = (
-    "/tokenize",
-    "/detokenize",
-    "/v1/messages/count_tokens",
+TEXT_PATHS = (
+    *RESUMABLE_PATHS,
+    "/v1/messages",
+    "/v1/responses",
     "/v1/embeddings",
     "/v1/score",
     "/score",
@@ -45,13 +44,15 @@ PASSED_PATHS = (
     "/v2/rerank",
     "/rerank",
 )
+PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Answered by any server."""
 ANSWER_SECONDS = 60.0
+RESPONSES = "/v1/responses/"
 DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"
 LIFE = "/router/requests/"
 MAX_JOIN_BYTES = 4096
 
-_PREFIXES = {"/admin/": "/admin", LIFE: "/router/status"}
+_PREFIXES = {"/admin/": "/admin", LIFE: "/router/status", RESPONSES: "/v1/responses"}
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -77,7 +78,7 @@ def create_app(site: Site) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=list(EXPOSED_HEADERS),
         )
@@ -122,6 +123,8 @@ class RouterApp:
         """Routes that end with a name."""
         if method == "GET" and path.startswith(LIFE):
             return self._life
+        if path.startswith(RESPONSES) and method in ("GET", "POST", "DELETE"):
+            return self._response
         if method != "POST":
             return None
         for prefix, handler in ((DRAIN, self._drain), (UNDRAIN, self._undrain), (ABORT, self._abort)):
@@ -170,13 +173,25 @@ class RouterApp:
                     return await _send_json(send, status, answer)
         raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
 
+    async def _response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whichever server has stored this response tells of it, ends it or forgets it."""
+        status, answer = 404, b""
+        for server in list(self._site.servers.by_name.values()):
+            if server.is_up and status == 404:
+                status, answer = await self._asked(server, scope, b"")
+        if not answer:
+            raise nobody()
+        await _send_json(send, status, answer)
+
     async def _asked(self, server: Server, scope: Scope, body: bytes) -> tuple[int, bytes]:
         """A server's status and answer to a question that is passed on."""
         key = self._site.key_for(scope)
         headers = [(b"content-type", b"application/json"), *([(b"authorization", key)] if key else [])]
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+        if query := scope.get("query_string"):
+            path = f"{path.partition('?')[0]}?{query.decode('latin-1')}"
         try:
-            return await server.upstream.fetch("POST", path, headers, body=body, seconds=ANSWER_SECONDS)
+            return await server.upstream.fetch(scope["method"], path, headers, body=body, seconds=ANSWER_SECONDS)
         except UpstreamError as error:
             self._site.servers.failed(server, str(error))
             raise ApiError(502, "the server went away; try again", code="server_lost") from None

@@ -15,6 +15,11 @@ from quire.server.metrics import CONTENT_TYPE, REJECTIONS, STATUSES, Families
 ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
     "/v1/models",
     "/health",
     "/live",

@@ -208,7 +208,8 @@ class Relay:
         answer = None
         try:
             self._answer = answer = await server.upstream.ask(self._request(prompt, choice))
-            if answer.status in _BUSY and not self._begun:
+            elsewhere = prompt.follows and answer.status == 404
+            if (elsewhere or answer.status in _BUSY) and not self._begun:
                 self._refusal = (answer.status, answer.headers, await _collected(answer))
                 return False
             if answer.status in _BUSY or (self._begun and answer.status != 200):

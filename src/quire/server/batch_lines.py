@@ -24,6 +24,8 @@ from quire.errors import BatchError
 URLS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",

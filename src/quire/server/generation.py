@@ -130,10 +130,14 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
     return call
 
 
+Kind = Callable[[Shared, Parse, Scope], "Generation"]
+"""Makes what answers a call."""
+
+
 class GeneratedAnswer(Response):
     """An answer that is made while it is sent: what a route returns."""
 
-    def __init__(self, shared: Shared, parse: Parse, kind: type[Generation] | None = None) -> None:
+    def __init__(self, shared: Shared, parse: Parse, kind: Kind | None = None) -> None:
         super().__init__()
         self._shared, self._parse, self._kind = shared, parse, kind or Generation
 

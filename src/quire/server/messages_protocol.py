@@ -19,6 +19,7 @@ from quire.server.errors import invalid
 from quire.server.limits import Limits
 from quire.server.protocol import DEFAULT_LIMITS, ChatCall, parse_chat
 
+_MISSING = re.compile(r"missing required field `(\w{1,64})`")
 _WHERE = re.compile(r"at `(\$[^`]{0,100})`")
 
 
@@ -152,13 +153,19 @@ def _read(body: bytes, limits: Limits) -> tuple[MessagesBody, dict[str, Raw]]:
         given = msgspec.json.decode(body, type=MessagesBody)
         fields = msgspec.json.decode(body, type=dict[str, Raw])
     except (msgspec.ValidationError, RecursionError) as error:
-        found = _WHERE.search(str(error))
-        where = found[1].removeprefix("$.") if found else "the body"
-        about = "see docs/agents.md for what is supported; images and documents are not" if found else "an object"
-        raise invalid(f"{where} is not as it must be: {about}", where.partition("[")[0], "invalid_type") from None
+        where = where_of(error)
+        about = "is not as it must be: see docs/agents.md for what is supported; images and documents are not"
+        raise invalid(f"{where or 'the body'} {about}", where.partition("[")[0] or None, "invalid_type") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("the body is not valid JSON", code="invalid_json") from None
     return given, {name: value for name, value in fields.items() if name not in _OWN}
+
+
+def where_of(error: Exception) -> str:
+    """The field that a body was refused for, as a path; empty where it is the whole body."""
+    found, missing = _WHERE.search(str(error)), _MISSING.search(str(error))
+    path = [found[1].removeprefix("$").removeprefix(".")] if found else []
+    return ".".join([*path, *([missing[1]] if missing else [])])
 
 
 def _chat(given: MessagesBody) -> dict[str, Any]:

@@ -29,6 +29,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/responses/{response_id}/input_items",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/embeddings",

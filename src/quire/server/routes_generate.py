@@ -19,6 +19,7 @@ from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_s
 from quire.server.protocol import parse_chat, parse_completion
 from quire.server.replies import json_reply
 from quire.server.request_log import REQUEST_ID
+from quire.server.routes_responses import add_routes as add_responses
 from quire.server.tokenizing import detokenize, tokenize
 from quire.server.transport import Bodies
 
@@ -45,6 +46,8 @@ def router_for(context: AppContext) -> APIRouter:
     @router.post("/v1/messages/count_tokens", summary="The tokens of such a chat")
     async def count_tokens(request: Request) -> Response:
         return GeneratedAnswer(shared, parse_count, CountTokens)
+
+    add_responses(router, shared)
 
     @router.post("/v1/embeddings", summary="The embeddings of texts")
     async def embeddings(request: Request) -> Response:

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.server import fields as tables
 from quire.server import messages_protocol
+from quire.server import openai_responses_protocol as responses_protocol
 from quire.server import pooling_fields as pooling
 
 Schema = dict[str, Any]
@@ -28,13 +29,22 @@ def openapi_bodies() -> dict[str, Any]:
         "/v1/chat/completions": _operation("ChatCompletionRequest", "ChatCompletion", streams="ChatCompletionChunk"),
         "/tokenize": _operation("TokenizeRequest", "Tokens"),
         "/detokenize": _operation("DetokenizeRequest", "Text"),
+        "/v1/responses": _operation("ResponsesResponsesBody", "ResponsesAnswer", streams="ResponsesEvent"),
         "/v1/messages": _operation("MessagesMessagesBody", "MessagesAnswer", streams="MessagesEvent"),
         "/v1/messages/count_tokens": _operation("MessagesMessagesBody", "MessagesCount"),
         "/v1/embeddings": _operation("EmbeddingRequest", "Embeddings"),
         "/v1/score": _operation("ScoreRequest", "Scores"),
         "/v1/rerank": _operation("RerankRequest", "Ranks"),
     }
-    return {"schemas": {**requests, **messages_protocol.openapi_schemas(), **_RESPONSES}, "paths": paths}
+    return {
+        "schemas": {
+            **requests,
+            **messages_protocol.openapi_schemas(),
+            **responses_protocol.openapi_schemas(),
+            **_RESPONSES,
+        },
+        "paths": paths,
+    }
 
 
 def _object(properties: Mapping[str, Schema], required: list[str], **more: Any) -> Schema:
@@ -181,6 +191,21 @@ _RESPONSES: dict[str, Schema] = {
         ["count", "max_model_len", "tokens"],
     ),
     "Text": _object({"prompt": _STRING}, ["prompt"]),
+    "ResponsesAnswer": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "response"},
+            "created_at": _INTEGER,
+            "model": _STRING,
+            "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]},
+            "output": _list({"type": "object", "description": "Items: message, reasoning, function_call."}),
+            "error": {"type": ["object", "null"]},
+            "incomplete_details": {"type": ["object", "null"]},
+            "usage": {"type": ["object", "null"]},
+        },
+        ["id", "object", "created_at", "model", "status", "output"],
+    ),
+    "ResponsesEvent": _object({"type": _STRING, "sequence_number": _INTEGER}, ["type", "sequence_number"]),
     "MessagesAnswer": _object(
         {
             "id": _STRING,

@@ -1,0 +1,98 @@
+"""Responses that are kept for their clients: to be asked for again, gone on from, cancelled and deleted.
+
+They lie in the memory of one HTTP process, by tenant: at most so many, of so many bytes in all, the least recently used
+go first. One that is being made is never dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from quire.server.errors import ApiError
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Stored:
+    """One response.
+
+    Attributes:
+        answer: its JSON, as it is now.
+        input: JSON of the items that it was asked with, alone.
+        items: JSON of all items up to its end, for a response that goes on from it.
+        done: set when it has ended.
+        making: the task that makes it, where no connection does.
+        cancelled: it was asked to end.
+    """
+
+    id: str
+    owner: str
+    answer: bytes
+    input: bytes = b"[]"
+    items: bytes = b"[]"
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    making: asyncio.Task[None] | None = None
+    cancelled: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.answer) + len(self.input) + len(self.items)
+
+
+class ResponseStore:
+    """The responses of one HTTP process."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def find(self, response_id: str, owner: str) -> Stored:
+        """A response of this tenant.
+
+        Raises:
+            ApiError: 404: there is none of this id, or it was dropped, or it is somebody else's.
+        """
+        found = self._stored.get((owner, response_id))
+        if found is None:
+            message = (
+                "there is no response of this id under this key; it was not stored, deleted, or dropped for others"
+            )
+            raise ApiError(404, message, code="response_not_found")
+        self._stored.move_to_end((owner, response_id))
+        return found
+
+    def add(self, stored: Stored) -> None:
+        """Keep a response; one that is being made is dropped by nobody else."""
+        self._stored[stored.owner, stored.id] = stored
+
+    def end(self, stored: Stored, answer: bytes, items: bytes) -> None:
+        """It has ended; where there is no room, others are dropped, or itself."""
+        self.add(stored)
+        stored.answer, stored.items, stored.making = answer, items, None
+        stored.done.set()
+        size = sum(one.size for one in self._stored.values())
+        for key, one in list(self._stored.items()):
+            if size <= self._max_bytes and len(self._stored) <= self._max_responses:
+                break
+            if one.done.is_set():
+                del self._stored[key]
+                size -= one.size
+
+    def drop(self, stored: Stored) -> None:
+        """It was never begun."""
+        self._stored.pop((stored.owner, stored.id), None)
+        stored.done.set()
+
+    def delete(self, response_id: str, owner: str) -> Stored:
+        """Forget a response, and return it. Raises as `find` does."""
+        found = self.find(response_id, owner)
+        del self._stored[owner, response_id]
+        return found

@@ -1,0 +1,67 @@
+"""The routes of stored responses, as OpenAI's clients ask for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Path, Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from quire.server.auth import tenant_of
+from quire.server.errors import invalid
+from quire.server.generation import GeneratedAnswer, Generation, Parse, Shared
+from quire.server.openai_responses import Responses, cancel
+from quire.server.openai_responses_protocol import parse_response
+from quire.server.replies import json_reply
+from quire.server.response_store import ResponseStore
+
+_Id = Annotated[str, Path(description="The response's id.")]
+
+
+def add_routes(router: APIRouter, shared: Shared) -> None:
+    """The routes of one HTTP process, with its own store."""
+    store = ResponseStore()
+    keeps = shared.context.server.api_workers == 1
+
+    def kind(shared: Shared, parse: Parse, scope: Scope) -> Generation:
+        return Responses(shared, parse, scope, store)
+
+    @router.post("/v1/responses", summary="Answer in a chat, as OpenAI's newer interface does")
+    async def create(request: Request) -> Response:
+        owner = tenant_of(request.scope).owner
+
+        def find(response_id: str) -> bytes:
+            stored = store.find(response_id, owner)
+            if not stored.done.is_set():
+                raise invalid("the previous response has not ended yet", "previous_response_id")
+            return stored.items
+
+        return GeneratedAnswer(shared, functools.partial(parse_response, find=find, keeps=keeps), kind)
+
+    @router.get("/v1/responses/{response_id}", summary="A stored response, as it is now")
+    async def retrieve(response_id: _Id, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise invalid("a stored response is not streamed; leave out stream", "stream", "unsupported_parameter")
+        return json_reply(store.find(response_id, tenant_of(request.scope).owner).answer)
+
+    @router.delete("/v1/responses/{response_id}", summary="Forget a stored response, and end it")
+    async def delete(response_id: _Id, request: Request) -> Response:
+        owner = tenant_of(request.scope).owner
+        if not store.find(response_id, owner).done.is_set():
+            await cancel(shared, store, response_id, owner)
+        store.delete(response_id, owner)
+        return json_reply({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post("/v1/responses/{response_id}/cancel", summary="End a response that is being made")
+    async def end(response_id: _Id, request: Request) -> Response:
+        return json_reply(await cancel(shared, store, response_id, tenant_of(request.scope).owner))
+
+    @router.get("/v1/responses/{response_id}/input_items", summary="What a stored response was asked with")
+    async def input_items(response_id: _Id, request: Request) -> Response:
+        items = msgspec.json.decode(store.find(response_id, tenant_of(request.scope).owner).input)
+        named = [{"id": f"item_{index}", "type": "message", **item} for index, item in enumerate(items)]
+        first, last = (named[at]["id"] if named else None for at in (0, -1))
+        return json_reply({"object": "list", "data": named, "first_id": first, "last_id": last, "has_more": False})

@@ -1,0 +1,342 @@
+"""POST /v1/responses with the official client on a real server; how items become messages; what the store keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.server.errors import ApiError
+from quire.server.openai_responses import ResponseObject, ResponsesResponder
+from quire.server.openai_responses_protocol import Item, ResponseCall, messages_of, parse_response
+from quire.server.response_store import ResponseStore, Stored
+from tests.http_tools import ServeProcess, wait_until
+from tests.test_server_messages import EVENTS, JSON
+
+ASKED: dict[str, Any] = {
+    "model": "demo",
+    "input": "def add(a, b):",
+    "instructions": "short",
+    "max_output_tokens": 24,
+    "extra_body": {"seed": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServeProcess("--api-key", "k1", "--api-key", "k2", "--admin", "--check-invariants", key="k1") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k1", max_retries=0) as client:
+        yield client
+
+
+# -- the official client --------------------------------------------------------------------------------------
+
+
+def test_a_response_is_what_the_chat_route_answers(server, client):
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": ASKED["input"]}]
+    chat = server.json("/v1/chat/completions", {"messages": messages, "max_tokens": 24, "seed": 3})
+    response = client.responses.create(**ASKED)
+    assert response.output_text == chat["choices"][0]["message"]["content"]
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (24, chat["usage"]["total_tokens"])
+    assert response.instructions == "short" and response.max_output_tokens == 24
+
+
+def test_a_stream_has_the_events_of_the_reference_and_the_same_text(client):
+    whole = client.responses.create(**ASKED)
+    events = list(client.responses.create(**ASKED, stream=True))
+    kinds = [event.type for event in events]
+    opening = ["created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"]
+    closing = ["output_text.delta", "output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[:5] == [f"response.{kind}" for kind in opening]
+    assert kinds[-5:] == [f"response.{kind}" for kind in closing]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    last = events[-1].response
+    assert last.output_text == whole.output_text and last.usage.output_tokens == whole.usage.output_tokens
+    assert client.responses.retrieve(last.id) == last
+
+
+def test_a_schema_holds(client):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"enum": [True, False]}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    response = client.responses.create(**ASKED | {"max_output_tokens": 200}, text={"format": form})
+    assert json.loads(response.output_text)["ok"] in (True, False) and response.status == "completed"
+    assert response.text.format.name == "answer"
+
+
+def test_a_response_goes_on_from_another_as_from_all_that_was_said(client):
+    first = client.responses.create(**ASKED)
+    asked: dict[str, Any] = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
+    second = client.responses.create(**asked, input="and subtract", previous_response_id=first.id)
+    said = [
+        {"role": "user", "content": ASKED["input"]},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "and subtract"},
+    ]
+    assert client.responses.create(**asked, input=said).output_text == second.output_text
+    third = client.responses.create(**asked, input="more", previous_response_id=second.id)
+    said += [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "more"}]
+    assert client.responses.create(**asked, input=said).output_text == third.output_text
+    assert [item.content for item in client.responses.input_items.list(third.id).data] == ["more"]
+
+
+def test_stored_responses_are_their_tenants_alone(server, client):
+    kept = client.responses.create(**ASKED)
+    unkept = client.responses.create(**ASKED, store=False)
+    assert client.responses.retrieve(kept.id) == kept
+    for id in (unkept.id, "resp_0", "x" * 300):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(id)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k2", max_retries=0) as other:
+        for ask in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            other.responses.create(**ASKED, previous_response_id=kept.id)
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**ASKED, previous_response_id=kept.id)
+
+
+def test_a_response_in_the_background_is_asked_for_until_it_is_there(client):
+    queued = client.responses.create(**ASKED, background=True)
+    assert queued.status == "queued" and not queued.output
+
+    def ended() -> Response | None:
+        found = client.responses.retrieve(queued.id)
+        return None if found.status in ("queued", "in_progress") else found
+
+    assert wait_until(ended).output_text == client.responses.create(**ASKED).output_text
+    long = client.responses.create(**ASKED | {"input": "x = 1\n" * 5000}, background=True)
+    failed = wait_until(lambda: found if (found := client.responses.retrieve(long.id)).status == "failed" else None)
+    assert failed.error.code == "context_length_exceeded"
+
+
+def test_a_response_can_be_cancelled(server, client):
+    asked = ASKED | {"max_output_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    running = client.responses.create(**asked, background=True)
+    wait_until(lambda: server.json("/view")["stats"]["running"])
+    assert client.responses.cancel(running.id).status == "cancelled"
+    assert client.responses.retrieve(running.id).status == "cancelled"
+    waiting = client.responses.create(**asked, background=True)
+    client.responses.delete(waiting.id)
+    with client.responses.create(**asked, stream=True) as stream:
+        id = next(iter(stream)).response.id
+        client.responses.cancel(id)
+        assert [*stream][-1].response.status == "cancelled"
+    with client.responses.create(**asked, stream=True) as left:
+        id = next(iter(left)).response.id
+    assert wait_until(lambda: client.responses.retrieve(id).status == "cancelled")
+    done = client.responses.create(**ASKED)
+    assert client.responses.cancel(done.id) == done
+    wait_until(lambda: not server.json("/view")["stats"]["running"])
+    stats = server.json("/view")["stats"]
+    assert not stats["waiting"] and not stats["held_blocks"]
+
+
+def test_errors_are_openais(client):
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**ASKED | {"model": "other"})
+    with pytest.raises(openai.BadRequestError) as image:
+        part = {"type": "input_image", "image_url": "x"}
+        client.responses.create(**ASKED | {"input": [{"role": "user", "content": [part]}]})
+    assert image.value.code == "unsupported_content"
+    with pytest.raises(openai.BadRequestError) as tool:
+        client.responses.create(**ASKED, tools=[{"type": "web_search"}])
+    assert tool.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.responses.create(**ASKED | {"input": "x = 1\n" * 5000})
+    assert long.value.code == "context_length_exceeded"
+
+
+# -- bodies ---------------------------------------------------------------------------------------------------
+
+
+def nothing(response_id: str) -> bytes:
+    raise ApiError(404, "none")
+
+
+def parse(**fields: Any) -> ResponseCall:
+    return parse_response(json.dumps({"input": "x", **fields}).encode(), find=nothing)
+
+
+def items(*fields: dict[str, Any]) -> list[dict[str, Any]]:
+    return messages_of(msgspec.convert([*fields], list[Item]))
+
+
+def test_items_become_the_messages_of_a_chat():
+    found = items(
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I ask."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Oslo"}'},
+        {"type": "function_call", "call_id": "c2", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+        {"role": "user", "content": "thanks"},
+    )
+    weather = {"name": "weather", "arguments": '{"city":"Oslo"}'}
+    assert found == [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "weather?"}]},
+        {
+            "role": "assistant",
+            "content": "I ask.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": weather},
+                {"id": "c2", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+        {"role": "user", "content": "thanks"},
+    ]
+
+
+def test_fields_mean_what_they_mean_in_a_chat():
+    call = parse(max_output_tokens=5, temperature=0.5, top_k=3, seed=7, user="me", stream=True, new_field=1)
+    assert (call.params.max_tokens, call.params.temperature, call.params.top_k, call.params.seed) == (5, 0.5, 3, 7)
+    assert (call.user, call.stream, call.stores, call.ignored) == ("me", True, True, ("new_field",))
+    assert not parse(store=False).stores
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "messages"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "messages"),
+        ({"max_output_tokens": "5"}, "max_output_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"background": True, "stream": True}, "background"),
+        ({"background": True, "store": False}, "store"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"previous_response_id": "x" * 200}, "previous_response_id"),
+        ({"n": 2}, "n"),
+        ({"top_p": "x"}, "top_p"),
+    ],
+)
+def test_a_bad_field_is_named(fields, param):
+    with pytest.raises(ApiError) as refused:
+        parse(**fields)
+    assert refused.value.status == 400 and str(refused.value.param).startswith(param)
+
+
+def test_several_http_processes_keep_nothing():
+    body = json.dumps({"input": "x"}).encode()
+    assert not parse_response(body, find=nothing, keeps=False).stores
+    for name, value in (("background", True), ("previous_response_id", "resp_1")):
+        with pytest.raises(ApiError, match="api-workers"):
+            parse_response(json.dumps({"input": "x", name: value}).encode(), find=nothing, keeps=False)
+
+
+NAMES = st.sampled_from(
+    ["input", "instructions", "tools", "tool_choice", "text", "reasoning", "metadata", "previous_response_id"]
+)
+
+
+@given(st.dictionaries(NAMES, JSON, max_size=4) | JSON)
+def test_any_body_is_a_call_or_a_refusal(value):
+    try:
+        parse_response(json.dumps(value).encode(), find=nothing)
+    except ApiError as error:
+        assert error.status in (400, 404) and "msgspec" not in error.message
+
+
+# -- replies --------------------------------------------------------------------------------------------------
+
+
+def output(count: int, reason: str | None) -> RequestOutput:
+    choice = CompletionOutput(0, token_ids=[1] * count, finish_reason=reason, events=EVENTS[:count], reasoning_tokens=2)
+    return RequestOutput("r", None, [1, 2, 3], [choice], seed=0)
+
+
+def responder(store: ResponseStore) -> ResponsesResponder:
+    call = parse()
+    return ResponsesResponder(ResponseObject(call, "resp_1", "m", "qr"), store, Stored("resp_1", "", b""))
+
+
+@pytest.mark.parametrize("step", [1, 3, 8])
+def test_reasoning_and_calls_stream_as_the_items_of_the_whole_response(step):
+    store = ResponseStore()
+    whole = Response.model_validate_json(responder(store).full([output(8, "stop")]))
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert whole.output[0].content[0].text == "so then" and whole.output_text == "I ask."
+    assert (whole.output[2].call_id, whole.output[2].name) == ("a1", "weather")
+    assert json.loads(whole.output[2].arguments) == {"city": "Oslo"} and whole.status == "completed"
+    assert whole.usage.output_tokens_details.reasoning_tokens == 2
+    streamed, told = responder(store), []
+    for count in [*range(step, 8, step), 8]:
+        chunks = streamed.chunks(0, output(count, "stop" if count == 8 else None))
+        told += [TypeAdapter(ResponseStreamEvent).validate_json(chunk) for chunk in chunks]
+    assert told[-1].response.output == whole.output
+    done = [event.item for event in told if event.type == "response.output_item.done"]
+    assert done == whole.output
+    arguments: dict[str, str] = {}
+    for event in told:
+        if event.type == "response.function_call_arguments.delta":
+            arguments[event.item_id] = arguments.get(event.item_id, "") + event.delta
+    assert [*arguments.values()] == [item.arguments for item in whole.output[2:]]
+    said = messages_of(msgspec.json.decode(store.find("resp_1", "").items, type=list[Item]))
+    assert said[-1]["reasoning_content"] == "so then" and len(said[-1]["tool_calls"]) == 2
+
+
+def test_the_store_is_bounded_and_drops_what_was_used_least():
+    store = ResponseStore(max_responses=3, max_bytes=1000)
+    running = Stored("running", "", b"")
+    store.add(running)
+    for index in range(5):
+        store.end(Stored(str(index), "", b""), b"x", b"")
+        store.find("1", "") if 0 < index < 4 else None
+    assert not running.done.is_set() and store.find("running", "") is running
+    assert len(store) == 3
+    with pytest.raises(ApiError):
+        store.find("0", "")
+    assert store.find("1", "").answer == b"x"
+    store.end(Stored("large", "", b""), b"x" * 999, b"y" * 10)
+    with pytest.raises(ApiError):
+        store.find("large", "")
+
+
+def test_the_store_keeps_nothing_of_another_tenant():
+    store = ResponseStore()
+    store.end(Stored("a", "one", b""), b"x", b"")
+    for owner in ("", "two"):
+        with pytest.raises(ApiError):
+            store.delete("a", owner)
+    asyncio.run(asyncio.wait_for(store.delete("a", "one").done.wait(), 1))
+    assert len(store) == 0
