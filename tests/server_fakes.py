@@ -221,6 +221,7 @@ class FakeEngineClient:
         owner: str = "",
         arrived: float,
         tokenize_seconds: float = 0.0,
+        prompt_names: bytes = b"",
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_ready()
         script = self.script(prepared.token_ids) if callable(self.script) else self.script
