@@ -237,7 +237,7 @@ class RouterThread:
             self.site = make_site(self.config)
             return create_app(self.site)
 
-        self.thread = AppThread(app)
+        self.thread = AppThread(app, lambda: self.site.servers.close())
 
     def __enter__(self) -> RouterThread:
         self.thread.__enter__()
@@ -250,7 +250,6 @@ class RouterThread:
 
     def __exit__(self, *error: object) -> None:
         self.http.close()
-        self.thread.call(self.site.servers.close())
         self.thread.__exit__(*error)
 
     @property

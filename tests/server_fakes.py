@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -447,10 +447,12 @@ class AppThread:
 
     Attributes:
         port: where it listens, on 127.0.0.1. url: the same for clients.
+        at_end: what the app needs when it has served, by itself or since it was told to end.
     """
 
-    def __init__(self, app: Callable[[], ASGIApp]) -> None:
+    def __init__(self, app: Callable[[], ASGIApp], at_end: Callable[[], Awaitable[None]] | None = None) -> None:
         self._make_app = app
+        self._at_end = at_end
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -485,6 +487,8 @@ class AppThread:
                 await asyncio.sleep(0.005)
             self._up.set()
             await serving
+            if self._at_end is not None:
+                await self._at_end()
 
         uvloop.run(serve())
 
