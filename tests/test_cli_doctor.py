@@ -117,6 +117,7 @@ def test_the_self_test_notices_rows_of_a_tree_that_see_other_branches(monkeypatc
     assert self_test.check_trees(Kernels(), torch.bfloat16, "fp8").passed
 
 
+@pytest.mark.slow
 def test_the_self_test_notices_sparse_kernels_that_err_or_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Kernels):
         def route(self, logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:

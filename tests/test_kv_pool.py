@@ -339,7 +339,7 @@ def test_what_no_node_has_is_computed_by_a_prefill_engine(pool: Pool) -> None:
     prefill.close()
 
 
-@pytest.mark.parametrize("here", [{}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize("here", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)])
 def test_nodes_have_ranks_as_they_like(here: dict[str, Any], pool: Pool) -> None:
     first, second = pool.node(tensor_parallel_size=2), pool.node(**here)
     computed_by(first)

@@ -35,7 +35,12 @@ LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 @pytest.mark.parametrize("setting", ["experts"], indirect=True)
 @pytest.mark.parametrize(
-    ("data", "tensor", "redundant"), [(2, 1, 0), (3, 1, 4), (2, 2, 4)], ids=["2 replicas", "3", "2 of 2 ranks"]
+    ("data", "tensor", "redundant"),
+    [
+        pytest.param(2, 1, 0, id="2 replicas"),
+        pytest.param(3, 1, 4, id="3", marks=pytest.mark.slow),
+        pytest.param(2, 2, 4, id="2 of 2 ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_replicas_change_nothing(setting: dict[str, Any], alone: Any, data: int, tensor: int, redundant: int) -> None:
     """Nor do experts that move all the time."""

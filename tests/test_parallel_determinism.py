@@ -19,7 +19,6 @@ __all__ = ["alone", "setting"]  # fixtures
 
 SMALL, LARGE = Switches(16, "radix", 40, True, overlap=True), Switches(32, "hash", 2048, False)
 FAST = {
-    ("bfloat16", 2, SMALL),
     ("bfloat16", 2, LARGE),
     ("int4 weights", 4, SMALL),
     ("int8 cache", 2, LARGE),
@@ -76,6 +75,7 @@ def test_drafts_are_the_same_on_every_rank(config: dict[str, Any]) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_quantized_folder_is_read_in_part(tmp_path: Any) -> None:
     save_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
     quantize_folder(tmp_path / "model", tmp_path / "int4", Quantization("int4", 32))

@@ -91,7 +91,9 @@ def test_ranks_that_place_experts_differently_are_found_out() -> None:
 
 
 @pytest.mark.parametrize("setting", ["experts"], indirect=True)
-@pytest.mark.parametrize(("size", "stages", "redundant"), [(2, 1, 0), (4, 1, 4), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("size", "stages", "redundant"), [(2, 1, 0), pytest.param(4, 1, 4, marks=pytest.mark.slow), (2, 2, 2)]
+)
 def test_ranks_with_experts_of_their_own_change_nothing(
     setting: dict[str, Any], alone: Any, size: int, stages: int, redundant: int
 ) -> None:

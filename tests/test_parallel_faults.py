@@ -73,16 +73,16 @@ def test_a_rank_that_hangs_is_given_up_after_the_deadline() -> None:
 @pytest.mark.parametrize(
     ("stages", "width", "rank", "overlap", "number"),
     [
-        (3, 1, 2, False, signal.SIGKILL),
         (2, 1, 1, True, signal.SIGKILL),
-        (2, 2, 1, False, signal.SIGSTOP),
         (2, 2, 3, False, signal.SIGKILL),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (3, 1, 2, False, signal.SIGKILL),
                 (3, 1, 2, False, signal.SIGSTOP),
                 (2, 1, 1, True, signal.SIGSTOP),
                 (2, 2, 1, False, signal.SIGKILL),
+                (2, 2, 1, False, signal.SIGSTOP),
                 (2, 2, 2, False, signal.SIGKILL),
                 (2, 2, 2, False, signal.SIGSTOP),
                 (2, 2, 3, False, signal.SIGSTOP),
@@ -116,7 +116,7 @@ def test_a_closed_engine_leaves_no_rank_behind() -> None:
     assert time.monotonic() - begin < 1.5
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ranks_end_with_the_process_that_started_them(how: int) -> None:
     script = """
         from quire import LLM, SamplingParams
@@ -182,7 +182,7 @@ def test_an_interrupted_step_is_given_up_by_all(monkeypatch: pytest.MonkeyPatch)
         assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_interrupt_between_sending_a_plan_and_computing_it(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have begun the step, which the first rank never does: they give it up, and nothing is mixed up."""
     with LLM("demo", threads=1) as llm:
@@ -208,7 +208,7 @@ def test_an_interrupt_between_sending_a_plan_and_computing_it(overlap: bool, mon
         assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("what", ["propose", "follow"])
+@pytest.mark.parametrize("what", ["propose", pytest.param("follow", marks=pytest.mark.slow)])
 def test_a_proposer_that_fails_on_one_rank_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with other drafts would compute other rows: the step is given up, and computed again."""
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8]]
@@ -267,6 +267,7 @@ def test_ranks_end_with_an_engine_that_was_not_closed() -> None:
     assert other.wait(5) == 0
 
 
+@pytest.mark.slow
 def test_what_ranks_share_is_part_of_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.runner.start.free_memory", lambda: 1000 * 2**20)
     rows, kv = [], []

@@ -230,7 +230,7 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for() -> None:
         waiting.join()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_gathers_four_times_a_layer_and_once_for_the_logits(ranks: int) -> None:
     """So many bytes as the formula says; and nothing is added across ranks: there is no such collective."""
     with LLM("demo", tensor_parallel_size=ranks, threads=1, max_num_batched_tokens=128) as llm:
@@ -246,7 +246,7 @@ def test_a_step_gathers_four_times_a_layer_and_once_for_the_logits(ranks: int) -
         assert received == 5 * model.num_layers * model.dtype.itemsize * sum(lacking[:4]) + 4 * lacking[4]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_textbook_form_adds_twice_a_layer(ranks: int) -> None:
     """Without `deterministic`: 2 * layers * tokens * hidden numbers are summed, and logits are gathered."""
     options = {"deterministic": False, "max_num_batched_tokens": 128, "threads": 1}

@@ -123,8 +123,8 @@ def joined(token: Path, *machines: Sequence[str]) -> Iterator[tuple[dict[str, An
     ("sizes", "machines"),
     [
         ({"tensor_parallel_size": 2}, [()]),
-        ({"tensor_parallel_size": 4}, [("--ranks", "1"), ("--ranks", "2")]),
-        ({"pipeline_parallel_size": 2}, [()]),
+        pytest.param({"tensor_parallel_size": 4}, [("--ranks", "1"), ("--ranks", "2")], marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, [()], marks=pytest.mark.slow),
         pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, [()], marks=pytest.mark.slow),
         pytest.param(
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, [("--ranks", "3")], marks=pytest.mark.slow
@@ -193,7 +193,10 @@ def test_who_is_killed_on_another_machine_is_missed_at_once_and_the_machine_wait
                 assert llm.generate([PROMPT], SamplingParams(max_tokens=3))[0].finished
 
 
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow)],
+)
 def test_a_machine_that_is_told_to_leave(how: signal.Signals, code: int, token: Path) -> None:
     with joined(token) as (options, [other]), LLM("demo", tensor_parallel_size=2, **options) as llm:
         llm.generate([PROMPT], SamplingParams(max_tokens=3))
@@ -205,6 +208,7 @@ def test_a_machine_that_is_told_to_leave(how: signal.Signals, code: int, token: 
             llm.generate([PROMPT], LONG)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_nothing_is_computed_is_missed(token: Path) -> None:
     with joined(token) as (options, [other]), LLM("demo", tensor_parallel_size=2, **options) as llm:
         llm.generate([PROMPT], SamplingParams(max_tokens=3))
@@ -216,7 +220,7 @@ def test_a_rank_that_is_killed_while_nothing_is_computed_is_missed(token: Path) 
                 time.sleep(0.01)
 
 
-@pytest.mark.parametrize("who", ["rank", "machine"])
+@pytest.mark.parametrize("who", [pytest.param("rank", marks=pytest.mark.slow), "machine"])
 def test_who_hangs_on_another_machine_is_given_up_after_the_deadline(who: str, token: Path) -> None:
     with joined(token) as (options, [other]):
         with LLM("demo", tensor_parallel_size=2, collective_timeout_s=1.5, **options) as llm:
@@ -335,6 +339,7 @@ def test_who_cannot_take_part_is_told_why_and_the_engine_waits_for_others(
         assert right.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_another_checkpoint_is_refused(token: Path, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=2)
     with joined(token, ("--model", str(folder))) as (options, [other]):
@@ -356,6 +361,7 @@ def test_other_kernels_are_refused(token: Path, monkeypatch: pytest.MonkeyPatch)
         other.wait_said("looking for an engine", 2)
 
 
+@pytest.mark.slow
 def test_the_least_memory_of_all_ranks_counts(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = 300 * 2**20
 
@@ -469,6 +475,7 @@ IN_A_NETWORK = """
 """
 
 
+@pytest.mark.slow
 def test_two_networks_that_a_cable_joins_until_it_is_pulled(networks: Networks, token: Path) -> None:
     first, second = networks.names
     command = [sys.executable, "-m", "quire.cli.main", "rank", "--join", "10.77.0.1:29501", "--token-file", str(token)]

@@ -32,8 +32,17 @@ from tests.test_parallel_group import all_of, ranks
 
 __all__ = ["alone", "setting"]  # fixtures
 
-FAST = ("bfloat16", "int8 cache", "experts", "windows in some layers")
-SLOW = ("float32", "sliding window", "int4 weights", "torch", "latent attention", "fp8 cache")
+FAST = ("bfloat16", "experts")
+SLOW = (
+    "int8 cache",
+    "windows in some layers",
+    "float32",
+    "sliding window",
+    "int4 weights",
+    "torch",
+    "latent attention",
+    "fp8 cache",
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +78,7 @@ def test_any_number_of_stages_with_filters_masks_and_scores_of_prompts() -> None
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", ["bfloat16", pytest.param("latent attention", marks=pytest.mark.slow)], indirect=True
 )
@@ -101,6 +111,7 @@ def test_the_layers_of_the_stages() -> None:
             assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_layers_alone(tmp_path: Path) -> None:
     """Of the weights, and of the KV of a token."""
     save_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
@@ -172,7 +183,7 @@ def test_as_many_steps_are_on_their_way_as_there_are_stages(monkeypatch: pytest.
     assert len(drains) < 10, "nothing stands still while there is something to do"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,17 +212,23 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name() -> None:
 # -- failures ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["_slot", "_pass_on", "_sample_all", "_through_layers"])
 @pytest.mark.parametrize(
-    ("error", "more"),
+    ("where", "error", "more"),
     [
-        (KeyboardInterrupt, {}),
-        (MemoryError, {}),
-        (MemoryError, {"async_scheduling": True}),
-        pytest.param(KeyboardInterrupt, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            *(KeyboardInterrupt, {"speculative_config": {"method": "ngram", "adaptive": False}}),
-            marks=pytest.mark.slow,
+        ("_slot", KeyboardInterrupt, {}),
+        ("_pass_on", MemoryError, {}),
+        ("_sample_all", MemoryError, {"async_scheduling": True}),
+        ("_through_layers", MemoryError, {"async_scheduling": True}),
+        *(
+            pytest.param(where, error, more, marks=pytest.mark.slow)
+            for where in ("_slot", "_pass_on", "_sample_all", "_through_layers")
+            for error in (KeyboardInterrupt, MemoryError)
+            for more in (
+                {},
+                {"async_scheduling": True},
+                {"tensor_parallel_size": 2},
+                {"speculative_config": {"method": "ngram", "adaptive": False}},
+            )
         ),
     ],
 )

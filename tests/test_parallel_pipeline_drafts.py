@@ -15,8 +15,8 @@ __all__ = ["alone", "folders"]  # fixtures
 
 TWO = {"pipeline_parallel_size": 2}
 FOUR = TWO | {"tensor_parallel_size": 2}
-FAST = ("eagle3, trees", "mtp")
-"""The one is fed what enters layers of either stage; `make test-slow` adds the rest."""
+FAST = ("eagle3, trees",)
+"""It is fed what enters layers of either stage; `make test-slow` adds the rest."""
 
 
 @pytest.mark.parametrize(

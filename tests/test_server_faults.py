@@ -95,6 +95,7 @@ def test_streams_go_on_with_the_same_tokens_when_a_rank_dies_or_hangs(number):
         assert server.survivors() == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_nothing_runs_is_replaced_before_the_next_request():
     with ServeProcess("--tensor-parallel-size", "2", "--threads", "1") as server:
         killed = server.kill("rank")
@@ -126,7 +127,9 @@ def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
             request(server.port, "GET", "/live")
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+@pytest.mark.parametrize(
+    "signals", [pytest.param([signal.SIGTERM], marks=pytest.mark.slow), [signal.SIGINT, signal.SIGINT]]
+)
 def test_requests_that_the_end_of_the_drain_cuts_off_return_what_they_have(signals):
     endless = {**LONG, "max_tokens": 1900, "n": 8}
     flags = ["--drain-timeout", "0.2" if len(signals) == 1 else "600", "--api-workers", "2"]
@@ -192,6 +195,7 @@ def test_starts_that_cannot_work_end_with_one_clear_line_and_code_1(tmp_path):
     assert code == 1 and "kv_cache_memory" in line and line.startswith("quire: error:")
 
 
+@pytest.mark.slow
 def test_nothing_of_a_server_stays_on_disk(monkeypatch):
     with tempfile.TemporaryDirectory(prefix="q") as folder:  # a short name, since a socket's path must be short
         monkeypatch.setenv("TMPDIR", folder)
