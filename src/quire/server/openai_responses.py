@@ -53,6 +53,7 @@ class Responses(Generation):
             return await super()._answer(call, writer)
         behind = self._behind(call)
         self._stored.making = asyncio.create_task(behind.run_behind(call))
+        await asyncio.sleep(0)  # it begins before anybody knows its id, since what never began ends without a word
         await writer.whole(self._made.body("queued"), {})
 
     def _begin(self, call: ResponseCall) -> None:
