@@ -25,7 +25,7 @@ from quire.core.scheduler import Scheduler
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
 from quire.kv.host import HostTier
-from quire.kv.mailbox import Dropped, Located, Mailbox, Nodes, Progressed, Released, Wanted
+from quire.kv.mailbox import STORE_NUMBERS, Dropped, Located, Mailbox, Nodes, Progressed, Released, Wanted
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # what speaks with other engines is loaded where there are some
@@ -34,12 +34,16 @@ if TYPE_CHECKING:  # what speaks with other engines is loaded where there are so
     from quire.kv.exporter import Exporter
     from quire.kv.importer import Importer
     from quire.kv.nodes import NodeReaders
+    from quire.kv.store import StoreAgent
     from quire.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.01
 """How long a step waits for the tiers where nothing else can be done."""
+
+STORE = "mooncake://"
+"""The beginning of a directory's URL that is that of a store."""
 
 CLUSTER_KEY = "quire/cluster-key"
 """Where a user's own is, in the folder for configuration."""
@@ -65,6 +69,7 @@ class KVTiers:
         mailbox: what threads have to tell; None: there are none.
         exporter: None: other engines read nothing here. importer: None: nothing is computed by others.
         agent: None: no directory says who has which blocks. nodes: None: nothing is read from those who have them.
+        store: what is agent and nodes in one, where a store has the blocks themselves; None: none has.
         to_compute, dropped: prompts for other engines to be computed, and those that need not be any more; whoever
             drives the engine takes them from here.
         notes: for people.
@@ -75,8 +80,9 @@ class KVTiers:
         self.disk: DiskTier | None = None
         self.exporter: Exporter | None = None
         self.importer: Importer | None = None
-        self.agent: DirectoryAgent | None = None
-        self.nodes: NodeReaders | None = None
+        self.agent: DirectoryAgent | StoreAgent | None = None
+        self.nodes: NodeReaders | StoreAgent | None = None
+        self.store: StoreAgent | None = None
         elsewhere = config.disk_kv_path is not None or config.kv_role is not None
         self.mailbox = Mailbox() if elsewhere else None
         self.to_compute: list[PrefillRequest] = []
@@ -146,15 +152,17 @@ class KVTiers:
         identity: dict[str, str],
         transports: list[Transport],
     ) -> None:
+        if url.startswith(STORE):
+            self._open_store(url, host, cluster_name(key), mailbox)
+            return
         from quire.kv import wire
         from quire.kv.directory import masked, open_directory
         from quire.kv.directory.agent import DirectoryAgent
         from quire.kv.nodes import NodeReader, NodeReaders
 
         curve, exporter = wire.curve(key), self.exporter
-        cluster = blake3(key, derive_key_context="quire 2026 name of a cluster").hexdigest(16)
         name, address = (exporter.name, str(exporter.address)) if exporter else ("", "")
-        self.agent = DirectoryAgent(open_directory(url, cluster), name, address, mailbox)
+        self.agent = DirectoryAgent(open_directory(url, cluster_name(key)), name, address, mailbox)
         if self._config.decodes:
             links = curve, identity, host, transports, mailbox
             self.nodes = NodeReaders(lambda node: NodeReader(node.address, *links), mailbox)
@@ -162,6 +170,16 @@ class KVTiers:
             f"KV blocks are shared with the nodes of {masked(url)}"
             + (f": {self.agent.problem}" if self.agent.problem else f", {len(self.agent.nodes)} others so far")
         )
+
+    def _open_store(self, url: str, host: HostTier, cluster: str, mailbox: Mailbox) -> None:
+        from quire.kv.mooncake_store import MooncakeStore
+        from quire.kv.store import StoreAgent
+
+        config = self._config
+        store = MooncakeStore(url, cluster, config.kv_host)
+        self.store = StoreAgent(store, url, host, mailbox, config.prefills, config.decodes)
+        self.agent, self.nodes = self.store, self.store if config.decodes else None
+        self.notes.append(f"KV blocks are shared by {url}" + (f": {self.store.problem}" if self.store.problem else ""))
 
     def attach(self, kv: KVManager) -> None:
         """Have the engine's books say what other nodes should know, and what they hold."""
@@ -243,10 +261,11 @@ class KVTiers:
         if self.exporter is not None and (exports := scheduler.kv.exports):
             self.exporter.steps = num_steps
             for told in exports.advance(scheduler.kv.cache):
+                to = self.store if self.store is not None and told.number >= STORE_NUMBERS else self.exporter
                 if isinstance(told, Have):
-                    self.exporter.have(*told)
+                    to.have(*told)
                 else:
-                    self.exporter.gone(told.number)
+                    to.gone(told.number)
 
     def _order(self, scheduler: Scheduler) -> None:
         orders = scheduler.kv.fetches.orders
@@ -270,7 +289,9 @@ class KVTiers:
             case Write(slot, block_hash):
                 disk.write(slot, block_hash)
 
-    def _order_node(self, agent: DirectoryAgent, nodes: NodeReaders, order: Locate | Pull | Lacks | Ban) -> None:
+    def _order_node(
+        self, agent: DirectoryAgent | StoreAgent, nodes: NodeReaders | StoreAgent, order: Locate | Pull | Lacks | Ban
+    ) -> None:
         match order:
             case Locate(number, hashes):
                 agent.locate(number, hashes)
@@ -347,6 +368,8 @@ class KVTiers:
                 self._take_in(scheduler, news)
         if self.exporter is not None:
             self.exporter.all_gone()
+        if self.store is not None:
+            self.store.all_gone()
 
     def close(self) -> None:
         """Let go of the folder, once all is written, and of other engines."""
@@ -358,7 +381,14 @@ class KVTiers:
             os.close(self._folder[2])
         if self.mailbox is not None:
             self.mailbox.close()
-        self.host = self.disk = self._folder = self.importer = self.exporter = self.agent = self.nodes = None
+        self.host = self.disk = self._folder = self.importer = self.exporter = self.agent = self.nodes = self.store = (
+            None
+        )
+
+
+def cluster_name(key: bytes) -> str:
+    """What names a cluster's key, without telling it."""
+    return blake3(key, derive_key_context="quire 2026 name of a cluster").hexdigest(16)
 
 
 def _cluster_key(config: EngineConfig) -> bytes | None:

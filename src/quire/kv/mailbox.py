@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from quire.kv import wire
 
 
+STORE_NUMBERS = 2**32
+"""From here on, numbers of blocks that are wanted for a store; other engines' are lower."""
+
+
 class Progressed(NamedTuple):
     """A read from another engine goes on."""
 

@@ -21,7 +21,7 @@ def open_directory(url: str, cluster: str) -> Directory:
         raise ConfigError(
             f"kv_directory {masked(url)!r} is no URL of a directory; allowed: "
             "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS), unix://PATH, "
-            "etcd://[USER:PASSWORD@]HOST[:PORT] and etcds:// (TLS)"
+            "etcd://[USER:PASSWORD@]HOST[:PORT] etcds:// (TLS) and mooncake://HOST:PORT (Mooncake Store)"
         )
     if url.startswith(("etcd:", "etcds:")):
         from quire.kv.directory.etcd import EtcdDirectory
