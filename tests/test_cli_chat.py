@@ -166,7 +166,7 @@ def test_an_answer_that_fills_the_context_says_so_and_the_next_one_gives_advice(
     before = list(chat.messages)
     chat.take("one more")
     err = capsys.readouterr().err
-    assert "the context holds 128" in err and "/reset to start anew" in err
+    assert "maximum context length is 128 tokens" in err and "/reset to start anew" in err
     assert chat.messages == before
     chat.take("/reset")
     chat.take("short")

@@ -626,6 +626,24 @@ def test_the_openapi_document_covers_every_route_of_the_api(keyed: Site) -> None
     assert document["paths"]["/v1/completions"]["post"]["requestBody"]["required"] is True
 
 
+def test_the_openapi_document_asks_for_a_key_only_where_there_is_one(site: Site) -> None:
+    document = site.http.get("/openapi.json").json()
+    assert "securitySchemes" not in document["components"]
+    operations = [operation for methods in document["paths"].values() for operation in methods.values()]
+    assert operations and not any("security" in operation for operation in operations)
+    assert [*document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]] == ["text/plain"]
+
+
+def test_paths_without_v1_are_the_same_routes(keyed: Site) -> None:
+    assert keyed.http.post("/completions", headers=bearer(KEYS[0]), json={}).json()["operator"] is True
+    assert keyed.http.post("/completions", json={}).status_code == 401
+    for path in ("/models", "/models/demo"):
+        found = keyed.http.get(path, headers=bearer(KEYS[0])).json()
+        assert found == keyed.http.get("/v1" + path, headers=bearer(KEYS[0])).json()
+    assert keyed.http.post("/messages", json={}).json()["type"] == "error"  # in Anthropic's shape
+    assert keyed.http.get("/modelsx", headers=bearer(KEYS[0])).status_code == 404
+
+
 def test_every_reference_in_the_openapi_document_leads_somewhere(keyed: Site) -> None:
     text = keyed.http.get("/openapi.json", headers=bearer(KEYS[0])).text
     schemas = json.loads(text)["components"]["schemas"]

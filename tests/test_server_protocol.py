@@ -213,12 +213,14 @@ def test_every_field_that_openai_knows_is_supported_or_refused_by_name() -> None
 ASKING: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "functions": [{}],
     "function_call": {"name": "f"}, "structural_tag": "{}", "audio": {"voice": "a"},
-    "modalities": ["text", "audio"], "prediction": {}, "reasoning_effort": "low", "verbosity": "high",
-    "web_search_options": {}, "store": True, "service_tier": "flex", "moderation": {}, "suffix": "x",
+    "modalities": ["text", "audio"], "prediction": {}, "reasoning_effort": "low",
+    "web_search_options": {}, "moderation": {}, "suffix": "x",
     "prompt_cache_retention": "24h", "chat_template": "{{ x }}", "guided_decoding_backend": "x",
     "use_beam_search": True,
     "truncate_prompt_tokens": 5, "parallel_tool_calls": 1, "best_of": 2,
-    "length_penalty": True, "prompt_embeds": "AAAA",
+    "length_penalty": True, "prompt_embeds": "AAAA", "lora_path": "x", "mirostat": 2, "typical_p": 0.9,
+    "dry_multiplier": 0.8, "xtc_probability": 0.5, "repeat_penalty": 1.1, "samplers": ["top_k"],
+    "options": {"num_ctx": 4096},
 }  # fmt: skip
 
 
@@ -247,6 +249,33 @@ HARMLESS: dict[str, Any] = {
 @pytest.mark.parametrize("make", [completion, chat])
 def test_values_that_ask_for_nothing_and_labels_change_nothing(name: str, make: Callable[..., Any]) -> None:
     assert make(seed=1, **{name: HARMLESS[name]}) == make(seed=1)
+
+
+def test_the_defaults_that_clients_of_llama_cpp_send_change_nothing() -> None:
+    sent = {"mirostat": 0, "typical_p": 1, "xtc_probability": 0, "dry_multiplier": 0.0, "repeat_last_n": 64, "lora": []}
+    assert completion(seed=1, **sent) == completion(seed=1)
+
+
+def test_hints_that_nothing_here_follows_are_accepted_and_listed() -> None:
+    call = chat(store=True, service_tier="flex", verbosity="high")
+    assert sorted(call.ignored) == ["service_tier", "store", "verbosity"]
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_other_spellings_of_max_tokens_and_of_forms_mean_the_same(make: Callable[..., Any]) -> None:
+    assert make(n_predict=7).params.max_tokens == 7
+    assert refusal(lambda: make(n_predict=7, max_tokens=8)).param == "n_predict"
+    assert make(regex="[ab]").params.structured_outputs.regex == "[ab]"
+    assert make(json_schema={"type": "integer"}).params.structured_outputs.kind == "json"
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_a_float_without_a_fraction_is_an_integer(make: Callable[..., Any]) -> None:
+    params = make(max_tokens=5.0, n=2.0, seed=3.0, top_k=4.0, best_of=2.0).params
+    assert [params.max_tokens, params.n, params.seed, params.top_k] == [5, 2, 3, 4]
+    assert refusal(lambda: make(max_tokens=5.5)).param == "max_tokens"
+    assert refusal(lambda: make(n=1.5)).param == "n"
+    assert refusal(lambda: make(seed=1e300)).param == "seed"
 
 
 def test_labels_have_types_and_bounds() -> None:
@@ -370,7 +399,7 @@ def test_malformed_bodies_are_refused(parse: Callable[[bytes], Any], data: bytes
 
 
 BAD_VALUES: list[tuple[str, Any]] = [
-    ("n", 0), ("n", True), ("n", "2"), ("n", 1.0), ("n", 10**30), ("temperature", "hot"), ("temperature", -1),
+    ("n", 0), ("n", True), ("n", "2"), ("n", 1.5), ("n", 10**30), ("temperature", "hot"), ("temperature", -1),
     ("temperature", False), ("top_p", 0), ("top_p", 1.5), ("min_p", -0.1), ("seed", 1.5), ("seed", True),
     ("stop", 5), ("stop", ["x"] * 65), ("stop", [""]), ("stop_token_ids", [-1]), ("stop_token_ids", [True]),
     ("min_tokens", -1), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", 2**31),

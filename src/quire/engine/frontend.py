@@ -173,10 +173,12 @@ class Frontend:
         asked = params.max_tokens
         least = max(params.min_tokens, 0 if asked == 0 else 1)
         if least > room:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens and asks for at least {least} more, but the context holds "
-                f"{self.max_model_len}; shorten the prompt, {'lower min_tokens, ' if params.min_tokens > 1 else ''}"
-                "or raise max_model_len"
+            size, completion = len(token_ids), least if asked is None else asked
+            raise PromptTooLongError(  # the first sentence is OpenAI's: clients look for its words
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{size + completion} tokens ({size} in the prompt, {completion} in the completion); "
+                f"shorten the prompt, {'lower min_tokens, ' if params.min_tokens > 1 else ''}or raise max_model_len",
+                param="prompt",
             )
         max_tokens = room if asked is None else min(asked, room)
         clamped_from = asked if asked is not None and asked > room else None

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after")
 """What pages of other origins may read of an answer."""
 
+UNVERSIONED = frozenset({"chat", "completions", "embeddings", "messages", "models", "responses"})
+"""How the paths of OpenAI's and Anthropic's routes begin behind `/v1`."""
+
 GONE = 499
 """In the metrics: the client left before there was a status."""
 
@@ -82,7 +85,7 @@ def create_app(context: AppContext, generation: APIRouter | None = None) -> Fast
     app.include_router(generation, dependencies=gate)
     app.include_router(routes_info.operator_router(context), dependencies=gate)
     app.mount("/static", routes_info.static_files(), name="static")
-    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi_document(app, context.tenants.count > 0)  # type: ignore[method-assign]
     _add_error_handlers(app, context)
     server = context.server
     policy = HostPolicy(server.host, server.allowed_host, server.cors_origin)
@@ -231,6 +234,7 @@ class EdgeMiddleware:
         if scope["type"] != "http":
             return
         arrived = time.monotonic()
+        _add_version(scope)
         summary = request_log.begin(scope)
         own = (b"x-request-id", summary.request_id.encode())
         headers = [own, *_ALWAYS, *(_PAGE_HEADERS if _is_page(scope["path"]) else ())]
@@ -277,6 +281,15 @@ def _log_unexpected(request_id: str, error: Exception) -> None:
     """What the client is not told, under the id that it is told."""
     text = f"request {request_id}: an unexpected {type(error).__name__}"
     event(logger, "internal_error", text, level=logging.ERROR, exc_info=error, request_id=request_id)
+
+
+def _add_version(scope: Scope) -> None:
+    """Make `/chat/completions` `/v1/chat/completions`: a base URL without `/v1` means the same routes. It is rewritten
+    before anything looks at it, so that keys, the router and the log see one path."""
+    if scope["path"][1:].partition("/")[0] in UNVERSIONED:
+        scope["path"] = "/v1" + scope["path"]
+        if scope.get("raw_path"):
+            scope["raw_path"] = b"/v1" + scope["raw_path"]
 
 
 def _is_page(path: str) -> bool:

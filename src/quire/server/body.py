@@ -20,6 +20,8 @@ MAX_FIELD_BYTES = 1 << 18
 """JSON of one field, where nothing else is said."""
 SMALL_BYTES = 1 << 16
 """Objects up to this size are split without looking at how much of them is known."""
+MAX_EXACT = 2.0**53
+"""Up to here every whole number is a float, and only there a float stands for one number."""
 MAX_IGNORED = 32
 MAX_IGNORED_LENGTH = 64
 
@@ -178,6 +180,7 @@ class BodyFields:
         value = self.get(name)
         if value is None:
             return None
+        value = whole(value)
         allowed = f"an integer from {low} to {high}"
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong_type(self._prefix + name, value, allowed)
@@ -200,6 +203,12 @@ class BodyFields:
     def unknown(self, names: Iterable[str], *, prefix: bool = True) -> list[str]:
         """Names of fields that are given and not among `names`."""
         return [(self._prefix if prefix else "") + name for name in self._raw if name not in names]
+
+
+def whole(value: Any) -> Any:
+    """A value that should be an integer: 5.0 is 5, as in JSON Schema. Anything else as it is."""
+    exact = isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT
+    return int(value) if exact else value
 
 
 def wrong_type(param: str, value: object, allowed: str) -> ApiError:

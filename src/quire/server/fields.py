@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.core import sampling_params as limit
 from quire.core.structured_outputs import MAX_CHOICES
+from quire.server.dialects import OTHER_DIALECTS
 
 Schema = dict[str, Any]
 
@@ -41,7 +42,12 @@ _PENALTY = limit.MAX_ADDITIVE_PENALTY
 SAMPLING: dict[str, Schema] = {
     "n": _integer(1, limit.MAX_N, "How many choices to make of each prompt.", default=1),
     "temperature": _number(0, limit.MAX_TEMPERATURE, "0 takes the most likely token. " + _UNSET.format(1)),
-    "top_p": _number(0, 1, "Sample from the fewest most likely tokens that add up to this. " + _UNSET.format(1)),
+    "top_p": _schema(
+        "number",
+        "Sample from the fewest most likely tokens that add up to this. " + _UNSET.format(1),
+        exclusiveMinimum=0,
+        maximum=1,
+    ),
     "top_k": _integer(-1, limit.MAX_INT32, "Sample from this many most likely tokens; 0 and -1 are off."),
     "min_p": _number(0, 1, "Sample from tokens at least this times as likely as the likeliest. " + _UNSET.format(0)),
     "presence_penalty": _number(-_PENALTY, _PENALTY, "Against tokens that are in the output.", default=0),
@@ -133,6 +139,8 @@ FORMATS: dict[str, Schema] = {
     "guided_whitespace_pattern": {**_TEXT, "description": "structured_outputs.whitespace_pattern, the same."},
     "ebnf": {**_TEXT, "description": "structured_outputs.grammar, as SGLang spells it."},
     "grammar": {**_TEXT, "description": "structured_outputs.grammar, as llama.cpp spells it."},
+    "regex": {**_TEXT, "description": "structured_outputs.regex, as SGLang spells it."},
+    "json_schema": {**_ANY_SCHEMA, "description": "structured_outputs.json, as llama.cpp and SGLang spell it."},
 }
 """Fields of both routes that say what the answer must look like."""
 
@@ -148,6 +156,7 @@ _COMMON: dict[str, Schema] = {
     "stream_options": _schema("object", "With `stream` only.", properties=STREAM_OPTIONS),
     "return_token_ids": _flag(False, "Also return token ids of prompts and choices."),
     "max_completion_tokens": _integer(0, limit.MAX_INT32, "The same as `max_tokens`."),
+    "n_predict": _integer(0, limit.MAX_INT32, "The same, as llama.cpp spells it."),
 }
 
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
@@ -155,6 +164,15 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
 _LABELS: dict[str, Schema] = {name: _schema("string", "A label; it changes nothing.") for name in LABELS} | {
     "metadata": _schema("object", "Labels; they change nothing."),
+}
+
+HINTS: dict[str, tuple[Any, ...]] = {"service_tier": ("auto", "default"), "store": (False,), "verbosity": ("medium",)}
+"""OpenAI's fields that are accepted, change nothing, and are listed as ignored unless they have one of these values."""
+
+_HINTS: dict[str, Schema] = {
+    "service_tier": _schema("string", "Accepted; there is one."),
+    "store": _schema("boolean", "Accepted; nothing is stored."),
+    "verbosity": _schema("string", "Accepted; no model here reads it."),
 }
 
 _MAX_TOKENS = "At most so many tokens; 0 only scores the prompt. Cut to what is left of the context. "
@@ -177,6 +195,7 @@ COMPLETION: dict[str, Schema] = {
     **SAMPLING,
     **FORMATS,
     **_LABELS,
+    **_HINTS,
 }
 """The fields of POST /v1/completions."""
 
@@ -212,6 +231,7 @@ CHAT: dict[str, Schema] = {
     **SAMPLING,
     **FORMATS,
     **_LABELS,
+    **_HINTS,
 }
 """The fields of POST /v1/chat/completions."""
 
@@ -242,12 +262,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's
     **limit.UNSUPPORTED,
@@ -260,6 +277,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "structural_tag": (),
     "vllm_xargs": ({},),
+    **OTHER_DIALECTS,
 }
 """Fields that others know and Quire does not support, with the values that ask for nothing."""
 

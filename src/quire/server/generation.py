@@ -255,6 +255,8 @@ class Generation:
                 prompt = self._context.client.prepare(text, token_ids, call.params, bad_words)
                 prompt = dataclasses.replace(prompt, reply=reply)
             except RequestError as error:
+                if error.param == "prompt" and isinstance(call, ChatCall):
+                    error.param = "messages"
                 raise (error.at(index) if len(prompts) > 1 else error) from None
             if text is None and isinstance(call, CompletionCall) and call.echo:
                 prompt = dataclasses.replace(prompt, text=await self._shared.pool.decode(token_ids))

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from quire.server.auth import is_open
+from quire.server.auth import METRICS_PATH, is_open
+from quire.server.errors import ANTHROPIC
 
 _ERROR_SCHEMA = {
     "type": "object",
@@ -26,37 +27,53 @@ _ERROR_SCHEMA = {
         }
     },
 }
-_KEY = {"type": "http", "scheme": "bearer", "description": "One of the server's API keys, where it has any."}
+_ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_KEY = {"type": "http", "scheme": "bearer", "description": "One of the server's API keys."}
 
 
-def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """The document of this app's routes; made once, then kept."""
+def openapi_document(app: FastAPI, keys: bool) -> dict[str, Any]:
+    """The document of this app's routes; made once, then kept. `keys`: the server has some, and wants one."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
         components = document.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own errors, which are never sent
             schemas.pop(name, None)
-        schemas["Error"] = _ERROR_SCHEMA
-        components["securitySchemes"] = {"key": _KEY}
+        schemas |= {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+        _add_bodies(document)
+        if keys:
+            components["securitySchemes"] = {"key": _KEY}
         for path, methods in document["paths"].items():
             for operation in methods.values():
-                _complete(path, operation)
-        _add_bodies(document)
+                _complete(path, operation, keys)
         app.openapi_schema = document
     return app.openapi_schema
 
 
-_ABOUT = "An LLM inference server with OpenAI's interface. Every error has the shape of the schema `Error`."
+_ABOUT = "An LLM inference server with OpenAI's interface. Errors have the shape of the schema `Error`."
 
 
-def _complete(path: str, operation: dict[str, Any]) -> None:
+def _complete(path: str, operation: dict[str, Any], keys: bool) -> None:
     """The errors that this operation may answer with, and whether it needs a key."""
     responses = operation["responses"]
     responses.pop("422", None)
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    shape = "AnthropicError" if path.startswith(ANTHROPIC) else "Error"
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
     responses["default"] = {"description": "An error", "content": error}
-    if not is_open(path):
+    if path == METRICS_PATH:
+        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if keys and not is_open(path):
         operation["security"] = [{"key": []}]
 
 

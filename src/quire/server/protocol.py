@@ -16,7 +16,7 @@ from typing import Any
 from quire.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SamplingParams
 from quire.errors import SamplingParamsError
 from quire.server import fields as tables
-from quire.server.body import MAX_FIELD_BYTES, BodyFields, Shape, ignored_names, shorten, wrong_type
+from quire.server.body import MAX_FIELD_BYTES, BodyFields, Shape, ignored_names, shorten, whole, wrong_type
 from quire.server.conversation import Conversation, message_bytes, read_conversation
 from quire.server.errors import ApiError, api_error, invalid
 from quire.server.limits import (
@@ -40,6 +40,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that does not say, as at OpenAI."""
 SEED_BITS = 53
 """Seeds that are drawn here are exact in JavaScript's numbers too, so that a client can send them back."""
+
+INTEGERS = [name for name, schema in tables.SAMPLING.items() if schema.get("type") == ["integer", "null"]]
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -307,7 +309,8 @@ def _common(given: BodyFields) -> tuple[dict[str, Any], list[str]]:
         "continuous_usage": streaming.boolean("continuous_usage_stats"),
         "return_token_ids": given.boolean("return_token_ids"),
     }
-    return common, streaming.unknown(_STREAM_OPTIONS.names)
+    hints = [name for name, harmless in tables.HINTS.items() if given.has(name) and given.get(name) not in harmless]
+    return common, [*hints, *streaming.unknown(_STREAM_OPTIONS.names)]
 
 
 def check_unsupported(given: BodyFields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
@@ -342,6 +345,8 @@ def _params(
     """
     options = {name: given.get(name) for name in tables.SAMPLING if name not in ("allowed_token_ids", "logit_bias")}
     options["allowed_token_ids"] = given.get("allowed_token_ids", MAX_ID_LIST_BYTES)
+    for name in INTEGERS:
+        options[name] = whole(options[name])
     options["logit_bias"] = _logit_bias(given.get("logit_bias"))
     options["max_tokens"] = _max_tokens(given, max_tokens)
     options["structured_outputs"] = read_structured_outputs(given)
@@ -355,19 +360,19 @@ def _params(
         params = SamplingParams(**{name: value for name, value in options.items() if value is not None})
     except SamplingParamsError as error:
         raise api_error(error) from None
-    best_of = given.get("best_of")
+    best_of = whole(given.get("best_of"))
     if best_of is not None and (type(best_of) is not int or best_of != params.n):
         raise _unsupported("best_of", best_of, (params.n,))
     return params, shown
 
 
 def _max_tokens(given: BodyFields, default: int | None) -> int | None:
-    old, new = (given.integer(name, 0, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
-    if old is not None and new is not None and old != new:
-        message = f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so give one of them"
-        raise invalid(message, "max_completion_tokens")
-    asked = old if new is None else new
-    return default if asked is None else asked
+    names = "max_tokens", "max_completion_tokens", "n_predict"
+    asked = {name: value for name in names if (value := given.integer(name, 0, MAX_INT32)) is not None}
+    if len(set(asked.values())) > 1:
+        told = " and ".join(f"{name} is {value}" for name, value in asked.items())
+        raise invalid(f"{told}; they mean the same, so give one of them", [*asked][-1])
+    return next(iter(asked.values()), default)
 
 
 def _chat_logprobs(given: BodyFields) -> int | None:

@@ -9,6 +9,7 @@ from quire.server import fields as tables
 from quire.server import messages_protocol
 from quire.server import openai_responses_protocol as responses_protocol
 from quire.server import pooling_fields as pooling
+from quire.server.body import JSON
 
 Schema = dict[str, Any]
 
@@ -57,13 +58,12 @@ def _operation(request: str, response: str, streams: str | None = None) -> Schem
     if streams is not None:
         last = "" if streams.endswith("Event") else ", then `[DONE]`"
         about = f"The answer; with `stream`, events whose data are `{streams}` objects{last}."
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        # OpenAPI 3.1 has no word for a sequence of events: the text is a string, whose pieces have this content.
+        events = {"contentMediaType": JSON, "contentSchema": _ref(streams)}
+        content["text/event-stream"] = {"schema": {"type": "string", **events}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
-        "responses": {
-            "200": {"description": about, "content": content},
-            "default": {"description": "An error", "content": {"application/json": {"schema": _ref("Error")}}},
-        },
+        "responses": {"200": {"description": about, "content": content}},
     }
 
 
