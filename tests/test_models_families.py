@@ -269,38 +269,6 @@ def test_what_is_gpt_oss_shows_in_the_logits(tmp_path: Path) -> None:
         assert (chunked_logits(load_model(folder), PROMPT, 90) - before).abs().max() > 0.05, name
 
 
-def test_experts_in_mxfp4_are_restored_exactly(tmp_path: Path) -> None:
-    """As transformers restores them."""
-    convert = transformers.integrations.mxfp4.convert_moe_packed_tensors
-    plain, packed = (save_checkpoint(tmp_path / name, "gpt_oss", **OSS) for name in ("plain", "packed"))
-    stored = load_file(plain / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    numbers, codes = dict(stored), dict(stored)
-    for name, weight in stored.items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, inputs, outputs = weight.shape
-            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(121, 127, blocks.shape[:3], dtype=torch.uint8, generator=generator)
-            del codes[name]
-            codes |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            numbers[name] = convert(blocks, scales, dtype=torch.float32).contiguous()
-    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(codes, packed / "model.safetensors", metadata={"format": "pt"})
-    edit_json(packed / "config.json", {"quantization_config": {"quant_method": "mxfp4"}})
-    expected = chunked_logits(load_model(plain), PROMPT, 37)
-    assert torch.equal(chunked_logits(load_model(packed), PROMPT, 37), expected) and expected.abs().max() > 0.5
-    name = "model.layers.1.mlp.experts.down_proj_scales"
-    changes: list[tuple[dict[str, torch.Tensor], type[Exception]]] = [
-        ({}, MissingTensorError),
-        ({name: codes[name][1:]}, TensorShapeError),
-    ]
-    for change, error in changes:
-        without = {other: tensor for other, tensor in codes.items() if other != name}
-        save_file(without | change, packed / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(error, match="down_proj_blocks"):
-            load_model(packed)
-
-
 def test_multipliers_show_in_the_logits(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "granite", **MULTIPLIERS)
     before = chunked_logits(load_model(folder), PROMPT, 90)

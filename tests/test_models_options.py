@@ -19,11 +19,14 @@ from quire.models.config import DecoderConfig
 from quire.models.registry import load_model
 from quire.ops.experts import Routing
 from tests.oracle import chunked_logits, random_prompt, save_checkpoint
-from tests.test_models_families import FAMILIES
+from tests.test_models_families import FAMILIES as OTHERS
+
+FAMILIES = {**OTHERS, "qwen3_next": ("qwen3_next", {})}
 
 PROMPT = random_prompt(60)
 ELSEWHERE = {
     "num_mtp_layers": "layers that are not loaded: test_models_deepseek.py",
+    "passed_over": "tensors that nothing here uses: test_models_families.py",
     "mtp": "of a model that drafts: test_models_deepseek.py",
     "one_kv_group": "of a draft model: test_kv_groups.py",
     "groups": "of experts: test_models_deepseek.py",
@@ -47,7 +50,7 @@ CASES = [
     "olmo3",
     "glm4",
 ]
-CASES += ["seed_oss", "mistral3-mistral4", "ernie4_5"]
+CASES += ["seed_oss", "mistral3-mistral4", "ernie4_5", "qwen3_next"]
 """Families that have all options together."""
 
 

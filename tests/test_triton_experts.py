@@ -8,12 +8,14 @@ import torch
 from quire.ops import RaggedBatch, quantized
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, count_experts, route
 from quire.ops.linear import Product
+from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import experts, linear
 from quire.ops.triton import routing as routing_kernel
 from quire.ops.triton.experts import GroupedExperts, GroupedHeads
 from quire.ops.triton.experts_quantized import QuantizedExperts
+from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -66,6 +68,12 @@ def launch_all() -> None:
         coded = [[quantized_weight(how, *shape)] * 16 for shape in ((1024, 512), (512, 512))]
         ids, weights = torch.empty(256, 8, dtype=torch.int64), torch.empty(256, 8)
         QuantizedExperts(*coded)(torch.empty(256, 512, dtype=torch.bfloat16), ids, weights)
+    codes = [torch.zeros(*shape, dtype=torch.uint8) for shape in ((768, 8, 16), (768, 8), (256, 12, 16), (256, 12))]
+    both = [Mxfp4Product([Mxfp4Weight(*pair)], None, CPU) for pair in (codes[:2], codes[2:])]
+    stored = GroupedExperts([both[0]] * 16, [both[1]] * 16)
+    for tokens in (16, 2500):
+        ids, weights = torch.empty(tokens, 4, dtype=torch.int64), torch.empty(tokens, 4)
+        stored(torch.empty(tokens, 256, dtype=torch.bfloat16), ids, weights)
     v2 = Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0)
     v3 = Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5)
     for routing, bias in ((v2, None), (v3, torch.empty(256))):
@@ -75,7 +83,13 @@ def launch_all() -> None:
     heads(torch.empty(16, 16, 192, dtype=torch.bfloat16)[..., :128])
 
 
-SPILLED = {("_int4_kernel", 80): 64, ("_int4_kernel", 90): 32, ("_int4_kernel", 100): 160, ("_int8_kernel", 100): 32}
+SPILLED = {
+    ("_int4_kernel", 80): 64,
+    ("_int4_kernel", 90): 32,
+    ("_int4_kernel", 100): 160,
+    ("_int8_kernel", 100): 32,
+    ("_gate_up_kernel", 100): 8,  # of weights in MXFP4
+}
 """Bytes a thread that the assembler gives up, so that two programs fit; all other kernels keep all in registers."""
 
 
@@ -88,7 +102,7 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     instructions = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05", "mma.sync"}}[arch]
     for name in ("_gate_up_kernel", "_down_kernel", "_heads_kernel", "_int8_kernel", "_int4_kernel"):
         found = [kernel for kernel in used if kernel["kernel"] == name]
-        assert len(found) == (1 if name == "_heads_kernel" else 2)
+        assert len(found) == {"_heads_kernel": 1, "_gate_up_kernel": 4, "_down_kernel": 4}.get(name, 2)
         for kernel in found:
             assert kernel["matrix"] and set(kernel["matrix"]) <= instructions
             assert kernel["asynchronous"] or arch == 100  # weights found by their addresses are read ahead
@@ -207,11 +221,10 @@ def test_many_rows_take_taller_tiles_with_the_same_bits(monkeypatch: pytest.Monk
     x, weights = draw(130, 128, dtype=torch.float16, seed=3), torch.ones(130, 1)
     ids = torch.zeros(130, 1, dtype=torch.int64)
     short = grouped(x, ids, weights)
-    monkeypatch.setattr(grouped, "_short", None)
+    monkeypatch.setattr(experts, "SHORT", None)
     with pytest.raises(AttributeError):
         grouped(x, ids, weights)  # too few for what 5 experts' tall tiles hold
     lone = GroupedExperts(gate_up[:1], down[:1])
-    monkeypatch.setattr(lone, "_short", None)
     assert torch.equal(lone(x, ids, weights), short)
 
 

@@ -23,6 +23,7 @@ from quire.errors import (
 from quire.models.fields import Fields, has_file
 from quire.models.hub import resolve
 from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor, read_header
+from quire.ops.mxfp4 import Mxfp4Weight
 
 __all__ = ["Checkpoint", "choose_dtype", "content_hash", "resolve"]
 
@@ -62,6 +63,10 @@ class Checkpoint:
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
         """A tensor as a view of its mapped file: pages are read when touched, and freed with the view."""
         return map_tensor(self.entries[name], dtypes)
+
+    def coded(self, name: str) -> Mxfp4Weight | None:
+        """A tensor as it is stored, where that is in MXFP4; None: it is not."""
+        return None
 
 
 def content_hash(folder: Path) -> str:

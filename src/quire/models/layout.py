@@ -20,6 +20,7 @@ import torch
 from quire.errors import TensorShapeError, UnexpectedTensorError
 from quire.models.checkpoint import Checkpoint
 from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry
+from quire.ops.mxfp4 import Mxfp4Weight
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What a layer's experts are called where they lie in one tensor, "PREFIX.experts.gate_up_proj" [experts, outputs,
@@ -114,6 +115,11 @@ class LaidOutCheckpoint(Checkpoint):
         if order is None or not HEADS.fullmatch(name):
             return tensor
         return tensor.view(-1, len(order), *tensor.shape[1:])[:, list(order)].reshape(tensor.shape)
+
+    def coded(self, name: str) -> Mxfp4Weight | None:
+        """See `Checkpoint`; such a tensor is only renamed."""
+        stored, where = self._parts[name]
+        return None if where else self._base.coded(stored)
 
     def _add(self, stored: str, entry: TensorEntry) -> None:
         name = self._layout.name(stored)

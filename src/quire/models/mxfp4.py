@@ -3,8 +3,8 @@
 `quantization_config` says so: `quant_method` mxfp4. All experts of a layer lie in PREFIX.experts.gate_up_proj_blocks
 [experts, outputs, inputs / 32, 16] U8, of which each byte is two 4-bit floating point numbers, the lower half first,
 and gate_up_proj_scales [experts, outputs, inputs / 32] U8, exponents of 2 that 32 numbers share; gate and up have an
-output by turns. So do those of down_proj. Quire computes with the numbers themselves: they are restored, exactly, as
-they are read.
+output by turns. So do those of down_proj. They are computed as they are stored (`ops.mxfp4`); whoever asks for their
+numbers, as to quantize them otherwise, gets them exactly.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ from dataclasses import replace
 
 import torch
 
-from quire.errors import MissingTensorError, TensorShapeError
+from quire.errors import CheckpointError, MissingTensorError, TensorShapeError
 from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
 from quire.models.layout import EXPERTS
 from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor
+from quire.ops.mxfp4 import GROUP, Mxfp4Weight
 
 SECTION = "quantization_config"
 BLOCKS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)_blocks")
 CODES = {"U8": torch.uint8}
-GROUP = 32
-"""Numbers that share a scale."""
-NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-"""By their codes."""
-BIAS = 127
-"""Of the exponents."""
 
 
 class Mxfp4Checkpoint(Checkpoint):
@@ -64,17 +59,18 @@ class Mxfp4Checkpoint(Checkpoint):
 
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
         """A tensor: see `Checkpoint`. An expert's is restored in fp32."""
+        coded = self.coded(name)
+        return super().tensor(name, dtypes) if coded is None else coded.restored()
+
+    def coded(self, name: str) -> Mxfp4Weight | None:
+        """See `Checkpoint`."""
         if name not in self._parts:
-            return super().tensor(name, dtypes)
+            return None
         blocks, scales, expert, rows = self._parts[name]
-        return restore(map_tensor(blocks, CODES)[expert, rows], map_tensor(scales, CODES)[expert, rows])
-
-
-def restore(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Numbers [outputs, inputs] fp32 of blocks [outputs, inputs / 32, 16] and scales [outputs, inputs / 32], uint8."""
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [outputs, inputs / 32, 32]
-    numbers = torch.ldexp(NUMBERS[codes.int()], (scales.int() - BIAS).unsqueeze(-1))
-    return numbers.flatten(1)
+        try:
+            return Mxfp4Weight(map_tensor(blocks, CODES)[expert, rows], map_tensor(scales, CODES)[expert, rows])
+        except CheckpointError as error:
+            raise CheckpointError(f"{blocks.file}: {blocks.name!r}, expert {expert}: {error}") from error
 
 
 def is_mxfp4(checkpoint: Checkpoint) -> bool:

@@ -137,10 +137,7 @@ def build_model(
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     notes = [note, _own_code_note(checkpoint.config)]
-    if is_block_quantized(checkpoint):
-        checkpoint = BlockQuantizedCheckpoint(checkpoint)
-    elif is_mxfp4(checkpoint):
-        checkpoint = Mxfp4Checkpoint(checkpoint)
+    checkpoint = of_numbers(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     if config.recurrent_layers and kernels.reads_spans:
         raise ConfigError("models with recurrent layers run on a CPU alone so far; set device to cpu")
@@ -173,6 +170,13 @@ def build_model(
     return model, weights
 
 
+def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint, presented as one of plain weights where some are stored in 8 or 4 bits."""
+    if is_block_quantized(checkpoint):
+        return BlockQuantizedCheckpoint(checkpoint)
+    return Mxfp4Checkpoint(checkpoint) if is_mxfp4(checkpoint) else checkpoint
+
+
 def check_ranks(
     path: Path | str, size: int, redundant_experts: int | None = None, stages: int = 1, replicas: int = 1
 ) -> tuple[int, int]:
@@ -185,7 +189,7 @@ def check_ranks(
     Raises:
         ConfigError: they cannot, since heads and layers are not cut, and each has as many experts as the others.
     """
-    checkpoint = Checkpoint(Path(path))
+    checkpoint = of_numbers(Checkpoint(Path(path)))
     config = read_config(checkpoint.config, checkpoint.generation)
     layer = config.layer
     layers = [config.layer_at(index) for index in range(config.num_layers)]

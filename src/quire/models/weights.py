@@ -24,7 +24,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.config import PER_LAYER_TABLE
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
 from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
-from quire.ops import Kernels, Product, Quantization, QuantizedWeight
+from quire.ops import Kernels, Mxfp4Weight, Product, Quantization, QuantizedWeight
 from quire.ops.quantized import layout
 from quire.parallel.group import Gather, Group, OneRank, Split, share
 
@@ -108,6 +108,7 @@ class Weights:
         self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in (*plain, *packed))
         self._bytes_read = 0
         self._elsewhere: dict[str, int] = {}
+        self._saved: dict[str, int] = {}  # by products that are computed as they are stored, in less bytes
         self._taken: set[str] = set()
         self._complete = False
 
@@ -194,6 +195,11 @@ class Weights:
         parts = list(zip(names, rows, strict=True))
         biases = [_of(self.tensor(f"{name}.bias"), own) for name, own in parts] if bias else None
         joined_bias = None if biases is None else _joined(biases)
+        codes = self._codes(parts) if self.quantization is None else []
+        if codes:
+            numbers = sum(part.out_features * part.in_features for part in codes)
+            self._saved[product_name(names)] = numbers * self.dtype.itemsize - sum(part.nbytes for part in codes)
+            return self.kernels.pack_mxfp4(codes, joined_bias)
         if self.quantization is None:
             return self.kernels.pack([_of(self.tensor(f"{name}.weight"), own) for name, own in parts], joined_bias)
         how = _how(f"{names[0]}.weight", self.quantization)
@@ -202,6 +208,15 @@ class Weights:
         if not self._complete:
             self.products[product] = quantized
         return self.kernels.pack_quantized(quantized, joined_bias)
+
+    def _codes(self, parts: Sequence[tuple[str, range]]) -> list[Mxfp4Weight]:
+        """Weights that are stored in MXFP4; none where one of them is not."""
+        codes = [self._checkpoint.coded(f"{name}.weight") for name, _ in parts]
+        found = [code.outputs(own) for code, (_, own) in zip(codes, parts, strict=True) if code is not None]
+        if len(found) < len(parts):
+            return []
+        self._count(*(f"{name}.weight" for name, _ in parts))
+        return found
 
     def _read(self, names: Sequence[str], product: str, how: Quantization, rows: Sequence[range]) -> QuantizedWeight:
         shapes = [self._shapes[f"{name}.weight"] for name in names]
@@ -238,11 +253,13 @@ class Weights:
 
     def bytes_saved(self, experts: bool = False) -> int:
         """How many bytes less this rank holds of the products (of `experts` alone) than all of them have in the
-        computation's data type: what is quantized is smaller, and what other ranks have is not here.
+        computation's data type: what is quantized, or stored in fewer bits, is smaller, and what other ranks have
+        is not here.
         """
         products = [w for name, w in self.products.items() if not experts or EXPERT.fullmatch(name)]
         quantized = sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
-        return quantized + sum(size for name, size in self._elsewhere.items() if not experts or EXPERT.fullmatch(name))
+        others = [*self._elsewhere.items(), *self._saved.items()]
+        return quantized + sum(size for name, size in others if not experts or EXPERT.fullmatch(name))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """A norm."""

@@ -6,6 +6,7 @@ from quire.ops.elementwise import rms_norm, rotate, silu_mul
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
 from quire.ops.linear import PackedWeight, Product
+from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 
@@ -16,6 +17,7 @@ __all__ = [
     "KVShape",
     "Kernels",
     "LayerParts",
+    "Mxfp4Weight",
     "PackedWeight",
     "Product",
     "Quantization",

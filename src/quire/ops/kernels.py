@@ -30,6 +30,7 @@ from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
+from quire.ops.mxfp4 import Mxfp4Product, Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
@@ -158,6 +159,10 @@ class Kernels:
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
         """The product with a quantized weight, whose tensors are used where they lie."""
         return QuantizedProduct(weight, bias)
+
+    def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
+        """The product with a weight in MXFP4, copied into the layout of this implementation: see `pack`."""
+        return Mxfp4Product(parts, bias)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """A decoder layer in one call, where there is such a kernel; None: its kernels are called one by one."""

@@ -17,6 +17,7 @@ from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
 from quire.ops.memory import Scratch
+from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
@@ -65,6 +66,9 @@ class CpuKernels(Kernels):
 
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, weight, bias, self._scratch)
+
+    def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
+        return linear.CpuProduct(self._lib, parts, bias, self._scratch)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         return CpuLayer(self._lib, parts, self._workspace)

@@ -10,15 +10,17 @@ import torch
 
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
 from quire.ops.memory import HUGE_PAGE, Scratch, collapse, huge
-from quire.ops.quantized import QuantizedWeight
+from quire.ops.mxfp4 import GROUP, Mxfp4Weight
+from quire.ops.quantized import PANEL, QuantizedWeight
 
 PROTOTYPES: dict[str, Prototype] = {
     "linear": (None, (POINTER, POINTER, I32, I64, POINTER, I32, POINTER)),
     "linear_scratch": (I64, (POINTER, I64)),
     "packed_bytes": (I64, (POINTER,)),
     "pack": (None, (POINTER, POINTER, POINTER)),
+    "pack_mxfp4": (None, (POINTER, POINTER, POINTER, POINTER, POINTER)),
 }
-INT8, INT4 = 3, 4
+INT8, INT4, MXFP4 = 3, 4, 5
 """Formats beside the dense ones, which have their data type's number."""
 
 
@@ -40,8 +42,8 @@ class CpuProduct:
     """The product with a weight [out, in], dense or quantized, whose panels of 32 outputs C++ reads as one stream.
 
     Args:
-        weight: dense parts [out, in], whose outputs come side by side, are copied into panels; a quantized one is
-            used where it lies.
+        weight: dense parts [out, in], or such in MXFP4, whose outputs come side by side, are copied into panels; a
+            quantized one is used where it lies.
         scratch: what all products share for the length of a call.
 
     Attributes:
@@ -52,23 +54,26 @@ class CpuProduct:
     def __init__(
         self,
         lib: Library,
-        weight: Sequence[torch.Tensor] | QuantizedWeight,
+        weight: Sequence[torch.Tensor] | Sequence[Mxfp4Weight] | QuantizedWeight,
         bias: torch.Tensor | None,
         scratch: Scratch,
     ) -> None:
+        codes = [] if isinstance(weight, QuantizedWeight) else [w for w in weight if isinstance(w, Mxfp4Weight)]
+        dense = [] if isinstance(weight, QuantizedWeight) else [w for w in weight if isinstance(w, torch.Tensor)]
+        shapes = [(len(part), part.shape[1]) for part in dense] + [(w.out_features, w.in_features) for w in codes]
         if isinstance(weight, QuantizedWeight):
-            self.in_features, self.out_features = weight.in_features, weight.out_features
-        else:
-            self.out_features, self.in_features = sum(len(part) for part in weight), weight[0].shape[1]
+            shapes = [(weight.out_features, weight.in_features)]
+        self.out_features, self.in_features = sum(out for out, _ in shapes), shapes[0][1]
         self._weight = _Weight(in_features=self.in_features, out_features=self.out_features)
         self.address = ctypes.addressof(self._weight)
         self._held: dict[str, torch.Tensor] = {}  # what the addresses in the structure point to
+        self.dtypes: tuple[torch.dtype, ...] = (dense[0].dtype,) if dense else tuple(DTYPES)
         if isinstance(weight, QuantizedWeight):
             self._use_quantized(lib, weight)
-            self.dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)
+        elif codes:
+            self._pack_codes(lib, codes)
         else:
-            self.dtypes = (weight[0].dtype,)
-            self._pack(lib, weight)
+            self._pack(lib, dense)
         if bias is not None:
             self._hold("bias", bias.detach().float().contiguous().clone())
         self._linear, self._scratch = lib.linear, scratch
@@ -101,6 +106,19 @@ class CpuProduct:
         rows = np.concatenate([part.data_ptr() + row * np.arange(len(part)) for part in parts])
         lib.pack(self.address, rows.ctypes.data, self._weight.data)
 
+    def _pack_codes(self, lib: Library, parts: Sequence[Mxfp4Weight]) -> None:
+        if {part.in_features for part in parts} != {self.in_features}:
+            raise ValueError(f"the parts of a weight differ: {[list(part.codes.shape) for part in parts]}")
+        self._weight.format, self._weight.group = MXFP4, GROUP
+        self._hold("data", huge(lib.packed_bytes(self.address)))
+        self._hold("scales", huge(-(-self.out_features // PANEL) * PANEL * self.in_features // GROUP))
+        held = [(_with_rows(part.codes), _with_rows(part.scales)) for part in parts]
+        codes, scales = (
+            np.concatenate([each[side].data_ptr() + each[side].stride(0) * np.arange(len(each[side])) for each in held])
+            for side in (0, 1)
+        )
+        lib.pack_mxfp4(self.address, codes.ctypes.data, scales.ctypes.data, self._weight.data, self._weight.scales)
+
     def _use_quantized(self, lib: Library, weight: QuantizedWeight) -> None:
         collapse(weight.packed)
         self._hold("data", weight.packed)
@@ -127,6 +145,11 @@ class CpuProduct:
             scratch = self._scratch.at_least(rows * self._row_scratch + 128)
             self._linear(self.address, x.data_ptr(), DTYPES[x.dtype], rows, out.data_ptr(), DTYPES[out_dtype], scratch)
         return out
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes whose rows are each contiguous, which may lie apart."""
+    return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
 
 
 def gather(products: Sequence[CpuProduct]) -> None:

@@ -22,6 +22,7 @@ from quire.ops.linear import Product
 from quire.ops.triton.linear import VendorProduct
 from quire.ops.triton.linear_chunks import PROGRAMS, checked, place_of
 from quire.ops.triton.linear_dense import EXACT, SHORT, TALL, DenseProduct, Tile, one_instruction
+from quire.ops.triton.linear_mxfp4 import DTYPES, Mxfp4Product, numbers_of
 from quire.ops.triton.rows import activated
 
 ALIGNMENT = 16
@@ -51,30 +52,40 @@ class Weights:
     """Weights of one shape, each where it lies.
 
     Args:
-        products: made by `linear.pack`.
+        products: made by `linear.pack`, or all of them in MXFP4.
 
     Attributes:
-        out_features, in_features, dtype, device: of each.
+        out_features, in_features, device: of each.
+        dtypes: that what they are multiplied with may have.
         bias: [weights, out_features] fp32; None: they have none.
         addresses: [weights] int64, on their device.
+        scale_addresses: the same of what scales them, in MXFP4; None: they are dense.
 
     Raises:
         ValueError: the products are of other kinds, or differ.
     """
 
     def __init__(self, products: Sequence[Product]) -> None:
-        self._tensors = [_aligned(_weight(product)) for product in products]
+        coded = [product for product in products if isinstance(product, Mxfp4Product)]
+        self._tensors = [_aligned(each.weight) for each in coded] if coded else [_aligned(_weight(p)) for p in products]
+        if len(self._tensors) < len(products):
+            raise ValueError(f"{len(coded)} of {len(products)} weights are in MXFP4; all must be, or none")
+        self._scales = [_aligned(each.scales) for each in coded]
         self.addresses = addresses_of(self._tensors)
+        self.scale_addresses = addresses_of(self._scales) if coded else None
         self.bias = biases_of(products)
-        self.out_features, self.in_features = self._tensors[0].shape
-        self.dtype, self.device = self._tensors[0].dtype, self._tensors[0].device
+        self.out_features, self.in_features = products[0].out_features, products[0].in_features
+        self.dtypes = DTYPES if coded else (self._tensors[0].dtype,)
+        self.device = self._tensors[0].device
 
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def tiles(self) -> tuple[Tile, Tile]:
+    def tiles(self, dtype: torch.dtype) -> tuple[Tile, Tile]:
         """Those for few rows and for many, which give the same bits: see `linear_dense`."""
-        short, tall = (EXACT, EXACT) if self.dtype == torch.float32 else (SHORT, TALL)
+        short, tall = (EXACT, EXACT) if dtype == torch.float32 else (SHORT, TALL)
+        if self._scales:  # codes take registers
+            short, tall = short._replace(warps=8, stages=2), tall._replace(stages=2)
         return short, tall if one_instruction(self.device) else short
 
 
@@ -109,7 +120,43 @@ def pointer_at(addresses, number, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
+def _rows_of(addresses, scale_addresses, expert, rows, in_features, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Pointers to some rows of an expert's weight: of numbers, or of codes where there are scales."""
+    if scale_addresses is None:
+        pointers = pointer_at(addresses, expert, dtype, ALIGNMENT) + rows * in_features
+    else:
+        pointers = pointer_at(addresses, expert, tl.uint8, ALIGNMENT) + rows * (in_features // 2)
+    return pointers
+
+
+@triton.jit
+def _multiply_codes(
+    x_tile,
+    weight_tile,
+    scale_tile,
+    rows_there,
+    outputs_there,
+    in_features,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """As `_multiply`, with pointers to rows of codes, and of their scales."""
+    k = tl.arange(0, INPUTS)
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, in_features, INPUTS):
+        at = (start + k)[:, None]
+        inside = at < in_features
+        a = tl.load(x_tile + (start + k)[None, :], mask=rows_there & ((start + k) < in_features)[None, :], other=0.0)
+        codes = tl.load(weight_tile + at // 2, mask=outputs_there & inside, other=0) >> (at % 2 * 4).to(tl.uint8)
+        scales = tl.load(scale_tile + at // 32, mask=outputs_there & inside, other=0)
+        b = numbers_of(codes, scales, x_tile.dtype.element_ty)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _multiply_numbers(
     x_tile,
     weight_tile,
     rows_there,
@@ -120,12 +167,7 @@ def _multiply(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """The sums over all inputs, in ascending order, fp32 [ROWS, OUTPUTS].
-
-    Args:
-        x_tile, weight_tile: pointers [ROWS, 1] and [1, OUTPUTS] to rows of x and of the weight.
-        rows_there, outputs_there: which of them exist.
-    """
+    """As `_multiply`, with pointers to rows of numbers."""
     k = tl.arange(0, INPUTS)
     x_tile += k[None, :]
     weight_tile += k[:, None]
@@ -141,6 +183,37 @@ def _multiply(
         total = tl.dot(a, b, total, input_precision="ieee")
         x_tile += INPUTS
         weight_tile += INPUTS
+    return total
+
+
+@triton.jit
+def _multiply(
+    x_tile,
+    weight_tile,
+    scale_tile,
+    rows_there,
+    outputs_there,
+    in_features,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """The sums over all inputs, in ascending order, fp32 [ROWS, OUTPUTS].
+
+    Args:
+        x_tile, weight_tile: pointers [ROWS, 1] and [1, OUTPUTS] to rows of x and of the weight.
+        scale_tile: the same to rows of scales, of weights in MXFP4; None: they are dense.
+        rows_there, outputs_there: which of them exist.
+    """
+    if scale_tile is None:
+        total = _multiply_numbers(
+            x_tile, weight_tile, rows_there, outputs_there, in_features, EVEN, ROWS, OUTPUTS, INPUTS
+        )
+    else:
+        total = _multiply_codes(
+            x_tile, weight_tile, scale_tile, rows_there, outputs_there, in_features, ROWS, OUTPUTS, INPUTS
+        )
     return total
 
 
@@ -192,6 +265,7 @@ def tile_at(tile_table, tile):
 def _gate_up_kernel(
     x,
     addresses,
+    scale_addresses,
     biases,
     order,
     tile_table,
@@ -220,11 +294,14 @@ def _gate_up_kernel(
     column = tl.arange(0, OUTPUTS)
     n = out_tile * (OUTPUTS // 2) + column // 2
     weight_row = (n + column % 2 * intermediate).to(tl.int64)
-    weight = pointer_at(addresses, expert, x.dtype.element_ty, ALIGNMENT)
+    where = weight_row[None, :]
+    weight_tile = _rows_of(addresses, scale_addresses, expert, where, hidden, x.dtype.element_ty, ALIGNMENT)
+    scale_tile = None
+    if scale_addresses is not None:
+        scale_tile = pointer_at(scale_addresses, expert, tl.uint8, ALIGNMENT) + where * (hidden // 32)
     x_tile = x + token.to(tl.int64)[:, None] * hidden
-    weight_tile = weight + weight_row[None, :] * hidden
-    there = (m < end)[:, None]
-    total = _multiply(x_tile, weight_tile, there, (n < intermediate)[None, :], hidden, EVEN, ROWS, OUTPUTS, INPUTS)
+    there, outputs_there = (m < end)[:, None], (n < intermediate)[None, :]
+    total = _multiply(x_tile, weight_tile, scale_tile, there, outputs_there, hidden, EVEN, ROWS, OUTPUTS, INPUTS)
 
     if biases is not None:
         bias = biases + expert.to(tl.int64) * (2 * intermediate) + weight_row
@@ -242,6 +319,7 @@ def _gate_up_kernel(
 def _down_kernel(
     inner,
     addresses,
+    scale_addresses,
     biases,
     order,
     tile_table,
@@ -263,11 +341,14 @@ def _down_kernel(
         return
     m = first + tl.arange(0, ROWS)
     n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
-    weight = pointer_at(addresses, expert, inner.dtype.element_ty, ALIGNMENT)
+    where = n.to(tl.int64)
+    weight_tile = _rows_of(addresses, scale_addresses, expert, where, intermediate, inner.dtype.element_ty, ALIGNMENT)
+    scale_tile = None
+    if scale_addresses is not None:
+        scale_tile = pointer_at(scale_addresses, expert, tl.uint8, ALIGNMENT) + where * (intermediate // 32)
     x_tile = inner + m.to(tl.int64)[:, None] * intermediate
-    weight_tile = weight + n.to(tl.int64) * intermediate
-    there = (m < end)[:, None]
-    total = _multiply(x_tile, weight_tile, there, n < hidden, intermediate, EVEN, ROWS, OUTPUTS, INPUTS)
+    there, outputs_there = (m < end)[:, None], n < hidden
+    total = _multiply(x_tile, weight_tile, scale_tile, there, outputs_there, intermediate, EVEN, ROWS, OUTPUTS, INPUTS)
     if biases is not None:
         total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
@@ -326,18 +407,18 @@ class GroupedExperts:
     def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], activation: Activation = "silu") -> None:
         self._gate_up, self._down, self._activation = Weights(gate_up), Weights(down), activation
         self._hidden, self._intermediate = self._gate_up.in_features, self._down.in_features
-        found = (len(self._down), self._down.out_features, self._down.dtype, self._gate_up.out_features)
-        if found != (len(self._gate_up), self._hidden, self._gate_up.dtype, 2 * self._intermediate):
+        found = (len(self._down), self._down.out_features, self._down.dtypes, self._gate_up.out_features)
+        if found != (len(self._gate_up), self._hidden, self._gate_up.dtypes, 2 * self._intermediate):
             raise ValueError("the experts' gate and up do not fit their down")
-        self._short, self._tall = self._gate_up.tiles()
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
-        x, _ = checked(x, self._hidden, (self._gate_up.dtype,), None)
+        x, _ = checked(x, self._hidden, self._gate_up.dtypes, None)
         out = torch.empty_like(x)
         if len(x) == 0:
             return out
-        tile = self._tall if ids.numel() >= len(self._gate_up) * self._tall.rows else self._short
+        short, tall = self._gate_up.tiles(x.dtype)
+        tile = tall if ids.numel() >= len(self._gate_up) * tall.rows else short
         order, tile_table = ordered(ids, len(self._gate_up), tile.rows)
         inner = self._launch_gate_up(x, order, tile_table, ids.shape[1], tile)
         parts = self._launch_down(inner, order, tile_table, weights.contiguous(), tile)
@@ -350,6 +431,7 @@ class GroupedExperts:
         _gate_up_kernel[(len(tile_table) * triton.cdiv(self._intermediate, tile.outputs // 2),)](
             x,
             self._gate_up.addresses,
+            self._gate_up.scale_addresses,
             self._gate_up.bias,
             order,
             tile_table,
@@ -377,6 +459,7 @@ class GroupedExperts:
         _down_kernel[(len(tile_table) * triton.cdiv(self._hidden, tile.outputs),)](
             inner,
             self._down.addresses,
+            self._down.scale_addresses,
             self._down.bias,
             order,
             tile_table,
@@ -424,7 +507,7 @@ def _heads_kernel(
     x_tile = x + m * stride_row + head.to(tl.int64) * stride_head
     weight_tile = weight + n.to(tl.int64) * in_features
     rows_there, outputs_there = m < rows, n < out_features
-    total = _multiply(x_tile, weight_tile, rows_there, outputs_there, in_features, EVEN, ROWS, OUTPUTS, INPUTS)
+    total = _multiply(x_tile, weight_tile, None, rows_there, outputs_there, in_features, EVEN, ROWS, OUTPUTS, INPUTS)
     out += (m * tl.num_programs(1) + head) * out_features + n
     tl.store(out, total.to(out.dtype.element_ty), mask=rows_there & outputs_there)
 
@@ -443,13 +526,13 @@ class GroupedHeads:
         self._weights = Weights(products)
         if self._weights.bias is not None:
             raise ValueError("heads have no biases")
-        self._short, self._tall = self._weights.tiles()
+        self._short, self._tall = self._weights.tiles(self._weights.dtypes[0])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `HeadProducts`."""
         weights = self._weights
-        if x.shape[1:] != (len(weights), weights.in_features) or x.dtype != weights.dtype:
-            wanted = f"{weights.dtype} [.., {len(weights)}, {weights.in_features}]"
+        if x.shape[1:] != (len(weights), weights.in_features) or x.dtype not in weights.dtypes:
+            wanted = f"{weights.dtypes[0]} [.., {len(weights)}, {weights.in_features}]"
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; the heads take {wanted}")
         x = x if x.stride(2) == 1 else x.contiguous()
         out = x.new_empty(len(x), len(weights), weights.out_features)

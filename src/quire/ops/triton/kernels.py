@@ -13,10 +13,12 @@ from quire.ops.kernels import HeadNorm, Kernels
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
+from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling
+from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.routing import count_experts, route
 from quire.parallel.group import Gather
@@ -61,6 +63,9 @@ class TritonKernels(Kernels):
 
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
         return linear.pack_quantized(weight, bias, self.device)
+
+    def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
+        return Mxfp4Product(parts, bias, self.device)
 
     # -- a step's inputs -----------------------------------------------------------------------------------
 

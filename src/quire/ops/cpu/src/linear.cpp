@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "team.h"
 #include "linear_amx.h"
+#include "linear_mxfp4.h"
 
 namespace quire {
 namespace {
@@ -201,17 +202,21 @@ struct Blocks {
 };
 
 // Activations as the product reads them: words [block of rows][step][row of the block]. Quantized ones have a scale for
-// each BLOCK of a row, and what the sum of products of each group (int8: BLOCK) of a row begins with.
+// each BLOCK of a row, and what the sum of products of each group (int8: BLOCK) of a row begins with. Of mxfp4,
+// words are pairs of bf16, or numbers in fp32.
 struct Activations {
     uint32_t* words;
     float* scales;
     int32_t* starts;
+    bool pairs;
 };
 
 int64_t starts_a_row(const Weight& w) { return w.format == INT4 ? w.in / w.group : blocks_a_row(w); }
 
+bool has_tiles(const Weight& w) { return TILES && (w.format == DENSE_BF16 || w.format == INT8 || w.format == INT4); }
+
 int64_t words_a_row(const Weight& w) {
-    if (TILES && w.format != DENSE_F32 && w.format != DENSE_F16) return tiled_row_words(w);  // more than those below
+    if (has_tiles(w)) return tiled_row_words(w);  // more than those below
     switch (w.format) {
         case INT8:
         case INT4: return round_up(w.in, 4) / 4;
@@ -262,6 +267,12 @@ void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row,
             break;
         case DENSE_F32: times_single<float, ROWS>((const float*)data, words, w.in, sums); break;
         case DENSE_F16: times_single<f16, ROWS>((const f16*)data, words, w.in, sums); break;
+        case MXFP4:
+            if (x.pairs)
+                times_mxfp4_pairs<ROWS>(w, panel, data, words, later, sums);
+            else
+                times_mxfp4<ROWS>(w, panel, data, words, later, sums);
+            break;
         case INT8: times_int8<ROWS>(w, panel, data, words, scales, starts, later, sums); break;
         case INT4: times_int4<ROWS>(w, panel, data, words, scales, starts, later, sums);
     }
@@ -358,20 +369,20 @@ void prepare(const Weight& w, const T* x, const Blocks& blocks, int64_t block, c
         return;
     }
     if constexpr (PAIRS && std::is_same_v<T, bf16>)
-        if (w.format == DENSE_BF16) return to_pairs(from, w.in, n, at);
+        if (w.format == DENSE_BF16 || w.format == MXFP4) return to_pairs(from, w.in, n, at);
     to_floats(from, w.in, n, words, at);
 }
 
 // One row is its own layout where its type is that of the words.
 bool ready(const Weight& w, int32_t dtype, int64_t rows) {
-    const bool pairs = w.format == DENSE_BF16 && PAIRS && dtype == BF16 && w.in % 2 == 0;
-    return rows == 1 && (pairs || (w.format == DENSE_F32 && dtype == F32));
+    const bool pairs = (w.format == DENSE_BF16 || w.format == MXFP4) && PAIRS && dtype == BF16 && w.in % 2 == 0;
+    return rows == 1 && (pairs || ((w.format == DENSE_F32 || w.format == MXFP4) && dtype == F32));
 }
 
-Activations lay_out(const Weight& w, int64_t rows, void* scratch) {
+Activations lay_out(const Weight& w, int32_t dtype, int64_t rows, void* scratch) {
     uint32_t* words = (uint32_t*)scratch;
     float* scales = (float*)(words + round_up(rows * words_a_row(w), 16));
-    return {words, scales, (int32_t*)scales + round_up(rows * blocks_a_row(w), 16)};
+    return {words, scales, (int32_t*)scales + round_up(rows * blocks_a_row(w), 16), PAIRS && dtype == BF16};
 }
 
 // A panel stays in the cache for all blocks of rows; where there are few panels for many threads, it is shared out.
@@ -398,7 +409,7 @@ INLINE void times_blocks(const Weight& w, int64_t panel, const Activations& x, c
 template <class T, class Out>
 void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
     const Blocks blocks(rows);
-    Activations input = lay_out(w, rows, scratch);
+    Activations input = lay_out(w, dtype, rows, scratch);
     const bool is_ready = ready(w, dtype, rows);
     if (is_ready) input.words = (uint32_t*)x;
     const int64_t parts = parts_of_panel(w, blocks.count);
@@ -416,8 +427,7 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
 // Whether tiles do it. bf16 has other bits there, so all of it is done there; quantized products have the same bits
 // either way, and a few rows wait for memory in any case.
 [[maybe_unused]] bool in_tiles(const Weight& w, int64_t rows) {
-    const bool quantized = w.format == INT8 || w.format == INT4;
-    return TILES && (w.format == DENSE_BF16 || (quantized && rows > FEW_ROWS));
+    return has_tiles(w) && (w.format == DENSE_BF16 || rows > FEW_ROWS);
 }
 
 // One row of bf16 that fills its tiles is its own layout.
@@ -476,7 +486,7 @@ constexpr int64_t TILED_ROWS = 8;  // that a thread prepares, at least
 template <class T, class Out>
 void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scratch) {
     const RowTiles tiles(rows);
-    Activations input = lay_out(w, rows, scratch);
+    Activations input = lay_out(w, BF16, rows, scratch);
     const bool is_ready = ready_for_tiles<T>(w, rows);
     if (is_ready) input.words = (uint32_t*)x;
     const int64_t blocks = (tiles.count + 1) / 2, parts = parts_of_panel(w, blocks);
@@ -513,7 +523,7 @@ void linear_to(const Weight& w, const T* x, int32_t dtype, int64_t rows, void* y
 template <class T>
 void prepare_all(const Task& t, const T* x) {
     const Weight& w = *t.weight;
-    const Activations to = lay_out(w, t.rows, t.scratch);
+    const Activations to = lay_out(w, t.dtype, t.rows, t.scratch);
     if constexpr (TILES)
         if (in_tiles(w, t.rows)) {
             for (int64_t row = 0; row < t.rows && !ready_for_tiles<T>(w, t.rows); row++)
@@ -527,7 +537,7 @@ void prepare_all(const Task& t, const T* x) {
 template <class T, class Out>
 void multiply_panels(const Task& t, int64_t first, int64_t last, const char* next, const T* x, Out* y) {
     const Weight& w = *t.weight;
-    Activations input = lay_out(w, t.rows, t.scratch);
+    Activations input = lay_out(w, t.dtype, t.rows, t.scratch);
     const Results<Out> to{y, t.stride};
     if constexpr (TILES)
         if (in_tiles(w, t.rows)) {

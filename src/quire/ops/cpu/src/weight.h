@@ -5,14 +5,14 @@
 
 namespace quire {
 
-enum Format : int32_t { DENSE_F32 = 0, DENSE_BF16 = 1, DENSE_F16 = 2, INT8 = 3, INT4 = 4 };
+enum Format : int32_t { DENSE_F32 = 0, DENSE_BF16 = 1, DENSE_F16 = 2, INT8 = 3, INT4 = 4, MXFP4 = 5 };
 
 // As quire.ops.cpu.linear describes it.
 struct Weight {
-    int32_t format, group;  // group: inputs that share a scale (int4)
+    int32_t format, group;  // group: inputs that share a scale (int4, mxfp4)
     int64_t in, out;
     const void* data;
-    const void* scales;  // int8: fp32 [outputs]; int4: fp16 [panels, in / group, 32]
+    const void* scales;  // int8: fp32 [outputs]; int4: fp16, mxfp4: exponents uint8, [panels, in / group, 32]
     const float* bias;   // [outputs] or null
 };
 
