@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
 from quire.models.fields import Fields
 from quire.models.model import ModelSizes
-from quire.models.random_checkpoint import SHAPES, model_config, random_checkpoint, write_checkpoint
+from quire.models.random_checkpoint import SHAPES, model_config, random_checkpoint, weight_bytes, write_checkpoint
 from quire.models.registry import load_model, read_config
 from quire.ops import Quantization
 
@@ -292,6 +293,38 @@ def test_a_named_folder_keeps_the_checkpoint_and_a_temporary_one_does_not(tmp_pa
     with random_checkpoint("qwen3-tiny", None) as temporary:
         assert (temporary / "config.json").is_file()
     assert not temporary.parent.exists()
+
+
+@pytest.mark.parametrize("how", [Quantization("int8"), Quantization("int4", 32)])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.endswith("-tiny")])
+def test_a_random_checkpoint_may_be_quantized_and_has_the_size_that_was_reckoned(
+    shape: str, how: Quantization, tmp_path: Path
+) -> None:
+    config = model_config(shape)
+    with random_checkpoint(shape, str(tmp_path), how=how) as folder, LLM(str(folder), num_kv_blocks=8) as engine:
+        assert engine.generate([[1, 2, 3]])[0].outputs[0].finish_reason == "length"
+    size = (folder / "model.safetensors").stat().st_size
+    assert weight_bytes(config, how) <= size < weight_bytes(config, how) + 64 * 1024  # and the header
+    with random_checkpoint(shape, str(tmp_path)) as plain:
+        assert plain != folder
+    assert weight_bytes(config) <= (plain / "model.safetensors").stat().st_size
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
+    words = r"the weights take 27\.5 GiB, and 1\.0 GiB are free where .*choose another --workdir, .*quantization=int4"
+    with pytest.raises(ConfigError, match=words):
+        write_checkpoint(tmp_path / "large", model_config("qwen3-14b"))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("quire.runner.memory_plan.free_memory", lambda: 10 << 30)
+    assert main(["bench", "offline", "--random", "qwen3-14b", "--workdir", str(tmp_path), "--device", "cpu"]) != 0
+    words = (
+        r"of qwen3-14b in bfloat16 take 27\.5 GiB, and 10 GiB of memory are free;.*int8 14\.\d GiB, int4 [89]\.\d+ GiB"
+    )
+    assert re.search(words, " ".join(capsys.readouterr().err.split()))
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_runs_may_write_the_same_checkpoint_at_once(tmp_path: Path) -> None:

@@ -388,7 +388,7 @@ def test_an_engine_runs_without_the_packages_of_the_server_and_the_command_line(
     assert {"quire", "torch", "triton", "tokenizers", "blake3", "msgspec"} <= modules
     assert not modules & {*gpu_bundle.SERVERS_OWN, *gpu_bundle.COMMAND_LINES_OWN}
     lacking = gpu_bundle.lacking(modules)
-    assert {"tokenizers", "blake3", "msgspec", "safetensors"} <= lacking
+    assert {"tokenizers", "blake3", "msgspec"} <= lacking
     assert not lacking & {"torch", "numpy", "triton", "jinja2", "sympy", "quire"}
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quire.bench.ceilings import Machine
     from quire.bench.cells import Cell, OnToken
     from quire.llm import LLM
+    from quire.ops import Quantization
 
 FORCED = {"prefix_cache": "off", "generation_config": "off"}
 """Options that a cell's definition sets."""
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         lines = stack.enter_context(json_file(args.json))
         if args.random:
-            given.engine["model"] = str(stack.enter_context(_random_checkpoint(args.random, args.workdir)))
+            given.engine["model"] = str(stack.enter_context(_random_checkpoint(args.random, args.workdir, given)))
         began = time.perf_counter()
         from quire.cli.start import start
 
@@ -129,7 +130,12 @@ def json_file(path: str | None) -> Iterator[IO[str] | None]:
 
 
 @contextmanager
-def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
+def _random_checkpoint(shape: str, workdir: str | None, given: Given) -> Iterator[Path]:
+    """A checkpoint of this shape, quantized where the engine is to be.
+
+    Raises:
+        ConfigError: there is no such shape, or no room for it on the disk or in memory.
+    """
     from quire.cli.terminal import loading
 
     with ExitStack() as stack:
@@ -137,13 +143,39 @@ def _random_checkpoint(shape: str, workdir: str | None) -> Iterator[Path]:
             if on_load:
                 on_load("importing torch", 0.0)
             from quire.models.random_checkpoint import random_checkpoint
+            from quire.ops import Quantization
 
             def progress(share: float) -> None:
                 if on_load:
                     on_load("writing random weights", share)
 
-            folder = stack.enter_context(random_checkpoint(shape, workdir, progress))
+            how = Quantization.of(given.engine.get("quantization"), given.engine.get("quantization_group_size"))
+            _check_memory(shape, how, given.engine.get("device", "auto"))
+            folder = stack.enter_context(random_checkpoint(shape, workdir, progress, how))
         yield folder
+
+
+def _check_memory(shape: str, how: Quantization | None, device: str) -> None:
+    """Before minutes of writing what could not be loaded.
+
+    Raises:
+        ConfigError: the host's memory does not hold such weights.
+    """
+    from quire.devices import find_device
+    from quire.models.random_checkpoint import model_config, weight_bytes
+    from quire.ops.quantized import SCHEMES, Quantization
+    from quire.runner.memory_plan import format_size, free_memory
+
+    if (find_device()[0] if device == "auto" else device) != "cpu":
+        return
+    config, free = model_config(shape), free_memory()
+    needed = weight_bytes(config, how)
+    if needed > free:
+        sizes = (f"{name} {format_size(weight_bytes(config, Quantization.of(name, None)))}" for name in SCHEMES)
+        raise ConfigError(
+            f"the weights of {shape} in {how or 'bfloat16'} take {format_size(needed)}, and {format_size(free)} of "
+            f"memory are free; choose a smaller shape, or --quantization ({', '.join(sizes)})"
+        )
 
 
 def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> list[Cell]:

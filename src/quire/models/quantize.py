@@ -45,20 +45,40 @@ def quantize_folder(
     report = on_progress or (lambda phase, share: None)
     check_output(output)
     _check_not_quantized(base)
-    checkpoint, base_hash = Checkpoint(base), content_hash(base)
+    checkpoint = Checkpoint(base)
     partial = output.with_name(f"{output.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.mkdir(parents=True)
-        tensors = _tensors(checkpoint, how, report, kernels or choose_kernels())
-        write_file(partial / SINGLE_FILE, tensors, lambda done, total: report("writing", done / total))
         _copy_small_files(base, partial)
-        record = Record(how.scheme, how.group, str(base.resolve()), base_hash, content_hash(partial), version("quire"))
-        record.write(partial)
+        write_quantized(checkpoint, partial, how, str(base.resolve()), report, kernels)
         partial.rename(output)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_quantized(
+    checkpoint: Checkpoint,
+    folder: Path,
+    how: Quantization,
+    base: str,
+    report: OnProgress,
+    kernels: Kernels | None = None,
+) -> None:
+    """A checkpoint's weights, quantized, and the record of it, into a folder that has its config.json.
+
+    Args:
+        base: what the record calls the checkpoint.
+
+    Raises:
+        OSError: the folder cannot be written.
+        CheckpointError: see `quantize_folder`.
+    """
+    base_hash = content_hash(checkpoint.folder)
+    tensors = _tensors(checkpoint, how, report, kernels or choose_kernels())
+    write_file(folder / SINGLE_FILE, tensors, lambda done, total: report("writing", done / total))
+    Record(how.scheme, how.group, base, base_hash, content_hash(folder), version("quire")).write(folder)
 
 
 def check_output(output: Path) -> None:

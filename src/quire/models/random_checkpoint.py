@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
+from quire.errors import CheckpointError, ConfigError
+from quire.models.checkpoint import SINGLE_FILE, Checkpoint
 from quire.models.fields import Fields
+from quire.models.quantize import write_quantized
+from quire.models.quantized_folder import read_record
 from quire.models.registry import read_config
-from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry
+from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, write_file
+from quire.models.weights import EMBEDDING, HEAD, is_plain
+from quire.ops.quantized import Quantization, layout
 
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16"}
 
@@ -77,6 +80,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 40960,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
     },
     "qwen3-14b": _QWEN3
     | {
@@ -190,46 +205,96 @@ def model_config(shape: str) -> dict[str, Any]:
     return dict(SHAPES[shape])
 
 
+def weight_bytes(config: Mapping[str, Any], how: Quantization | None = None) -> int:
+    """Bytes of such a model's weights in bf16, or quantized."""
+    fields = read_config(Fields(config, "config.json"), Fields({}, "none"))
+    shapes = fields.tensor_shapes()
+    total = sum(_bytes(name, shape, how) for name, shape in shapes.items())
+    if how is not None and fields.tie_word_embeddings:  # the head is the table's numbers once more
+        total += _quantized_bytes(shapes[EMBEDDING], how.of_head())
+    return total
+
+
+def _bytes(name: str, shape: tuple[int, ...], how: Quantization | None) -> int:
+    if how is None or is_plain(name, shape):
+        return 2 * math.prod(shape)
+    return _quantized_bytes(shape, how.of_head() if name == HEAD else how)
+
+
+def _quantized_bytes(shape: tuple[int, ...], how: Quantization) -> int:
+    wanted = layout(how, *shape)
+    packed = math.prod(wanted.packed) * wanted.packed_dtype.itemsize
+    return packed + math.prod(wanted.scales) * wanted.scales_dtype.itemsize
+
+
 @contextmanager
-def random_checkpoint(shape: str, workdir: str | None, progress: Progress | None = None) -> Iterator[Path]:
-    """The folder of a checkpoint of that shape: `workdir`/shape, which is kept and used again; else a temporary one.
+def random_checkpoint(
+    shape: str, workdir: str | None, progress: Progress | None = None, how: Quantization | None = None
+) -> Iterator[Path]:
+    """The folder of a checkpoint of that shape, in bf16 or quantized: `workdir`/shape (and how), which is kept and used
+    again; else a temporary one.
 
     Raises:
         ConfigError: there is no such shape, or the folder holds something else or cannot be written.
     """
     config = model_config(shape)
+    name = shape if how is None else f"{shape}-{how.scheme}" + (f"-{how.group}" if how.group else "")
     if workdir is None:
         with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
-            yield write_checkpoint(Path(temporary) / shape, config, progress)
+            yield write_checkpoint(Path(temporary) / name, config, progress, how)
         return
-    folder = Path(workdir) / shape
+    folder = Path(workdir) / name
     if not folder.exists():
-        write_checkpoint(folder, config, progress)
-    elif not _holds(folder, config):
-        raise ConfigError(f"{folder} exists and is no checkpoint of the shape {shape}; remove it, or choose --workdir")
+        write_checkpoint(folder, config, progress, how)
+    elif not _holds(folder, config, how):
+        raise ConfigError(f"{folder} exists and is no checkpoint of the shape {name}; remove it, or choose --workdir")
     yield folder
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any], progress: Progress | None = None) -> Path:
-    """Write a bf16 checkpoint with random weights to a folder that does not exist yet; returns it.
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], progress: Progress | None = None, how: Quantization | None = None
+) -> Path:
+    """Write a checkpoint with random weights, in bf16 or quantized, to a folder that does not exist yet; returns it.
 
-    It appears under its name only when it is complete. If another process has made it meanwhile, that one is kept.
+    It appears under its name only when it is complete. If another process has made it meanwhile, that one is kept. In
+    bf16 a tensor at a time is in memory; quantized, each is quantized as soon as it is drawn.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or there is too little room for it.
     """
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
+    report = progress or (lambda share: None)
     try:
         partial.mkdir(parents=True)
+        _check_room(partial, weight_bytes(config, how))
         (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        save_file(_weights(config, progress), partial / "model.safetensors", metadata={"format": "pt"})
+        checkpoint = RandomCheckpoint(partial)
+        if how is None:
+            described = {name: _described(entry) for name, entry in checkpoint.entries.items()}
+            file = partial / SINGLE_FILE
+            write_file(file, described, lambda done, total: report(done / total), checkpoint.tensor)
+        else:
+            write_quantized(checkpoint, partial, how, "random weights", lambda phase, share: report(share))
         partial.rename(folder)
     except OSError as error:
-        if not _holds(folder, config):
+        if not _holds(folder, config, how):
             raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; choose --workdir") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free where {folder.parent} is; "
+            "choose another --workdir, a smaller shape, or quantization=int4"
+        )
+
+
+def _described(entry: TensorEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=FLOAT_DTYPES[entry.dtype], device="meta")
 
 
 class RandomCheckpoint(Checkpoint):
@@ -270,20 +335,11 @@ def _tensor_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
     return read_config(config, Fields({}, "none")).tensor_shapes()
 
 
-def _weights(config: Mapping[str, Any], progress: Progress | None) -> dict[str, torch.Tensor]:
-    shapes = _tensor_shapes(Fields(config, "config.json"))
-    generator = torch.Generator().manual_seed(0)
-    weights: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
-        weights[name] = _drawn(shape, generator, SPREAD)
-        if progress:
-            progress(len(weights) / len(shapes))
-    return weights
-
-
-def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
+def _holds(folder: Path, config: Mapping[str, Any], how: Quantization | None) -> bool:
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_record(folder)
+    except (OSError, ValueError, CheckpointError):
         return False
-    return bool(found == dict(config)) and (folder / "model.safetensors").is_file()
+    same = (record and record.how) == how
+    return bool(found == dict(config)) and same and (folder / SINGLE_FILE).is_file()

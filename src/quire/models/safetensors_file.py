@@ -140,7 +140,12 @@ def read_ahead(entry: TensorEntry) -> None:
             advise(stream.fileno(), start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
-def write_file(file: Path, tensors: Mapping[str, torch.Tensor], progress: Callable[[int, int], None]) -> None:
+def write_file(
+    file: Path,
+    tensors: Mapping[str, torch.Tensor],
+    progress: Callable[[int, int], None],
+    make: Callable[[str], torch.Tensor] | None = None,
+) -> None:
     """Write a new file.
 
     Tensors of a multiple of `ALIGNMENT` bytes come first, and the header is padded, so that they are all aligned:
@@ -149,6 +154,8 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], progress: Callab
     Args:
         tensors: contiguous ones, of any of the types that are read.
         progress: told (bytes written, bytes in all) as it goes on.
+        make: the tensor of a name, called when its turn comes; then `tensors` only says types and shapes, and may be
+            on the device "meta". So a file may be larger than memory.
 
     Raises:
         OSError: the file exists, or cannot be written.
@@ -166,7 +173,8 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], progress: Callab
     written = 0
     with file.open("xb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
-        for _, tensor in ordered:
+        for name, described in ordered:
+            tensor = make(name) if make else described
             for part in torch.split(tensor.detach().flatten().view(torch.uint8), WRITE_BYTES):
                 written += stream.write(part.numpy().data)
                 progress(written, total)
