@@ -198,6 +198,7 @@ def test_other_fields_mean_what_they_mean_in_a_chat():
         "top_k": 3,
         "seed": 7,
         "metadata": {"user_id": "me"},
+        "cache_control": {"type": "ephemeral"},
         "new_field": 1,
         "stream": True,
     }

@@ -17,7 +17,15 @@ from pydantic import TypeAdapter
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError
 from quire.server.openai_responses import ResponseObject, ResponsesResponder
-from quire.server.openai_responses_protocol import Item, ResponseCall, messages_of, parse_response
+from quire.server.openai_responses_protocol import (
+    Item,
+    NamedTool,
+    ResponseCall,
+    ResponsesBody,
+    _chat,
+    messages_of,
+    parse_response,
+)
 from quire.server.response_store import ResponseStore, Stored
 from tests.http_tools import ServeProcess, wait_until
 from tests.test_server_messages import EVENTS, JSON
@@ -221,6 +229,22 @@ def test_fields_mean_what_they_mean_in_a_chat():
     assert (call.params.max_tokens, call.params.temperature, call.params.top_k, call.params.seed) == (5, 0.5, 3, 7)
     assert (call.user, call.stream, call.stores, call.ignored) == ("me", True, True, ("new_field",))
     assert not parse(store=False).stores
+
+
+def test_tools_are_those_of_a_chat():
+    parameters = {"type": "object", "properties": {}}
+    tools = [
+        {"type": "function", "name": "f", "parameters": parameters, "strict": True},
+        {"type": "function", "name": "g"},
+    ]
+    asked = msgspec.json.decode(json.dumps({"input": "x", "tools": tools}), type=ResponsesBody)
+    found = json.loads(msgspec.json.encode(_chat(asked)["tools"]))
+    assert [tool["function"] for tool in found] == [
+        {"name": "f", "parameters": parameters, "strict": True},
+        {"name": "g"},
+    ]
+    named = msgspec.structs.replace(asked, tool_choice=NamedTool("function", "f"))
+    assert _chat(named)["tool_choice"] == {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(

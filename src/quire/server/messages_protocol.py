@@ -111,7 +111,7 @@ class MessagesBody(msgspec.Struct):
     thinking: ThinkingConfig | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
-    cache_control: Raw | None = None
+    cache_control: Raw | UnsetType = UNSET
     service_tier: Literal["auto", "standard_only"] | None = None
 
 

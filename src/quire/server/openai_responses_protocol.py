@@ -50,7 +50,7 @@ class FunctionTool(msgspec.Struct, omit_defaults=True):
 
     type: Literal["function"]
     name: str
-    parameters: Raw | None = None
+    parameters: Raw | UnsetType = UNSET
     description: str | None = None
     strict: bool | None = None
 
@@ -224,7 +224,8 @@ def _chat(given: ResponsesBody) -> dict[str, Any]:
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(tool).items() if value is not None and name != "type"}
+    fields = msgspec.structs.asdict(tool).items()
+    return {name: value for name, value in fields if value is not None and value is not UNSET and name != "type"}
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
