@@ -76,6 +76,7 @@ def test_a_stream_has_the_events_of_the_reference_and_the_same_text(client):
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     last = events[-1].response
+    assert [event.item for event in events if event.type == "response.output_item.done"] == last.output
     assert last.output_text == whole.output_text and last.usage.output_tokens == whole.usage.output_tokens
     assert client.responses.retrieve(last.id) == last
 

@@ -254,8 +254,11 @@ class ResponsesResponder:
             self._begun = True
             now = msgspec.Raw(self._made.body("in_progress"))
             told += [event(f"response.{what}", response=now) for what in ("created", "in_progress")]
+        cut = choice.finish_reason not in (None, "stop")
         for news in self._made.blocks.take(choice):
-            told += self._events(news)
+            told += self._events(
+                news, "incomplete" if cut and news.block is self._made.blocks.blocks[-1] else "completed"
+            )
         if choice.finish_reason is not None and choice.finish_reason != "error":
             status, body = self._ended(output, choice)
             kind = "response.completed" if status == "completed" else "response.incomplete"
@@ -275,8 +278,8 @@ class ResponsesResponder:
             self._store.end(self._stored, body, self._made.items())
         return status, body
 
-    def _events(self, news: News) -> list[bytes]:
-        """What is new of a block."""
+    def _events(self, news: News, status: str) -> list[bytes]:
+        """What is new of a block; `status`: how it ends, if it does."""
         block, made, event = news.block, self._made, self._made.event
         at = {"item_id": made.id_of(block), "output_index": block.index}
         inner = {**at, "content_index": 0}
@@ -297,7 +300,7 @@ class ResponsesResponder:
             told.append(event("response.content_part.done", **inner, part=_part(block, block.text)))
         return [
             *told,
-            event("response.output_item.done", output_index=block.index, item=made.item(block, "completed")),
+            event("response.output_item.done", output_index=block.index, item=made.item(block, status)),
         ]
 
 
