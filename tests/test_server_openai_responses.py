@@ -328,7 +328,7 @@ def test_reasoning_and_calls_stream_as_the_items_of_the_whole_response(step):
     for count in [*range(step, 8, step), 8]:
         chunks = streamed.chunks(0, output(count, "stop" if count == 8 else None))
         told += [TypeAdapter(ResponseStreamEvent).validate_json(chunk) for chunk in chunks]
-    assert told[-1].response.output == whole.output
+    assert told[-1].response.output == whole.output and told[-1].type == "response.completed"
     done = [event.item for event in told if event.type == "response.output_item.done"]
     assert done == whole.output
     arguments: dict[str, str] = {}
@@ -338,6 +338,13 @@ def test_reasoning_and_calls_stream_as_the_items_of_the_whole_response(step):
     assert [*arguments.values()] == [item.arguments for item in whole.output[2:]]
     said = messages_of(msgspec.json.decode(store.find("resp_1", "").items, type=list[Item]))
     assert said[-1]["reasoning_content"] == "so then" and len(said[-1]["tool_calls"]) == 2
+
+
+def test_of_a_reply_that_is_cut_off_the_last_item_alone_is_incomplete():
+    told = [json.loads(chunk) for chunk in responder(ResponseStore()).chunks(0, output(8, "length"))]
+    done = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["completed"] * 3 + ["incomplete"]
+    assert told[-1]["type"] == "response.incomplete" and told[-1]["response"]["output"] == done
 
 
 def test_the_store_is_bounded_and_drops_what_was_used_least():

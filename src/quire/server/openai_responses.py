@@ -254,11 +254,10 @@ class ResponsesResponder:
             self._begun = True
             now = msgspec.Raw(self._made.body("in_progress"))
             told += [event(f"response.{what}", response=now) for what in ("created", "in_progress")]
+        news = [*self._made.blocks.take(choice)]
         cut = choice.finish_reason not in (None, "stop")
-        for news in self._made.blocks.take(choice):
-            told += self._events(
-                news, "incomplete" if cut and news.block is self._made.blocks.blocks[-1] else "completed"
-            )
+        for one in news:
+            told += self._events(one, "incomplete" if cut and one is news[-1] else "completed")
         if choice.finish_reason is not None and choice.finish_reason != "error":
             status, body = self._ended(output, choice)
             kind = "response.completed" if status == "completed" else "response.incomplete"
