@@ -138,7 +138,9 @@ def test_a_router_hears_what_servers_have_cached_also_of_what_it_did_not_send(fl
     with RouteProcess(*urls, "--api-key", KEY, key=KEY) as other:
         wait_until(lambda: len(other.up()) == 2)
         wait_until(lambda: _known(other)[first] >= len(prompt) // 128)
-        other.json("/v1/completions", body)
+        with EventStream(other.port, "/v1/completions", {"stream": True, **body}, _headers()) as stream:
+            assert list(stream.chunks())
+        assert other.json("/router/status")["bytes_per_token"] != 4.0, "the stream has told how many tokens it has"
         request = other.json("/router/status")["requests"][0]
         assert request["server"] == first
         assert next(cost["held"] for cost in request["costs"] if cost["server"] == first) > 80

@@ -26,7 +26,7 @@ from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import RETRY_RESTARTING, stop_error
 from quire.server.errors import ApiError
-from quire.server.generation import ASK_NAMES
+from quire.server.generation import ASK_NAMES, PROMPT_TOKENS
 from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, read_body
@@ -51,10 +51,20 @@ _BUSY = frozenset({429, 502, 503, 504})
 _GONE = frozenset({"shutting_down", "engine_failed", "engine_unavailable", "engine_restarting"})
 """What a Quire server says at the end of a stream that can go on elsewhere."""
 _HOP = frozenset(
-    {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"x-request-id", b"date", b"server"}
+    {
+        b"connection",
+        b"keep-alive",
+        b"transfer-encoding",
+        b"content-length",
+        b"x-request-id",
+        b"date",
+        b"server",
+        PROMPT_TOKENS.encode(),
+    }
 )
 """Headers of answers that are between the server and the router, or that the router makes itself."""
 _ASK_NAMES = (ASK_NAMES.encode(), b"1")
+_PROMPT_TOKENS = PROMPT_TOKENS.encode()
 _ERROR_EVENT = b'data: {"error"'
 
 
@@ -116,7 +126,7 @@ class Relay:
             # A large one in a thread, so that everybody else's tokens get their turns meanwhile.
             large = len(body) > SMALL_BODY_BYTES
             prompt = await asyncio.to_thread(read_prompt, body, self._key) if large else read_prompt(body, self._key)
-        if not prompt.seeded:
+        if prompt.streams and not prompt.seeded:
             self._seed = {"seed": secrets.randbits(SEED_BITS)}  # so that it says the same wherever it goes on
         note_call(scope, prompt.model, None)
         return prompt
@@ -215,6 +225,7 @@ class Relay:
             if answer.status in _BUSY or (self._begun and answer.status != 200):
                 raise UpstreamError(f"it answered {answer.status} to a stream that was to go on", reached=True)
             if _is_stream(answer):
+                self._learn_from_headers(prompt, answer.headers)
                 await self._stream(answer, sending)
             else:
                 await self._pass_on(answer, prompt, sending)
@@ -291,6 +302,13 @@ class Relay:
                 self._summary.prompt_tokens = usage["prompt_tokens"]
                 self._summary.output_tokens = usage.get("completion_tokens") or 0
                 self._summary.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def _learn_from_headers(self, prompt: Prompt, headers: list[tuple[bytes, bytes]]) -> None:
+        """How many tokens the prompt of a stream has, where its server says so."""
+        told = next((value for name, value in headers if name == _PROMPT_TOKENS), b"")
+        if told.isdigit() and len(told) < 12:
+            self._summary.prompt_tokens = int(told)
+            self._site.servers.learn_size(prompt.size, int(told))
 
     async def _stream(self, answer: Answer, sending: Sending) -> None:
         """Pass events on as they come, whole ones, so that an error can still follow."""

@@ -55,6 +55,9 @@ MAX_IGNORED_NAMES = 1000
 ASK_NAMES = "x-quire-names"
 """The header by which a router asks that the engine tells it, in the names of `fleet/prompt.py`, what is cached."""
 
+PROMPT_TOKENS = "x-quire-prompt-tokens"
+"""The header that tells such a router how many tokens the prompts are: streams do not say it otherwise."""
+
 PROMPT_NAMES = "quire.prompt_names"
 """Where a scope has the names."""
 
@@ -300,6 +303,8 @@ class Generation:
         """Run the prompts, all at once, and send what comes of them."""
         responder = self._responder(call)
         headers = _headers(call, prepared)
+        if PROMPT_NAMES in self._scope:
+            headers[PROMPT_TOKENS] = str(sum(len(prompt.token_ids) for prompt in prepared))
         outputs: dict[int, RequestOutput] = {}
         chunks: list[bytes] = []
         if call.stream:
