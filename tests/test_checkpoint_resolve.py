@@ -129,7 +129,7 @@ def test_what_is_neither_a_folder_nor_a_name_on_the_hub_is_refused(
 def test_a_file_is_refused_as_not_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
-    with pytest.raises(CheckpointNotFoundError, match="is a file, not a folder"):
+    with pytest.raises(CheckpointNotFoundError, match=r"is a GGUF file.*does not read"):
         resolve(str(file))
 
 

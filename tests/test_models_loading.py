@@ -56,7 +56,7 @@ def test_a_model_tells_its_sizes(tmp_path: Path) -> None:
     model = load_model(save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=24))
     assert (model.vocab_size, model.num_layers, model.num_kv_heads, model.head_dim) == (160, 3, 2, 24)
     assert (model.max_position_embeddings, model.windows) == (512, (None,) * 3)
-    assert model.groups == ((None, (0, 1, 2)),)
+    assert model.groups == ((None, (0, 1, 2), False),)
     assert model.dtype == torch.bfloat16
     assert model.notes == ()
 
@@ -88,7 +88,7 @@ def test_what_must_be_kept_follows_from_the_windows(
     options: dict[str, Any], windows: tuple[int | None, ...], groups: list[Any], tmp_path: Path
 ) -> None:
     model = load_model(save_checkpoint(tmp_path, "qwen3", use_sliding_window=True, sliding_window=20, **options))
-    assert (model.windows, [*model.groups]) == (windows, groups)
+    assert (model.windows, [(group.window, group.layers) for group in model.groups]) == (windows, groups)
 
 
 @pytest.mark.parametrize(

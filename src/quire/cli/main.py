@@ -32,6 +32,7 @@ COMMANDS = {
     "quantize": "make a model's weights smaller, in a folder of its own",
     "trace": "show what the scheduler does, step by step",
     "bench": "measure speed",
+    "inspect": "look at a model before it is loaded: what it is, and what memory it takes",
     "doctor": "look at this machine: what Quire uses, and what is missing",
 }
 

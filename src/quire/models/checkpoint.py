@@ -15,6 +15,7 @@ import torch
 from quire.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptSafetensorsError,
     MissingTensorError,
     ModelConfigError,
     NoSafetensorsError,
@@ -22,6 +23,7 @@ from quire.errors import (
 )
 from quire.models.fields import Fields, has_file
 from quire.models.hub import resolve
+from quire.models.identify import identify
 from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor, read_header
 from quire.ops.mxfp4 import Mxfp4Weight
 
@@ -53,7 +55,8 @@ class Checkpoint:
         self.folder = folder
         if not has_file(folder / "config.json"):
             raise ModelConfigError(
-                f"{folder} has no config.json, so its architecture is not known. Give the folder of a "
+                identify(folder)
+                or f"{folder} has no config.json, so its architecture is not known. Give the folder of a "
                 "Hugging Face checkpoint."
             )
         self.config = Fields.read(folder / "config.json")
@@ -124,7 +127,13 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
     files, promised = _weight_files(folder)
     entries: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in read_header(file).items():
+        try:
+            header = read_header(file)
+        except CorruptSafetensorsError as error:
+            if pointer := identify(folder):
+                raise CorruptSafetensorsError(pointer) from error
+            raise
+        for name, entry in header.items():
             if name in entries:
                 raise UnexpectedTensorError(
                     f"tensor {name!r} stands in {entries[name].file.name} and again in {file.name} of "
@@ -153,7 +162,8 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     files = sorted(file for file in folder.glob("*.safetensors") if has_file(file, CheckpointError))
     if not files:
         raise NoSafetensorsError(
-            f"{folder} holds no *.safetensors file, and Quire reads no other format. Convert the "
+            identify(folder)
+            or f"{folder} holds no *.safetensors file, and Quire reads no other format. Convert the "
             "checkpoint with transformers' save_pretrained, or choose one that has such files."
         )
     return files, {}

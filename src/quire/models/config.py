@@ -17,13 +17,14 @@ from quire.layers.delta_net import DeltaNetConfig
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
+from quire.models.identify import quantizer
 from quire.models.layer_groups import KVHeads, LayerGroup, layer_groups
 from quire.models.layout import Layout
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Routing
 
 UNSUPPORTED = {
-    "quantization_config": ((), "quantized weights; use the checkpoint that it was made from"),
+    "quantization_config": ((), "give the checkpoint that it was made from, and quantization int8 or int4"),
     "compression_config": ((), "quantized weights; use the checkpoint that it was made from"),
     "attn_logit_softcapping": ((), "soft-capped attention scores"),
     "final_logit_softcapping": ((), "soft-capped logits"),
@@ -306,7 +307,8 @@ def refuse_unsupported(fields: Fields, read: Collection[str] = ()) -> None:
     """Raises ModelConfigError where a field asks for something that no architecture here has, but those in `read`."""
     for name, (neutral, why) in UNSUPPORTED.items():
         if name not in read:
-            fields.refuse(name, neutral, why)
+            made = f"{quantizer(fields.section(name))}; " if name == "quantization_config" and name in fields else ""
+            fields.refuse(name, neutral, made + why)
 
 
 def read_head_dim(fields: Fields, default: int | None = None) -> int:

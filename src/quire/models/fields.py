@@ -75,6 +75,10 @@ class Fields:
         """Those of some fields that are there, as found: whoever asked checks them."""
         return {name: self._values[name] for name in names if name in self._values}
 
+    def without(self, name: str) -> Fields:
+        """The same fields but one."""
+        return Fields(self.picked(self.names() - {name}), self.source)
+
     def error(self, name: str, allowed: str) -> ModelConfigError:
         """What to raise for a field: its value as found, and what is allowed."""
         found = repr(self._values[name])[:200] if name in self._values else "nothing"

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from quire.errors import CheckpointNotFoundError, ConfigError
+from quire.models.identify import hub_name_of, identify
 
 EMBEDDED_MODELS = {
     "demo": "the embedded model: 4 million parameters, trained to complete Python; it is no assistant",
@@ -27,7 +28,12 @@ def describe(folder: Path) -> str | None:
 
 
 def resolve(
-    model: str, revision: str | None = None, *, endpoint: str | None = None, cache_dir: Path | None = None
+    model: str,
+    revision: str | None = None,
+    *,
+    endpoint: str | None = None,
+    cache_dir: Path | None = None,
+    weights: bool = True,
 ) -> Path:
     """The folder of a checkpoint.
 
@@ -38,6 +44,7 @@ def resolve(
         revision: branch, tag or commit of a download.
         endpoint: another hub than huggingface.co.
         cache_dir: where downloads lie; None is the hub library's own choice.
+        weights: download them, too.
 
     Raises:
         CheckpointNotFoundError: it is none of these; the message says what was tried.
@@ -52,10 +59,13 @@ def resolve(
             )
         return local
     if HUB_NAME.fullmatch(model):
-        return _download(model, revision, endpoint, cache_dir)
-    found = "is a file, not a folder" if os.path.isfile(local) else "does not exist"
+        return _download(model, revision, endpoint, cache_dir, weights)
+    if (name := hub_name_of(model)) is not None:
+        raise CheckpointNotFoundError(f"no checkpoint {model!r}: give {name} alone, without the rest of the URL")
+    if os.path.isfile(local):
+        raise CheckpointNotFoundError(f"no checkpoint {model!r}: {identify(local)}")
     raise CheckpointNotFoundError(
-        f"no checkpoint {model!r}: the folder {local.absolute()} {found}, and a name on the hub has the form "
+        f"no checkpoint {model!r}: the folder {local.absolute()} does not exist, and a name on the hub has the form "
         f"org/name. Give a folder, org/name, or one of the embedded models: {', '.join(EMBEDDED_MODELS)}."
     )
 
@@ -67,7 +77,7 @@ def _expanded(model: str) -> Path:
         raise CheckpointNotFoundError(f"no checkpoint {model!r}: there is no such user's home folder") from error
 
 
-def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None) -> Path:
+def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None, weights: bool) -> Path:
     from huggingface_hub import (
         snapshot_download,
     )  # only here: importing it costs time that folders need not pay
@@ -79,7 +89,7 @@ def _download(model: str, revision: str | None, endpoint: str | None, cache_dir:
             endpoint=endpoint,
             cache_dir=cache_dir,
             allow_patterns=WANTED_FILES,
-            ignore_patterns=UNWANTED_FILES,
+            ignore_patterns=UNWANTED_FILES if weights else [*UNWANTED_FILES, "*.safetensors"],
         )
     except Exception as error:  # whatever the hub, the network or the disk did, the checkpoint is not here
         at = f" at revision {revision!r}" if revision else ""

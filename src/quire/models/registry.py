@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -260,13 +261,21 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return name
-    near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1)
+    family = [known for known in ARCHITECTURES if _family(known) == _family(names[0])]
+    near = difflib.get_close_matches(names[0], family, n=1, cutoff=0.8)
     hint = f" Did you mean {near[0]}?" if near else ""
     code = " The checkpoint brings code of its own (auto_map), which is never run." if "auto_map" in fields else ""
     raise UnknownArchitectureError(
         f"{fields.source}: architecture {', '.join(names)} is not known. "
         f"Known are: {', '.join(ARCHITECTURES)}.{hint}{code}"
     )
+
+
+def _family(architecture: str) -> tuple[str, bool]:
+    """What two names must share for one to be a misspelling of the other: Gemma3ForCausalLM is no kind of Qwen3, nor of
+    Gemma4, and a model of experts is no dense one."""
+    match = re.match(r"[A-Za-z]+?(?=For|Moe|VL|Next|[0-9_]|$)[0-9_]*", architecture, re.IGNORECASE)
+    return (match[0].lower() if match else architecture, "moe" in architecture.lower())
 
 
 def _passed_over_note(checkpoint: LaidOutCheckpoint) -> str | None:

@@ -1,0 +1,180 @@
+"""Look at a model before it is loaded: what it is, whether Quire runs it, and what memory it takes.
+
+MODEL is a folder, which may have config.json alone, or a name on the hub, of which only small files are downloaded. No
+weights are read. Memory for weights and KV is counted; a step's intermediate results come on top."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.config import parse_size
+from quire.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from quire.models.config import DecoderConfig
+    from quire.models.fields import Fields
+
+WEIGHTS = "bf16", "int8", "int4"
+CACHES = ("auto", "bf16"), ("int8", "int8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `quire inspect`."""
+    parser.usage = "quire inspect MODEL [--memory SIZE] [--max-model-len N] [--json]"
+    parser.add_argument("model", metavar="MODEL", help="folder, org/name on the hub, or 'demo'")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
+    parser.add_argument("--memory", metavar="SIZE", help="such as 24GiB (default: what is free on this machine)")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="count for contexts of N tokens")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; raises CheckpointError where Quire does not run it."""
+    from quire.cli.terminal import print_table
+    from quire.models.hub import resolve
+    from quire.runner.memory_plan import format_size, free_memory
+
+    folder = resolve(args.model, args.revision, weights=False)
+    memory = parse_size(args.memory) if args.memory else free_memory()
+    found = describe(folder, memory, args.max_model_len)
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+        return 0
+    rows = [
+        ("architecture", found["architecture"]),
+        ("parameters", f"{found['parameters']:,}" + _active(found)),
+        ("layers", found["layers"]),
+        ("context", f"{found['max_model_len']:,} tokens"),
+        ("weights on disk", found["on_disk"]),
+        ("tokenizer", found["tokenizer"]),
+        *((f"weights in {name}", format_size(size)) for name, size in found["weight_bytes"].items()),
+        *((f"KV in {name}", f"{format_size(size)} a token") for name, size in found["kv_bytes_per_token"].items()),
+    ]
+    if found["kv_saving"]:
+        rows.append(("latent attention", f"{found['kv_saving']:.0f} times less than all heads' keys and values"))
+    print_table(f"{args.model}", rows, stderr=False)
+    fits = [
+        (f"{weights} weights, {cache} KV", _fit(count, found["max_model_len"]))
+        for weights, cache, count in found["requests_that_fit"]
+    ]
+    print_table(f"In {format_size(memory)}, requests of {found['max_model_len']:,} tokens at once", fits, stderr=False)
+    print(found["advice"])
+    return 0
+
+
+def _active(found: dict[str, Any]) -> str:
+    own = found["active_parameters"]
+    return f" ({own:,} for each token)" if own < found["parameters"] else ""
+
+
+def _fit(count: float, length: int) -> str:
+    if count < 0:
+        return "the weights do not fit"
+    return f"{count:,.1f}" if count >= 1 else f"none: contexts of up to {math.floor(count * length):,} tokens"
+
+
+def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, Any]:
+    """All that is printed, from config.json and the headers of weight files where these are there.
+
+    Raises:
+        CheckpointError: Quire does not run it; the message says what it is.
+    """
+    import torch
+
+    from quire.models.checkpoint import Checkpoint
+    from quire.models.fields import Fields
+    from quire.models.identify import identify, tokenizer_of
+    from quire.models.model import ModelSizes
+    from quire.models.registry import read_config
+    from quire.ops.kv_cache import KVShape
+
+    if (other := identify(folder)) and not (folder / "config.json").is_file():
+        raise CheckpointError(other)
+    fields, generation = Fields.read(folder / "config.json"), Fields.read(folder / "generation_config.json")
+    entries = Checkpoint(folder).entries if any(folder.glob("*.safetensors")) else {}
+    config = read_config(_without_read_formats(fields), generation)
+    sizes = ModelSizes(config, torch.bfloat16)
+    on_disk = Counter(entry.dtype for entry in entries.values())
+    stored = sum(entry.num_bytes for entry in entries.values())
+    length = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    weights = {"bf16": sizes.weight_bytes} | {name: _quantized_bytes(sizes, config, name) for name in WEIGHTS[1:]}
+    kv: dict[str, int] = {}
+    full: dict[str, int] = {}
+    for cache, name in CACHES:
+        shapes = sizes.kv_shapes(cache)  # type: ignore[arg-type]
+        tokens = [
+            (shape, group) for shape, group in zip(shapes, sizes.groups, strict=True) if isinstance(shape, KVShape)
+        ]
+        states = sum(shape.bytes_per_token for shape in shapes if not isinstance(shape, KVShape))
+        kv[name] = sum(shape.bytes_per_token for shape, _ in tokens)
+        full[name] = 32 * states + sum(
+            shape.bytes_per_token * min(length, (group.window or length) + 32) for shape, group in tokens
+        )
+    fits = [
+        (weight, cache, (memory - size) / full[cache] if memory >= size else -1.0)
+        for weight, size in weights.items()
+        for _, cache in CACHES
+    ]
+    return {
+        "architecture": (fields.strings("architectures") or ["?"])[0],
+        "parameters": sizes.num_parameters,
+        "active_parameters": sizes.active_parameters,
+        "layers": str(config.num_layers),
+        "max_model_len": length,
+        "on_disk": ", ".join(f"{count} tensors of {dtype}" for dtype, count in on_disk.most_common())
+        + (f" ({stored / 2**30:,.2f} GiB)" if entries else "not here: config.json alone was read"),
+        "tokenizer": tokenizer_of(folder),
+        "weight_bytes": weights,
+        "kv_bytes_per_token": kv,
+        "kv_saving": sizes.kv_saving,
+        "memory": memory,
+        "requests_that_fit": fits,
+        "advice": _advice(fits, length),
+    }
+
+
+def _without_read_formats(fields: Fields) -> Fields:
+    """config.json without `quantization_config` where it is of a format that is restored as it is read."""
+    section = fields.section("quantization_config").picked(["quant_method"])
+    return fields.without("quantization_config") if section.get("quant_method") in ("fp8", "mxfp4") else fields
+
+
+def _quantized_bytes(sizes: Any, config: DecoderConfig, scheme: str) -> int:
+    """Bytes of the weights where all products are quantized: those are the tensors of two dimensions, the table of a
+    tied head among them."""
+    from quire.models.weights import EMBEDDING, HEAD
+    from quire.ops.quantized import DEFAULT_GROUP, Quantization, layout
+
+    how = Quantization("int8") if scheme == "int8" else Quantization("int4", DEFAULT_GROUP)
+    saved = 0
+    for name, shape in config.tensor_shapes().items():
+        if len(shape) != 2 or (name == EMBEDDING and not config.tie_word_embeddings) or "per_layer" in name:
+            continue
+        own = how.of_head() if name in (EMBEDDING, HEAD) else how
+        try:
+            found = layout(own, *shape)
+        except CheckpointError:  # a width that no group divides stays as it is
+            continue
+        packed = math.prod(found.packed) * found.packed_dtype.itemsize
+        saved += 2 * math.prod(shape) - packed - math.prod(found.scales) * found.scales_dtype.itemsize
+    return int(sizes.weight_bytes) - saved
+
+
+def _advice(fits: list[tuple[str, str, float]], length: int) -> str:
+    """The options with which one request of full length fits, the least change first."""
+    flags = {"bf16": "", "int8": "--quantization int8", "int4": "--quantization int4"}
+    for weights, cache, count in fits:
+        if count >= 1:
+            chosen = " ".join(filter(None, [flags[weights], "--kv-cache-dtype int8" if cache == "int8" else ""]))
+            return f"Fits with {chosen}." if chosen else "Fits as it is."
+    weights, cache, count = max(fits, key=lambda fit: fit[2])
+    if count < 0:
+        return "Does not fit: even in int4 the weights are larger than that memory."
+    tokens = math.floor(count * length)
+    return f"Fits with {flags[weights]} --kv-cache-dtype {cache} --max-model-len {tokens}."
