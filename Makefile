@@ -44,7 +44,7 @@ CLOCKLESS := $(filter-out $(CLOCKED),$(LONGEST) $(filter-out $(LONGEST),$(wildca
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 2))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo python native kernels test test-slow test-arm mutants sanitize bench bench-peers gpu-check gpu-bundle \
+.PHONY: help demo python native kernels test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers gpu-check gpu-bundle \
     format clean
 
 help:  ## list these targets
@@ -102,6 +102,17 @@ sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and Und
 
 test-arm: $(DEV)  ## the tests of the C++ kernels on an emulated ARM machine (qemu-user, g++-aarch64-linux-gnu)
 	@$(STEP) "Tests of the kernels on ARM" $(BIN)/python scripts/test_on_arm.py $(TESTS)
+
+wheel: $(DEV)  ## a wheel for any Linux of this kind of machine (manylinux_2_28) and any Python, in dist/
+	@$(STEP) "Making the wheel" $(BIN)/python scripts/make_wheel.py dist
+
+wheel-arm: $(DEV)  ## the same for aarch64, cross-compiled (g++-aarch64-linux-gnu)
+	@$(STEP) "Making the wheel for aarch64" $(BIN)/python scripts/make_wheel.py dist --machine aarch64 \
+	    --compiler aarch64-linux-gnu-g++
+
+sdist: $(DEV)  ## the source distribution, with tests, in dist/
+	@$(STEP) "Making the source distribution" $(BIN)/python -c \
+	    "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 bench: $(DEV) kernels  ## measure all tables of benchmarks/README.md, and write them there (some 20 minutes, on a quiet machine)
 	@$(BIN)/python benchmarks/run_all.py --write

@@ -108,9 +108,9 @@ def _choices() -> str:
 @functools.cache
 def built() -> dict[str, Path]:
     """The libraries that the installation built for this Python, by instruction set, the fastest first."""
-    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
-    paths = {isa: Path(__file__).with_name(f"lib_{isa}{suffix}") for isa in NEEDS}
-    return {isa: path for isa, path in paths.items() if path.is_file()}
+    suffixes = str(sysconfig.get_config_var("EXT_SUFFIX")), ".so"  # built here, or in a wheel for every Python
+    paths = [(isa, Path(__file__).with_name(f"lib_{isa}{suffix}")) for isa in NEEDS for suffix in reversed(suffixes)]
+    return {isa: path for isa, path in paths if path.is_file()}
 
 
 def usable() -> list[str]:
