@@ -21,6 +21,7 @@ NAMES = (
     "cpu",
     "busy",
     "sparse",
+    "models",
     "speculation",
     "ablation",
     "profile_step",
