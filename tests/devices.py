@@ -53,6 +53,11 @@ class DelayedDevice(Device):
         self._hidden: deque[tuple[Tensor, Tensor]] = deque()  # what is downloaded, and what will stand there
         self._num_shown = 0  # that are not there any more
 
+    @property
+    def is_active(self) -> bool:
+        """Whether what is computed is queued here."""
+        return self._active > 0
+
     @contextmanager
     def active(self) -> Iterator[None]:
         self._active += 1

@@ -13,6 +13,8 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import DeviceLostError, MemoryPlanError
+from quire.models.model import Model
+from quire.ops import KVCache
 from quire.runner.device_forward import CHUNK, LARGEST_GRAPH, all_sizes, padded
 from quire.runner.model_runner import OUT_OF_MEMORY
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -85,6 +87,20 @@ def test_all_graphs_are_recorded_at_start_and_said_so(folder):
     assert any(note.startswith(f"recorded {len(all_sizes(8))} CUDA graphs in ") for note in engine.notes)
     run(engine, [0, 3])
     assert device.num_recorded == len(all_sizes(8)), "no step has a size that was not recorded"
+
+
+def test_caches_are_cleared_in_the_devices_own_order(folder, monkeypatch):
+    """On a GPU, what clears them elsewhere may come after the first steps have written to them."""
+    device, new_caches, queued = DelayedDevice(), Model.new_caches, []
+
+    def watched(self: Model, *args: Any) -> list[KVCache]:
+        queued.append(device.is_active)
+        return new_caches(self, *args)
+
+    monkeypatch.setattr(Model, "new_caches", watched)
+    with on_device(device, SpanKernels()):
+        Engine(options(folder, cuda_graphs="off")).close()
+    assert queued == [True, True]  # those of the trial steps, then its own
 
 
 def test_enforce_eager_records_nothing(folder):

@@ -212,7 +212,7 @@ def test_routing_is_by_logits_and_biases_in_fp32_whatever_the_models_data_type(
     route = weights.kernels.route
 
     def watching(
-        logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+        logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append((logits, bias))
         return route(logits, routing, bias)

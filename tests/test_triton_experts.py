@@ -77,7 +77,7 @@ def launch_all() -> None:
     v2 = Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0)
     v3 = Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5)
     for routing, bias in ((v2, None), (v3, torch.empty(256))):
-        ids, _ = routing_kernel.route(torch.empty(16, routing.num_experts), routing, bias)
+        ids, _ = routing_kernel.route(torch.empty(16, routing.num_experts), routing, bias, batch_of(5))
         routing_kernel.count_experts(ids, batch_of(5), torch.empty(routing.num_experts, dtype=torch.int64))
     heads = GroupedHeads([linear.pack([torch.empty(512, 128, dtype=torch.bfloat16)], None, CPU, True)] * 16)
     heads(torch.empty(16, 16, 192, dtype=torch.bfloat16)[..., :128])
@@ -158,6 +158,20 @@ def batch_of(rows: int | None) -> RaggedBatch:
         row_starts = torch.tensor([0, rows - 1, rows, rows, rows], dtype=torch.int32)
         batch.spans = DeviceSpans(row_starts, ints, ints, ints, ints.view(4, 1))
     return batch
+
+
+def test_padding_goes_where_the_last_real_row_goes_and_reads_no_expert_of_its_own() -> None:
+    logits, routing = draw(24, 40), Routing(40, 4)
+    whole, whole_weights = routing_kernel.route(logits, routing, None)
+    for real in (None, 2, 23, 24):
+        ids, weights = routing_kernel.route(logits, routing, None, batch_of(real))
+        taken = torch.arange(24).clamp(max=(real or 24) - 1)
+        assert torch.equal(ids, whole[taken])
+        assert torch.equal(weights, whole_weights[taken])
+    batch = batch_of(1)
+    assert batch.spans is not None
+    batch.spans.row_starts.zero_()  # as where all sizes are recorded: no row is real
+    assert torch.equal(routing_kernel.route(logits, routing, None, batch)[0], whole[:1].expand(24, -1))
 
 
 @pytest.mark.parametrize("experts", [8, 40])

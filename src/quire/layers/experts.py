@@ -182,7 +182,7 @@ class ExpertsLayer:
     def __call__(self, x: torch.Tensor, batch: RaggedBatch, routed: torch.Tensor | None = None) -> torch.Tensor:
         """x: [tokens, hidden]; routed: what the router reads, if not x. Same shape and type as x."""
         logits = self._router.matmul(x if routed is None else routed, torch.float32)  # [tokens, experts]
-        ids, weights = self._kernels.route(logits, self.routing, self._bias)
+        ids, weights = self._kernels.route(logits, self.routing, self._bias, batch)
         if self._scales is not None:
             weights = weights * self._scales[ids]
         if self._everybody is not None:

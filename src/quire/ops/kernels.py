@@ -284,9 +284,14 @@ class Kernels:
     # -- mixture of experts --------------------------------------------------------------------------------
 
     def route(
-        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts and weights of each token: see `experts.route`."""
+        """Experts and weights of each token: see `experts.route`.
+
+        Args:
+            batch: whose rows these are. Rows of padding may go anywhere; a GPU sends them where the last real row goes,
+                so that no expert is read for their sake.
+        """
         return experts.route(logits, routing, bias)
 
     def count_experts(self, ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:

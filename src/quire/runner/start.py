@@ -73,9 +73,10 @@ def start_runner(
     report("planning memory", 1.0)
     draft_kv = speculation.kv_shape if speculation else None
     plan = plan or _planned(config, model, device, speculation, free)
-    kv = model.new_caches(
-        [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
-    )
+    with device.active():  # cleared in the order of the steps, or a GPU may clear what the first ones have written
+        kv = model.new_caches(
+            [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
+        )
     host = _host_tier(config, model, kv, plan, kv_key, host_fd)
     notes = [] if host is None else [_describe(host, config)]
     if not model.kernels.reads_spans:
@@ -209,7 +210,8 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, dr
     Raises:
         MemoryPlanError: there is not enough for it.
     """
-    kv = model.new_caches([2] * len(model.groups), config.block_size, config.kv_cache_dtype, draft_kv)
+    with device.active():
+        kv = model.new_caches([2] * len(model.groups), config.block_size, config.kv_cache_dtype, draft_kv)
     forward = _device_forward(config, model, kv, device, longest_context(config, model))
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, halves=False)
     with torch.inference_mode(), device.active():

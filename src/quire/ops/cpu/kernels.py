@@ -119,7 +119,7 @@ class CpuKernels(Kernels):
         return attention.attend(self._lib, q, kv, batch, layer, scale, window, sinks)
 
     def route(
-        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return experts.route(self._lib, logits, routing, bias)
 

@@ -129,9 +129,9 @@ class TritonKernels(Kernels):
     # -- mixture of experts --------------------------------------------------------------------------------
 
     def route(
-        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(logits, routing, bias)
+        return route(logits, routing, bias, batch)
 
     def count_experts(self, ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
         count_experts(ids, batch, load)

@@ -47,12 +47,14 @@ def _kept_groups(ranks, there, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, T
     return (group < GROUPS) & (keys == LAST_KEY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spans"])
 def _route_kernel(
     logits,
     bias,
     ids,
     weights,
+    row_starts,
+    spans,
     SIGMOID: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -66,12 +68,15 @@ def _route_kernel(
     SIZE_BLOCK: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
 ):
-    """One token; experts lie as [groups, experts of a group]."""
+    """One token; experts lie as [groups, experts of a group]. One of padding is taken for the last real one."""
     row = tl.program_id(0).to(tl.int64)
+    source = row
+    if row_starts is not None:
+        source = tl.minimum(row, tl.maximum(tl.load(row_starts + spans), 1).to(tl.int64) - 1)
     group, within = tl.arange(0, GROUPS_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]
     there = (group < GROUPS) & (within < SIZE)
     expert = group * SIZE + within
-    logits += row * GROUPS * SIZE
+    logits += source * GROUPS * SIZE
     x = tl.load(logits + expert, mask=there, other=float("-inf")).to(tl.float32)
     highest = tl.max(x)
     total = tl.sum(tl.exp(x - highest))
@@ -110,9 +115,11 @@ def _score(x, highest, total, SIGMOID: tl.constexpr):
     return tl.div_rn(tl.exp(x - highest), tl.zeros(x.shape, tl.float32) + total)
 
 
-def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.route`. Experts are valid and differ whatever the logits: rows of padding may hold anything."""
-    logits = logits.contiguous()
+    logits, spans = logits.contiguous(), None if batch is None else batch.spans
     ids = logits.new_empty(len(logits), routing.top_k, dtype=torch.int64)
     weights = logits.new_empty(len(logits), routing.top_k, dtype=torch.float32)
     if len(logits) == 0:
@@ -123,6 +130,8 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> 
         bias,
         ids,
         weights,
+        None if spans is None else spans.row_starts,
+        0 if spans is None else len(spans.starts),
         SIGMOID=routing.scoring == "sigmoid",
         GROUPS=routing.groups,
         SIZE=size,
