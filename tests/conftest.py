@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 import torch
+
+from tests.http_tools import ServeProcess
 
 torch.set_num_threads(1)
 os.environ["TRITON_INTERPRET"] = "1"
@@ -23,3 +27,11 @@ hypothesis.settings.register_profile(
     "mutants", hypothesis.settings.get_profile("quire"), max_examples=20, phases=[hypothesis.Phase.generate]
 )
 hypothesis.settings.load_profile("quire")
+
+
+@pytest.fixture(scope="session")
+def interfaces_server() -> Iterator[ServeProcess]:
+    """A server with two tenants and a short queue, for the tests of several interfaces."""
+    keys = ("--api-key", "k1", "--api-key", "k2", "--admin")
+    with ServeProcess(*keys, "--check-invariants", "--max-queued-requests", "4", key="k1") as process:
+        yield process

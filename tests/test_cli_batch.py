@@ -17,13 +17,12 @@ from quire.cli.main import main
 from quire.errors import BatchError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
 from quire.server.batch_lines import run as run_batch
-from tests.http_tools import ServeProcess, wait_until
+from tests.http_tools import wait_until
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ServeProcess("--max-queued-requests", "4") as process:
-        yield process
+@pytest.fixture
+def server(interfaces_server):
+    return interfaces_server
 
 
 def request(name: str, prompt: str = "x =", **body: object) -> dict[str, object]:
@@ -57,7 +56,7 @@ def test_every_line_gets_its_answer_or_its_error(server, tmp_path, capfd):
         *[request(str(number)) for number in range(40)],
     ]
     source, target = write(tmp_path / "in", lines), tmp_path / "out"
-    command = ["batch", str(source), str(target), "--url", server.url]
+    command = ["batch", str(source), str(target), "--url", server.url, "--api-key", "k1"]
     assert main(command) == 1
     found = answers_of(target)
     assert len(found) == len(lines) - 1  # but the empty one
@@ -78,12 +77,14 @@ def test_every_line_gets_its_answer_or_its_error(server, tmp_path, capfd):
 def test_it_goes_on_after_an_end_at_any_byte(server, tmp_path):
     source = write(tmp_path / "in", [request(str(number), f"x{number} =") for number in range(6)])
     target, part = tmp_path / "out", tmp_path / "part"
-    assert main(["batch", str(source), str(target), "--url", server.url, "--concurrency", "1"]) == 0
+    assert main(["batch", str(source), str(target), "--url", server.url, "--api-key", "k1", "--concurrency", "1"]) == 0
     whole, texts = target.read_bytes(), texts_of(target)
     ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
     for cut in [0, 1, *(end + more for end in ends[:3] for more in (-1, 0, 1, 200)), len(whole) - 1]:
         part.write_bytes(whole[:cut])
-        assert main(["batch", str(source), str(part), "--url", server.url, "--concurrency", "3"]) == 0
+        assert (
+            main(["batch", str(source), str(part), "--url", server.url, "--api-key", "k1", "--concurrency", "3"]) == 0
+        )
         assert texts_of(part) == texts
         assert part.read_bytes().startswith(whole[: max([end for end in ends if end <= cut], default=0)])
 
@@ -96,7 +97,18 @@ def texts_of(file: Path) -> dict[str, str]:
 def test_killed_in_the_middle_it_loses_and_repeats_nothing(server, tmp_path):
     lines = [request(str(number), max_tokens=60, ignore_eos=True) for number in range(60)]
     source, target = write(tmp_path / "in", lines), tmp_path / "out"
-    command = [sys.executable, "-m", "quire.cli.main", "batch", str(source), str(target), "--url", server.url]
+    command = [
+        sys.executable,
+        "-m",
+        "quire.cli.main",
+        "batch",
+        str(source),
+        str(target),
+        "--url",
+        server.url,
+        "--api-key",
+        "k1",
+    ]
     with subprocess.Popen([*command, "--concurrency", "2"], stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 3, what="some answers")
         os.kill(process.pid, signal.SIGKILL)

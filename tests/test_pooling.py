@@ -99,7 +99,7 @@ def pooled(engine: Engine, prompts: list[list[int]], ways: list[PoolingParams]) 
     return [found[number] for number in range(1, 1 + len(ways) * len(prompts))]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_nothing_around_a_request_changes_what_it_is_pooled_to(tmp_path, dtype):
     """Chunks, company, caches, preemption and overlap, bit by bit."""
     save_checkpoint(tmp_path, "qwen3", dtype=dtype, num_hidden_layers=2)

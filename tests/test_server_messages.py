@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -21,7 +21,6 @@ from quire.server.messages import MessagesResponder
 from quire.server.messages_protocol import MessagesBody, _chat, parse_count, parse_messages
 from quire.server.protocol import parse_chat
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
-from tests.http_tools import ServeProcess
 
 ASKED: dict[str, Any] = {
     "model": "demo",
@@ -32,15 +31,14 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ServeProcess("--api-key", "k", "--check-invariants", key="k") as process:
-        yield process
+@pytest.fixture
+def server(interfaces_server):
+    return interfaces_server
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+def client(interfaces_server):
+    with anthropic.Anthropic(base_url=interfaces_server.url, api_key="k1", max_retries=0) as client:
         yield client
 
 
@@ -113,7 +111,7 @@ def test_errors_are_anthropics(server, client):
     with pytest.raises(anthropic.AuthenticationError) as wrong:
         anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0).messages.create(**ASKED)
     assert wrong.value.type == "authentication_error"
-    status, _, body = server.post("/v1/messages", b"{", **{"x-api-key": "k"})
+    status, _, body = server.post("/v1/messages", b"{", **{"x-api-key": "k1"})
     assert status == 400 and json.loads(body)["type"] == "error"
     assert server.get("/v1/messages")[0] == 405
 
@@ -122,10 +120,10 @@ def test_both_headers_open_the_door_and_only_with_the_key(server):
     server.key, key = "", server.key
     try:
         body = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
-        assert server.post("/v1/messages", body, **{"x-api-key": "k"})[0] == 200
-        assert server.post("/v1/messages", body, authorization="Bearer k")[0] == 200
+        assert server.post("/v1/messages", body, **{"x-api-key": "k1"})[0] == 200
+        assert server.post("/v1/messages", body, authorization="Bearer k1")[0] == 200
         assert server.post("/v1/messages", body)[0] == 401
-        assert server.post("/v1/messages", body, **{"x-api-key": "k", "authorization": "Bearer wrong"})[0] == 401
+        assert server.post("/v1/messages", body, **{"x-api-key": "k1", "authorization": "Bearer wrong"})[0] == 401
     finally:
         server.key = key
 
@@ -256,6 +254,7 @@ NAMES = st.sampled_from(
 )
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(NAMES, JSON, max_size=5) | JSON)
 def test_any_body_is_a_chat_or_a_400(value):
     for parse in (parse_messages, parse_count):

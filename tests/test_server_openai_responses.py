@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -27,7 +27,7 @@ from quire.server.openai_responses_protocol import (
     parse_response,
 )
 from quire.server.response_store import ResponseStore, Stored
-from tests.http_tools import ServeProcess, wait_until
+from tests.http_tools import wait_until
 from tests.test_server_messages import EVENTS, JSON
 
 ASKED: dict[str, Any] = {
@@ -39,15 +39,14 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ServeProcess("--api-key", "k1", "--api-key", "k2", "--admin", "--check-invariants", key="k1") as process:
-        yield process
+@pytest.fixture
+def server(interfaces_server):
+    return interfaces_server
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k1", max_retries=0) as client:
+def client(interfaces_server):
+    with openai.OpenAI(base_url=f"{interfaces_server.url}/v1", api_key="k1", max_retries=0) as client:
         yield client
 
 
@@ -294,6 +293,7 @@ NAMES = st.sampled_from(
 )
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(NAMES, JSON, max_size=4) | JSON)
 def test_any_body_is_a_call_or_a_refusal(value):
     try:
