@@ -9,6 +9,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
+from benchmarks import fleet_simulated as simulated
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,6 +140,24 @@ def test_the_policies_to_compare_with_do_what_they_are_called():
 
 def test_without_servers_there_is_no_choice():
     assert Chooser().choose(1, b"", []) is None
+
+
+def test_in_simulated_time_the_cost_beats_the_other_choices_and_a_pool_beats_none() -> None:
+    rnd, requests = random.Random(3), []
+    talks = [[] for _ in range(60)]
+    for number in range(1500):
+        talk = rnd.choice(talks)
+        talk += [rnd.randbytes(8) for _ in range(rnd.randrange(4, 24))]
+        if len(talk) > 120:
+            del talk[:]
+            talk.append(rnd.randbytes(8))
+        names = [blake2b(b"".join(talk[: end + 1])).digest() for end in range(len(talk))]
+        requests.append(simulated.Request(number * 0.4, simulated.BLOCK * len(talk), 200, names))
+    within = {policy: simulated.simulate(requests, policy, False)["within_goal"] for policy in POLICIES}
+    assert within["cost"] == max(within.values())
+    assert within["cost"] > within["round-robin"] + 0.05
+    pooled = simulated.simulate(requests, "round-robin", True)
+    assert pooled["within_goal"] > within["round-robin"] and pooled["fetched"] > 0.1
 
 
 # -- knowledge -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -122,7 +123,7 @@ class StoreAgent:
         self._lookups: list[_Locate] = []
         self._pulls: list[_Pull] = []
         self._next = STORE_NUMBERS
-        self._outbox = Mailbox()
+        self._outbox, self._inbox = Mailbox(), deque[Any]()
         self._stopping = False
         self.nodes: dict[str, Node] = {}
         try:
@@ -238,7 +239,9 @@ class StoreAgent:
             self._begin_putting()
 
     def _take_in(self, wait_seconds: float) -> None:
-        for news in self._outbox.take(wait_seconds):
+        self._inbox += self._outbox.take(0.0 if self._inbox else wait_seconds)
+        while self._inbox:
+            news = self._inbox.popleft()  # one that meets an error is the only one that is lost
             match news:
                 case _Changed(came, went):
                     self._waiting |= dict.fromkeys(came)
