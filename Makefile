@@ -32,6 +32,8 @@ COMPILE := $(PYTHON) scripts/compile_kernels.py $(KERNELS) --compiler $(CXX) --o
 SANITIZED := build/sanitize
 # What makes mutants: not in .venv, since nothing else needs it.
 OPERATORS := build/mutants
+# What makes the site of the documentation.
+SITE := build/docs-venv
 # Tests that look at a clock, and must have the machine for themselves. All others allow for a machine that is busy, and
 # share nothing but the processor: they run beside one another, those that take longest first, so that none of them is
 # left for the end. Two more of them run than there are processors, since many wait for what they have started.
@@ -44,8 +46,8 @@ CLOCKLESS := $(filter-out $(CLOCKED),$(LONGEST) $(filter-out $(LONGEST),$(wildca
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 2))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo python native kernels test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers gpu-check gpu-bundle \
-    format clean
+.PHONY: help demo python native kernels test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers \
+    gpu-check gpu-bundle docs format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -126,6 +128,11 @@ gpu-check:  ## all that needs a GPU: parity, determinism, the tables of benchmar
 gpu-bundle: $(DEV)  ## collect in build/gpu-bundle what a machine with torch and Triton alone lacks for gpu-check
 	@$(STEP) "Collecting wheels" $(BIN)/python scripts/gpu_bundle.py build/gpu-bundle
 
+docs: $(QUIRE) $(SITE)/made.stamp  ## the documentation as a site, in build/site; fails at any warning
+	@$(BIN)/python scripts/options_reference.py build/docs/options.md
+	@$(STEP) "Building the site (mkdocs)" env NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build
+	@echo "build/site/index.html"
+
 format: $(DEV)  ## put the sources into the house's format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
@@ -154,6 +161,12 @@ $(DEV): $(RUNTIME) requirements/dev.txt | $(QUIRE)
 	@$(STEP) "Installing what the tests need" $(INSTALL) --no-deps -r requirements/dev.txt
 	@$(STEP) "Checking versions" .ci/venv $(PYTHON) $(VENV) check
 	@rm $(BEGUN) && touch $@
+
+$(SITE)/made.stamp: requirements/docs.txt | python
+	@rm -rf $(SITE)
+	@$(STEP) "Making $(SITE)" .ci/venv $(PYTHON) $(SITE) make
+	@$(STEP) "Installing what makes the site" .ci/venv $(PYTHON) $(SITE) install --no-deps -r requirements/docs.txt
+	@touch $@
 
 $(OPERATORS)/made.stamp: requirements/mutants.txt | $(RUNTIME)
 	@rm -rf $(OPERATORS)
