@@ -22,6 +22,7 @@ from quire.cli.options import (
     add_server_options,
     given_options,
     parse_value,
+    read_environment,
     sampling_params,
 )
 from quire.config import PRESETS, EngineConfig
@@ -388,7 +389,7 @@ def test_a_text_that_is_no_json_list_is_refused_where_it_looks_like_one() -> Non
 
 
 def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--help"]) == 0
+    assert main(["generate", "--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for name in (*ENGINE_VALUES, *ENGINE_SWITCHES, *SAMPLING_VALUES, *SAMPLING_SWITCHES):
         assert f"--{name.replace('_', '-')}" in text
@@ -451,3 +452,61 @@ def test_an_error_of_the_engine_exits_with_1(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("quire.cli.main._dispatch", fail)
     assert main(["x"]) == 1
+
+
+# -- short help, completion, the environment ------------------------------------------------------------------
+
+
+def test_help_shows_a_few_options_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert main(["serve", "demo", "--help-all"]) == 0
+    long = capsys.readouterr().out
+    assert "--max-model-len" in short and "--min-chunk" not in short and "--min-chunk" in long
+    assert "more options: quire serve --help-all" in short
+    assert short.count("\n") < 80 < long.count("\n")
+
+
+def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    ask = 'COMP_WORDS=({}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _quire; echo "${{COMPREPLY[@]}}"'
+    for line, found in (("quire gene", "generate"), ("quire serve --max-mo", "--max-model-len")):
+        done = subprocess.run(["bash", "-c", script + "\n" + ask.format(line)], capture_output=True, text=True)
+        assert (done.stdout.strip(), done.stderr) == (found, "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_scripts_with_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("generate", "inspect", "doctor", "max-model-len"))
+    assert main(["completion", "csh"]) == 2
+
+
+def test_variables_of_the_environment_are_options_below_the_file_and_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("max_num_seqs: 5\n")
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "4")
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "256")
+    monkeypatch.setenv("QUIRE_ASYNC_SCHEDULING", "off")
+    monkeypatch.setenv("QUIRE_API_KEY", '["a", "b"]')
+    monkeypatch.setenv("QUIRE_PORT", "9000")
+    parser = CommandParser(prog="quire serve", description="")
+    add_server_options(parser)
+    add_engine_options(parser)
+    given = given_options(parser.parse(["--port", "8080", "--config", str(file)]), "demo", server=True)
+    assert (given.engine["max_num_seqs"], given.origins["max_num_seqs"]) == (5, "file")
+    assert (given.engine["max_model_len"], given.origins["max_model_len"]) == (256, "environment")
+    assert given.engine["async_scheduling"] is False
+    assert (given.server["port"], given.origins["port"]) == (8080, "flag")
+    assert given.server["api_key"] == ("a", "b")
+    assert "max_num_seqs" not in given_options(parser.parse([]), "demo").engine  # for servers alone
+    for name, value, told in (
+        ("QUIRE_MAX_MODEL_LEN", "long", "QUIRE_MAX_MODEL_LEN: .*'long' is not a whole number"),
+        ("QUIRE_PORT", "tcp://10.0.0.1:80", "enableServiceLinks"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            read_environment(["max_model_len", "port"], {name: value})

@@ -122,7 +122,7 @@ def test_disable_log_requests_is_the_name_that_others_use() -> None:
 
 def test_a_fault_is_passed_on_and_not_advertised(capsys: pytest.CaptureFixture[str]) -> None:
     assert options_of("demo", "--inject-fault", "crash:5").fault == "crash:5"
-    assert main(["serve", "--help"]) == 0
+    assert main(["serve", "--help-all"]) == 0
     assert "inject" not in capsys.readouterr().out
 
 

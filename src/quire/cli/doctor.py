@@ -31,19 +31,11 @@ INSTRUCTION_SETS = (
 )
 """Flags of /proc/cpuinfo that torch or the kernels can make use of; the last three are ARM's."""
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "huggingface_hub",
-    "jinja2",
-    "blake3",
-    "msgspec",
-    "pyyaml",
-    "rich",
-)
-OLDEST = {"torch": (2, 11)}
+
+def needed_packages() -> dict[str, str]:
+    """What Quire's METADATA names, without extras: each package, and the oldest version that works."""
+    matches = (re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?[^;]*$", text) for text in metadata.requires("quire") or ())
+    return {match[1]: match[2] or "0" for match in matches if match}
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -126,7 +118,7 @@ def memory(meminfo: str) -> dict[str, int | None]:
 def package_versions() -> dict[str, str | None]:
     """The installed version of every package that Quire needs; None where it is not installed."""
     versions: dict[str, str | None] = {}
-    for name in PACKAGES:
+    for name in needed_packages():
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -136,15 +128,19 @@ def package_versions() -> dict[str, str | None]:
 
 def missing_packages(versions: dict[str, str | None]) -> list[Problem]:
     """A fatal problem for every package that is not there or too old."""
-    problems = []
+    problems, needed = [], needed_packages()
     for name, version in versions.items():
-        oldest = OLDEST.get(name)
+        oldest = needed.get(name, "0")
         if version is None:
             problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
-        elif oldest and tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
-            least = ".".join(map(str, oldest))
-            problems.append(Problem(f"{name} {version} is too old", f"pip install '{name}>={least}'", fatal=True))
+        elif _numbers(version) < _numbers(oldest):
+            problems.append(Problem(f"{name} {version} is too old", f"pip install '{name}>={oldest}'", fatal=True))
     return problems
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with, which is as much of it as minima have."""
+    return tuple(map(int, re.match(r"[\d.]*", version)[0].strip(".").split(".")))  # type: ignore[index]
 
 
 def slow_instruction_sets(present: list[str]) -> list[Problem]:

@@ -33,6 +33,7 @@ COMMANDS = {
     "trace": "show what the scheduler does, step by step",
     "bench": "measure speed",
     "inspect": "look at a model before it is loaded: what it is, and what memory it takes",
+    "completion": "print a script that completes commands and options in bash, zsh or fish",
     "doctor": "look at this machine: what Quire uses, and what is missing",
 }
 

@@ -1,8 +1,9 @@
 """Flags and configuration files, made from the fields of `EngineConfig`, `ServerConfig` and `SamplingParams`.
 
 An option exists once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
-`--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order:
-flag, YAML key, preset, default. vLLM's names and values are taken as well, and are Quire's from here on.
+`--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order: flag, YAML key,
+environment (`QUIRE_MAX_NUM_SEQS`, for `quire serve`), preset, default. vLLM's names and values are taken as well, and
+are Quire's from here on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -30,12 +32,41 @@ MAX_CONFIG_BYTES = 1 << 20
 """A configuration file larger than this was named by mistake."""
 
 
+FIELD_GROUPS = "engine options", "server options", "sampling options"
+"""Groups of options that are made from the fields of a class: dozens of them."""
+COMMON_OPTIONS = frozenset(
+    {"config", "preset", "max_model_len", "max_num_seqs", "quantization", "kv_cache_dtype", "device", "threads"}
+    | {"tensor_parallel_size", "speculative_config", "host", "port", "api_key", "max_tokens", "temperature", "seed"}
+)
+"""Those of them that `--help` shows."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse with whole names only, nearest names for unknown ones, and errors that are raised."""
 
     def __init__(self, prog: str, description: str) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=formatter)
+        super().__init__(
+            prog=prog, description=description, allow_abbrev=False, formatter_class=formatter, add_help=False
+        )
+        self.add_argument("-h", "--help", action="store_true", help="show this, and leave")
+        self.add_argument("--help-all", action="store_true", help="show all options, and leave")
+
+    def help_text(self, all_options: bool) -> str:
+        """The help; unless all are wanted, with the common ones alone of the options that come from dataclasses."""
+        hidden = [
+            (action, action.help)
+            for group in self._action_groups
+            if group.title in FIELD_GROUPS and not all_options
+            for action in group._group_actions
+            if action.dest not in COMMON_OPTIONS
+        ]
+        for action, _ in hidden:
+            action.help = argparse.SUPPRESS
+        text = self.format_help()
+        for action, shown in hidden:
+            action.help = shown
+        return text + f"\n{len(hidden)} more options: {self.prog} --help-all\n" if hidden else text
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError in place of printing and leaving."""
@@ -48,6 +79,10 @@ class CommandParser(argparse.ArgumentParser):
             ConfigError: a flag does not exist (the message names the nearest one) or has no valid value.
         """
         given = [_with_dashes(argument) for argument in arguments]
+        before = given[: given.index("--")] if "--" in given else given
+        if {"-h", "--help", "--help-all"} & {*before}:
+            print(self.help_text("--help-all" in before), end="")
+            raise SystemExit(0)
         known = list(self._option_string_actions)
         for argument in given[: given.index("--")] if "--" in given else given:
             flag = argument.partition("=")[0]
@@ -303,7 +338,7 @@ class Given:
     """What flags and the configuration file say, checked by name; values are checked by whoever takes them.
 
     Attributes:
-        origins: where each option came from: "flag", "file" or "preset".
+        origins: where each option came from: "flag", "file", "environment" or "preset".
     """
 
     engine: dict[str, Any]
@@ -339,10 +374,13 @@ def given_options(
     if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     given = {name: value for name, value in vars(args).items() if name in known or name in VLLM_OPTIONS}
+    from_environment = read_environment(known) if server else {}
     flags = ({} if model is None else {"model": model}) | translated(given, known)
-    options = from_file | flags
+    options = from_environment | from_file | flags
     origins = dict.fromkeys(PRESETS[preset] if preset else {}, "preset")
-    origins |= dict.fromkeys(from_file, "file") | dict.fromkeys(flags, "flag")
+    origins |= (
+        dict.fromkeys(from_environment, "environment") | dict.fromkeys(from_file, "file") | dict.fromkeys(flags, "flag")
+    )
     return Given(
         engine={name: options[name] for name in engine_names if name in options},
         sampling={name: options[name] for name in sampling_names if name in options},
@@ -350,6 +388,32 @@ def given_options(
         server={name: options[name] for name in server_names if name in options},
         origins=origins,
     )
+
+
+def read_environment(known: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What variables such as QUIRE_MAX_MODEL_LEN say, for containers; a text is written as it is for a flag.
+
+    Raises:
+        ConfigError: a value is not of its option's type.
+    """
+    hints = get_type_hints(EngineConfig) | get_type_hints(ServerConfig)
+    found: dict[str, Any] = {}
+    for name in known:
+        variable = "QUIRE_" + name.upper()
+        text = environment.get(variable)
+        if text is None:
+            continue
+        if name == "port" and text.startswith("tcp://"):
+            raise ConfigError(
+                f"{variable}={text} was set by Kubernetes for a service named quire; give the pod "
+                "enableServiceLinks: false, or the service another name"
+            )
+        try:
+            value = parse_value(name, hints[name], text)
+        except ConfigError as error:
+            raise ConfigError(f"in the environment, {variable}: {error}") from error
+        found[name] = tuple(value) if isinstance(value, list) and _takes_texts(hints[name]) else value
+    return found
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
