@@ -262,7 +262,8 @@ def test_only_the_operator_may_look_at_everybodys_requests_and_change_the_engine
 
 
 def test_load_tells_a_router_what_it_must_know_and_nobody_else(keyed: Site) -> None:
-    assert keyed.http.get("/load", headers=bearer(KEYS[1])).status_code == 403
+    for path in ("/load", "/load/prompts", "/load/requests/x"):
+        assert keyed.http.get(path, headers=bearer(KEYS[1])).status_code == 403
     found = keyed.http.get("/load", headers=bearer(KEYS[0])).json()
     info = keyed.client.info
     assert info is not None

@@ -99,9 +99,7 @@ class Scheduler:
                 self.fail(request.id, error, now)
 
     def read_ended(self, number: int, count: int, seconds: float, gone: bool = False, moving: float = 0.0) -> None:
-        """So many blocks of what was to be read have come into the host tier, in so many seconds; see `Fetches`.
-        `moving`: see `FetchStats`.
-        """
+        """So many blocks of a read have come into the host tier, in so many seconds; see `Fetches`, `FetchStats`."""
         fetch = self.kv.fetches.read_ended(number, count, seconds, gone)
         if fetch is not None:
             self._note(fetch, count, seconds, moving)
