@@ -15,6 +15,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.cli.options import (
+    LLAMA_CPP_FLAGS,
     CommandParser,
     Given,
     add_engine_options,
@@ -510,3 +511,17 @@ def test_variables_of_the_environment_are_options_below_the_file_and_flags(
     ):
         with pytest.raises(ConfigError, match=told):
             read_environment(["max_model_len", "port"], {name: value})
+
+
+def test_flags_of_llama_cpp_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo", "--ctx-size", "4096"]) == 2
+    assert "llama.cpp's --ctx-size is --max-model-len here" in capsys.readouterr().err
+    assert main(["serve", "demo", "--predict", "5"]) == 2  # of 'quire generate' alone
+    assert "llama.cpp" not in capsys.readouterr().err
+
+
+def test_every_flag_that_llama_cpps_are_answered_with_is_there() -> None:
+    from quire.cli.completion import options_of_commands
+
+    options = options_of_commands()
+    assert {*LLAMA_CPP_FLAGS.values()} <= {*options["serve"], *options["generate"]}

@@ -41,6 +41,27 @@ COMMON_OPTIONS = frozenset(
 """Those of them that `--help` shows."""
 
 
+LLAMA_CPP_FLAGS = {
+    "--ctx-size": "--max-model-len",
+    "--parallel": "--max-num-seqs",
+    "--n-gpu-layers": "--device",
+    "--gpu-layers": "--device",
+    "--cache-type-k": "--kv-cache-dtype",
+    "--cache-type-v": "--kv-cache-dtype",
+    "--model-draft": "--speculative-config",
+    "--draft-max": "--speculative-config",
+    "--batch-size": "--max-num-batched-tokens",
+    "--ubatch-size": "--max-num-batched-tokens",
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--repeat-penalty": "--repetition-penalty",
+    "--temp": "--temperature",
+    "--alias": "--served-model-name",
+    "--api-key-file": "--api-key",
+}
+"""llama.cpp's flags, and ours that do the same; their values are spelt otherwise, so they are named and not taken."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse with whole names only, nearest names for unknown ones, and errors that are raised."""
 
@@ -98,6 +119,8 @@ def _with_dashes(argument: str) -> str:
 
 
 def _unknown_flag(flag: str, known: list[str], prog: str) -> str:
+    if (ours := LLAMA_CPP_FLAGS.get(flag, "")) in known:
+        return f"unknown option {flag}; llama.cpp's {flag} is {ours} here"
     near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
     return f"unknown option {flag}; " + (f"did you mean {near[0]}?" if near else f"see '{prog} --help'")
 
