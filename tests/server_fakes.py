@@ -38,6 +38,9 @@ from quire.server.config import ServerConfig
 from quire.server.context import AppContext
 from quire.server.metrics import Metrics
 from quire.server.transport import make_server
+from quire.text.reply_formats import KNOWN
+from quire.text.reply_grammar import ReplyRequest, reply_grammar
+from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import RenderedChat
 
 VOCAB_SIZE = 300
@@ -393,6 +396,7 @@ class FakeTokenizerPool:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
+        reply: ReplyRequest | None = None,
     ) -> RenderedChat:
         await self._work("render")
         if not self.has_template:
@@ -402,7 +406,8 @@ class FakeTokenizerPool:
             text += "<assistant>"
         elif continue_final_message:
             text = text.removesuffix("\n")
-        return RenderedChat(text, list(text.encode()))
+        made = reply_grammar(ReplyForm(KNOWN["hermes"]), reply or ReplyRequest())
+        return RenderedChat(text, list(text.encode()), made.form, made.structured, made.loosened)
 
     async def bad_words(self, words: list[str]) -> list[list[int]]:
         await self._work("bad_words")

@@ -9,7 +9,7 @@ import pytest
 from quire.core.request import RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.engine.frontend import Frontend
+from quire.engine.frontend import Frontend, Prepared, _call_id
 from quire.engine.outputs import RequestOutput
 from quire.text import detokenizer
 from quire.text.tokenizer import Tokenizer
@@ -78,3 +78,13 @@ def test_a_text_beyond_all_bounds_ends_its_own_request_alone(monkeypatch: pytest
     client.frontend.absorb([RequestUpdate(1, tokens=hello)])
     assert "longer than 12 characters; ask for fewer tokens" in (long.outputs[0].error or "")
     assert (long.outputs[0].text, short.outputs[0].text) == ("hellohello", "hello")
+
+
+def test_ids_of_calls_are_the_same_wherever_a_request_runs_and_differ_otherwise() -> None:
+    def ids(prompt: list[int], seed: int, choice: int) -> list[str]:
+        prepared = Prepared(None, prompt, SamplingParams(seed=seed), 10, [])
+        return [_call_id(prepared, choice, number) for number in range(2)]
+
+    first = ids([1, 2], 3, 0)
+    assert first == ids([1, 2], 3, 0) and all(len(id) == 9 and id.isalnum() for id in first)
+    assert len({*first, *ids([1, 3], 3, 0), *ids([1, 2], 4, 0), *ids([1, 2], 3, 1)}) == 8

@@ -294,7 +294,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str]] = [
     ({"choice": "a"}, "list of strings"), ({"choice": []}, "list"),
     ({"choice": [""]}, "not empty"), ({"choice": ["\ud800"]}, "Unicode"), ({"json": 5}, "JSON Schema"),
     ({"json": {"a": {1, 2}}}, "written as JSON"), ({"json": {"a": float("nan")}}, "written as JSON"),
-    ({"structural_tag": "x"}, "structural_tag is not supported"),
+    ({"structural_tag": 5}, "structural_tag must be an object"),
     ({"json": {}, "disable_fallback": 1}, "disable_fallback"),
     ({"json": {}, "disable_additional_properties": True}, "additionalProperties: false"),
     ({"regex": "a", "whitespace_pattern": " "}, "white space"),

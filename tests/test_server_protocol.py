@@ -211,13 +211,13 @@ def test_every_field_that_openai_knows_is_supported_or_refused_by_name() -> None
 
 
 ASKING: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "functions": [{}],
+    "functions": [{}],
     "function_call": {"name": "f"}, "structural_tag": "{}", "audio": {"voice": "a"},
-    "modalities": ["text", "audio"], "prediction": {}, "reasoning_effort": "low",
+    "modalities": ["text", "audio"], "prediction": {},
     "web_search_options": {}, "moderation": {}, "suffix": "x",
     "prompt_cache_retention": "24h", "chat_template": "{{ x }}", "guided_decoding_backend": "x",
     "use_beam_search": True,
-    "truncate_prompt_tokens": 5, "parallel_tool_calls": 1, "best_of": 2,
+    "truncate_prompt_tokens": 5, "best_of": 2,
     "length_penalty": True, "prompt_embeds": "AAAA", "lora_path": "x", "mirostat": 2, "typical_p": 0.9,
     "dry_multiplier": 0.8, "xtc_probability": 0.5, "repeat_penalty": 1.1, "samplers": ["top_k"],
     "options": {"num_ctx": 4096},
@@ -233,8 +233,49 @@ def test_what_is_not_supported_is_refused_by_name(name: str, make: Callable[...,
 
 
 def test_what_is_not_supported_is_refused_by_name_at_any_size() -> None:
-    error = refusal(lambda: chat(tools=[{"type": "function", "name": "f" * 400_000}]))
-    assert (error.param, error.code) == ("tools", "unsupported_parameter")
+    error = refusal(lambda: chat(functions=[{"name": "f" * 400_000}]))
+    assert (error.param, error.code) == ("functions", "unsupported_parameter")
+
+
+CALLED = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": "f"}, "tools"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+    ({"tools": [CALLED, CALLED]}, "tools[1]"),
+    ({"tools": [CALLED] * 300}, "tools"),
+    ({"tools": [CALLED], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [CALLED], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [CALLED], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"reasoning_effort": "a lot"}, "reasoning_effort"),
+    ({"enable_thinking": "yes"}, "enable_thinking"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_TOOLS)
+def test_bad_tools_are_refused_by_their_place(fields: dict[str, Any], param: str) -> None:
+    assert refusal(lambda: chat(**fields)).param == param
+
+
+def test_tools_and_their_messages_are_read() -> None:
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+    said = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+    ]
+    call = chat(messages=said, tools=[CALLED], tool_choice={"type": "function", "function": {"name": "f"}})
+    assert call.messages[1]["tool_calls"] == calls and call.messages[1]["content"] == ""
+    assert call.messages[2] == {"role": "tool", "tool_call_id": "a", "content": "2"}
+    assert call.reply.callable == [CALLED["function"]]
+    assert chat(tools=[CALLED], tool_choice="none").reply.callable == []
+    assert chat(reasoning_effort="low", enable_thinking=True).chat_template_kwargs == {
+        "enable_thinking": True,
+        "reasoning_effort": "low",
+    }
 
 
 HARMLESS: dict[str, Any] = {
@@ -331,10 +372,11 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     (None, "messages"), ([], "messages"), ("Hello", "messages"), ({}, "messages"), ([1], "messages"),
     ([[]], "messages"), ([{}], "messages[0].role"), ([{"content": "x"}], "messages[0].role"),
     ([{"role": "user"}], "messages[0].content"), ([{"role": "user", "content": None}], "messages[0].content"),
-    ([*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[1].tool_call_id"),
+    ([*HELLO, {"role": "tool", "content": "x", "tool_call_id": 1}], "messages[1].tool_call_id"),
     ([{"role": "function", "content": "x"}], "messages[0].role"), ([{"role": 5, "content": "x"}], "messages[0].role"),
     ([{"role": "<|im_start|>", "content": "x"}], "messages[0].role"),
-    ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+    ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
     ([{"role": "user", "content": 5}], "messages[0].content"),
     ([{"role": "user", "content": {}}], "messages[0].content"),
     ([{"role": "user", "content": []}], "messages[0].content"), ([{"role": "user", "content": ["a"]}], "messages"),

@@ -94,7 +94,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "JSON Schema"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "jsn"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural tag"),
     ({"guided_choice": []}, "guided_choice", "not empty"),
     ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "leave one of them out"),
 ]

@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
+import msgspec
+
 from quire.config import EngineConfig
 from quire.core.pooling import PoolingParams
 from quire.core.request import Request, RequestUpdate
@@ -43,6 +45,7 @@ from quire.models.model import Model
 from quire.models.pooling import PoolingConfig
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
+from quire.text.reply_grammar import ReplyRequest, reply_request
 from quire.text.tokenizer import RenderedChat, Tokenizer
 from quire.text.tokenizer_trial import TokenizerTrial
 
@@ -107,10 +110,15 @@ class _Base:
         """
         return self._render(messages, template_variables).token_ids
 
-    def _render(self, messages: Sequence[Message], template_variables: Mapping[str, Any]) -> RenderedChat:
+    def _render(
+        self, messages: Sequence[Message], template_variables: Mapping[str, Any], reply: ReplyRequest | None = None
+    ) -> RenderedChat:
         if self.tokenizer is None:
             raise ChatTemplateError("this checkpoint has no tokenizer, so no chat template; give token ids")
-        return self.tokenizer.apply_chat_template(messages, variables=template_variables)
+        chat = self.tokenizer.apply_chat_template(messages, reply=reply, variables=template_variables)
+        for name, why in chat.loosened.items():
+            logger.warning("arguments of the tool %s are any JSON object: %s; strict refuses it instead", name, why)
+        return chat
 
     def _add(self, request: Request) -> None:
         raise NotImplementedError
@@ -244,31 +252,48 @@ class LLM(_Base):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         progress: bool = False,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one chat, or a list of them, rendered with the model's own template; else like `generate`.
 
+        `outputs[i].reply` has the answer's parts: reasoning, content and tool calls. `structured_outputs` means the
+        content.
+
+        Args:
+            tools: functions that may be called, as OpenAI spells them.
+            tool_choice: "auto" (what None means), "none", "required", or one of them, as OpenAI spells it.
+            parallel_tool_calls: several calls may come in one answer.
+            template_variables: of the template, such as `enable_thinking`.
+
         Raises:
             ChatTemplateError: the template is missing, or does not take these messages or variables.
+            SamplingParamsError: tools are not valid, or the template shows no way to call them.
         """
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
-        chats = [messages] if one else messages
-        rendered = [self._render(chat, template_variables) for chat in chats]  # type: ignore[arg-type]
-        return self._answer_chats(rendered, params, progress)
+        chats: Any = [messages] if one else messages
+        said = dict(tool_choice) if isinstance(tool_choice, Mapping) else tool_choice
+        wanted = reply_request(None if tools is None else list(tools), said, parallel_tool_calls)
+        asked = [each or SamplingParams() for each in _params_list(params, len(chats))]
+        rendered = [
+            self._render(chat, template_variables, msgspec.structs.replace(wanted, structured=each.structured_outputs))
+            for chat, each in zip(chats, asked, strict=True)
+        ]
+        return self._answer_chats(rendered, asked, progress)
 
     @_one_thread
     def _answer_chats(
-        self,
-        rendered: Sequence[RenderedChat],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
+        self, rendered: Sequence[RenderedChat], params: Sequence[SamplingParams], progress: bool
     ) -> list[RequestOutput]:
         self._check_open()
-        prompts = [chat.token_ids for chat in rendered]
-        prepared = self._frontend.prepare_all(prompts, _params_list(params, len(prompts)))
-        pairs = zip(prepared, rendered, strict=True)
-        return self._run_all([dataclasses.replace(one, reply=chat.reply) for one, chat in pairs], progress)
+        pairs = list(zip(rendered, params, strict=True))
+        bound = [msgspec.structs.replace(each, structured_outputs=chat.structured) for chat, each in pairs]
+        prepared = self._frontend.prepare_all([chat.token_ids for chat in rendered], bound)
+        replies = zip(prepared, rendered, strict=True)
+        return self._run_all([dataclasses.replace(one, reply=chat.reply) for one, chat in replies], progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, handing out its output whenever it has grown.

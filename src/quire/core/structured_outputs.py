@@ -15,13 +15,13 @@ MAX_GRAMMAR_BYTES = 1 << 20
 """Of a schema, an expression, a grammar, or all choices together, in UTF-8."""
 
 MAX_CHOICES = 10_000
-KINDS = "json", "regex", "choice", "grammar", "json_object"
+KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a reply must look like, as vLLM spells it: exactly one of `json`, `regex`, `choice`, `grammar` and
-    `json_object`. A reply that ends by itself is in that language; one that is cut (`max_tokens`, a stop string) is the
-    beginning of one that is.
+    """What a reply must look like, as vLLM spells it: exactly one of `json`, `regex`, `choice`, `grammar`,
+    `json_object` and `structural_tag`. A reply that ends by itself is in that language; one that is cut
+    (`max_tokens`, a stop string) is the beginning of one that is.
 
     Attributes:
         json: a JSON Schema, as an object or its text; it is kept as text. Properties come in the order in which the
@@ -30,7 +30,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         choice: the reply is one of these strings.
         grammar: a context-free grammar: Lark, or llama.cpp's GBNF.
         json_object: any JSON object.
-        structural_tag: vLLM's name for what is not offered.
+        structural_tag: text with tags whose content is of a form of its own (`quire.grammar.structural_tag`), as an
+            object or its text; it is kept as text.
         whitespace_pattern: a regular expression for the white space of JSON, which may stand wherever JSON has it.
         disable_any_whitespace: JSON has none.
         disable_additional_properties, disable_fallback: vLLM's. The former is refused (say it in the schema), and the
@@ -45,7 +46,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
@@ -53,10 +54,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     def __post_init__(self) -> None:
         if self.json is not None:
-            force_setattr(self, "json", _json_text(self.json))
+            force_setattr(self, "json", _json_text("json", self.json, "a JSON Schema: an object, or its text"))
+        if self.structural_tag is not None:
+            text = _json_text("structural_tag", self.structural_tag, "an object, or its text")
+            force_setattr(self, "structural_tag", text)
         if self.choice is not None:
             force_setattr(self, "choice", _choices(self.choice))
-        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+        for name in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None:
                 _check_text(name, value)
@@ -65,8 +69,6 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
                 raise _refuse(name, "True or False")
         if self.json_object not in (None, True, False):
             raise _refuse("json_object", "True or None")
-        if self.structural_tag is not None:
-            raise SamplingParamsError(f"structural_tag is not supported; use one of {', '.join(KINDS)}")
         if self.disable_additional_properties:
             raise SamplingParamsError(
                 "disable_additional_properties is not supported; write additionalProperties: false into the schema"
@@ -89,9 +91,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     @property
     def size(self) -> int:
         """Bytes of text, about."""
-        return sum(len(part) for part in (self.json, self.regex, self.grammar) if isinstance(part, str)) + sum(
-            map(len, self.choice or ())
-        )
+        return sum(
+            len(part) for part in (self.json, self.regex, self.grammar, self.structural_tag) if isinstance(part, str)
+        ) + sum(map(len, self.choice or ()))
 
 
 def structured_outputs(value: Any) -> StructuredOutputsParams:
@@ -118,15 +120,15 @@ def _refuse(name: str, allowed: str) -> SamplingParamsError:
     return SamplingParamsError(f"structured_outputs.{name} must be {allowed}")
 
 
-def _json_text(value: Any) -> str:
+def _json_text(name: str, value: Any, allowed: str) -> str:
     if isinstance(value, str):
         return value
-    if not isinstance(value, Mapping | bool):
-        raise _refuse("json", "a JSON Schema: an object, or its text")
+    if not isinstance(value, Mapping | bool) or (name != "json" and isinstance(value, bool)):
+        raise _refuse(name, allowed)
     try:
         return json_text.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise SamplingParamsError(f"structured_outputs.json cannot be written as JSON: {error}") from None
+        raise SamplingParamsError(f"structured_outputs.{name} cannot be written as JSON: {error}") from None
 
 
 def _choices(value: Any) -> tuple[str, ...]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import logging
 import operator
 import secrets
+import string
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ from quire.errors import (
     TokenOutOfRangeError,
 )
 from quire.text.detokenizer import Detokenizer
-from quire.text.reply_parser import ReplyParser
+from quire.text.reply_parser import ID_LENGTH, ReplyParser
 from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import Tokenizer
 
@@ -46,6 +48,7 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 MAX_REQUEST_ID_LENGTH = 256
+ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(slots=True)
@@ -306,7 +309,8 @@ class Frontend:
             return _Choice(number, completion, None)
         parser = None
         if prepared.reply is not None:
-            parser = ReplyParser(prepared.reply, self.tokenizer.special_texts)
+            ids = functools.partial(_call_id, prepared, completion.index)
+            parser = ReplyParser(prepared.reply, self.tokenizer.special_texts, ids)
             completion.events = parser.events
         return _Choice(number, completion, Detokenizer(self.tokenizer, prepared.params, parser), parser)
 
@@ -472,6 +476,13 @@ def _at(index: int, check: Callable[[], T]) -> T:
         return check()
     except RequestError as error:
         raise error.at(index) from error
+
+
+def _call_id(prepared: Prepared, choice: int, number: int) -> str:
+    """The id of a tool call: the same wherever the request runs, and another one in another turn of a chat."""
+    told = repr((prepared.token_ids, prepared.params.seed, choice, number)).encode()
+    value = int.from_bytes(hashlib.blake2b(told, digest_size=16).digest())
+    return "".join(ID_LETTERS[value // len(ID_LETTERS) ** place % len(ID_LETTERS)] for place in range(ID_LENGTH))
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
@@ -105,6 +105,7 @@ class Grammars:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._vocab_size = 0
         self._texts: Container[int] = ()
+        self._specials: Mapping[str, int] = {}
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, llguidance.LLMatcher] = OrderedDict()
@@ -180,7 +181,8 @@ class Grammars:
                 return self._kept[wanted]
         from quire.grammar.library import compiled
 
-        made = compiled(wanted, self._library_tokenizer())
+        tokenizer = self._library_tokenizer()
+        made = compiled(wanted, tokenizer, self._specials)
         with self._lock:
             if wanted not in self._kept:
                 self._kept[wanted] = made
@@ -197,6 +199,7 @@ class Grammars:
                 if vocabulary is None:
                     raise SamplingParamsError("structured_outputs needs a tokenizer, and this checkpoint has none")
                 self._vocab_size, self._texts = vocabulary.eos_token_id, vocabulary.texts
+                self._specials = vocabulary.specials
                 from quire.grammar.library import library_tokenizer
 
                 self._tokenizer = library_tokenizer(vocabulary)

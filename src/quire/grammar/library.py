@@ -6,12 +6,15 @@ by its own `LIMITS`, and by what is refused before it is called.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import check_schema
+from quire.grammar.structural_tag import structural_tag_grammars
 from quire.grammar.vocabulary import Vocabulary
 
 WHITESPACE = r"\x20{1,2}|\r?\n[\x20\t]{0,64}"
@@ -36,13 +39,18 @@ def library_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 
 
-def compiled(wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def compiled(
+    wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer, specials: Mapping[str, int]
+) -> llguidance.LLMatcher:
     """A grammar, and the state at its beginning, to be copied.
+
+    Args:
+        specials: special tokens by their text.
 
     Raises:
         SamplingParamsError: it is not valid, or too large.
     """
-    matcher = llguidance.LLMatcher(tokenizer, grammar_text(wanted), log_level=0, limits=LIMITS)
+    matcher = llguidance.LLMatcher(tokenizer, grammar_text(wanted, specials), log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask may take long, or too much: here, and not in a step
     if matcher.is_error():
@@ -50,7 +58,7 @@ def compiled(wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
     return matcher
 
 
-def grammar_text(wanted: StructuredOutputsParams) -> str:
+def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -> str:
     """In the library's own language.
 
     Raises:
@@ -68,11 +76,17 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, wanted.choice)))
-    text = wanted.grammar or ""
+    if wanted.structural_tag is not None:
+        return structural_tag_grammars(str(wanted.structural_tag), specials, WHITESPACE, _lark)
+    return llguidance.LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
+
+
+def _lark(text: str) -> str:
+    """A user's grammar in Lark."""
     if "%json" in text:
         raise SamplingParamsError("a grammar with %json is not supported: give the schema as structured_outputs.json")
     try:
-        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+        return str(any_to_lark(text))
     except Exception as error:  # whatever a converter finds in a user's text
         raise SamplingParamsError(f"the grammar cannot be read as GBNF: {in_words(str(error))}") from None
 

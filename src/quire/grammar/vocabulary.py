@@ -19,6 +19,7 @@ class Vocabulary:
 
     Attributes:
         texts: ids that add to a text.
+        specials: special tokens by their text.
 
     Args:
         tokens: what each of the model's ids adds to a text; nothing for one that has no text.
@@ -35,6 +36,7 @@ class Vocabulary:
         self._encode = encode
         special = set(self.special_token_ids)
         self.texts = frozenset(id for id, token in enumerate(self.tokens) if token and id not in special)
+        self.specials = {tokens[id].decode(errors="replace"): id for id in special_ids}
         self._ids = {self.tokens[id]: id for id in self.texts}
         self._longest = max(map(len, self._ids), default=1)
 

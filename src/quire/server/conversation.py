@@ -21,10 +21,11 @@ from quire.server.limits import (
     MAX_TEMPLATE_KWARGS,
     MAX_TEMPLATE_KWARGS_BYTES,
     MAX_TEMPLATE_KWARGS_DEPTH,
+    REASONING_EFFORTS,
     Limits,
 )
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """What a message's role may be, and what templates get: OpenAI's "developer" is what others call "system"."""
 
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -34,8 +35,17 @@ STRINGS_PER_OBJECT = 8
 """Names and values of a message, or of a text part, more than any client sends on the average."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_KNOWN = ("name", "reasoning_content")
-_MESSAGE = Shape(["role", "content", *_KNOWN, *MESSAGE_UNSUPPORTED], "messages", num_required=1)
+_KNOWN = {
+    "name": MAX_NAME_LENGTH,
+    "tool_call_id": MAX_NAME_LENGTH,
+    "reasoning": MAX_REASONING_LENGTH,
+    "reasoning_content": MAX_REASONING_LENGTH,
+}
+"""Texts that a message may have beside its content, and how long they may be."""
+
+_MESSAGE = Shape(["role", "content", "tool_calls", *_KNOWN, *MESSAGE_UNSUPPORTED], "messages", num_required=1)
+_TOOL_CALL = Shape(["id", "type", "function", "index"], "tool_calls", num_required=0)
+_FUNCTION = Shape(["name", "arguments"], "function", num_required=2)
 _PART = Shape(["type", "text"], "messages", num_required=1)
 
 
@@ -66,7 +76,7 @@ def read_conversation(given: BodyFields, limits: Limits) -> Conversation:
         raise invalid(message, "continue_final_message")
     reader = _Reader(limits)
     messages = reader.read(given.raw("messages"))
-    return Conversation(messages, opens, goes_on, _template_kwargs(given), [*reader.ignored])
+    return Conversation(messages, opens, goes_on, _template_kwargs(given) | _thinking(given), [*reader.ignored])
 
 
 def message_bytes(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -77,7 +87,9 @@ def message_bytes(messages: Sequence[Mapping[str, Any]]) -> int:
 def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message["content"]
     parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    return [*parts, *(message[name] for name in _KNOWN if name in message)]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    called = [text for function in functions for text in (function["name"], function["arguments"])]
+    return [*parts, *called, *(message[name] for name in _KNOWN if name in message)]
 
 
 class _Reader:
@@ -115,8 +127,13 @@ class _Reader:
         role = given.text("role", MAX_NAME_LENGTH)
         if role not in ROLES:
             raise wrong_value(f"{where}.role", role, "one of " + ", ".join(ROLES))
-        message: dict[str, Any] = {"role": ROLES[role], "content": self._content(where, given.raw("content"))}
-        for name, most in zip(_KNOWN, (MAX_NAME_LENGTH, MAX_REASONING_LENGTH), strict=True):
+        calls = self._tool_calls(where, given.raw("tool_calls"))
+        if calls and role != "assistant":
+            raise invalid(f"{where}.tool_calls is for the assistant's messages; leave it out", f"{where}.tool_calls")
+        # A message that only calls tools has no content.
+        content = "" if calls and not given.has("content") else self._content(where, given.raw("content"))
+        message: dict[str, Any] = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
+        for name, most in _KNOWN.items():
             text = given.text(name, most)
             if text is not None:
                 message[name] = text
@@ -125,6 +142,25 @@ class _Reader:
             (f"messages[].{name}", None) for name in raw if given.has(name) and name not in _MESSAGE.names
         )
         return message
+
+    def _tool_calls(self, where: str, raw: Raw | None) -> list[dict[str, Any]]:
+        calls = []
+        for index, fields in enumerate(_TOOL_CALL.read_list(raw) if raw is not None else ()):
+            place = f"{where}.tool_calls[{index}]"
+            given = BodyFields(fields, f"{place}.")
+            kind, told = given.text("type", MAX_NAME_LENGTH), given.raw("function")
+            if kind not in (None, "function") or told is None:
+                raise invalid(f"{place} must be a call of a function, with its name and arguments", place)
+            function = BodyFields(_FUNCTION.read(told), f"{place}.function.")
+            name = function.text("name", MAX_NAME_LENGTH)
+            encoded = function.raw("arguments")
+            arguments = "{}" if encoded is None else decode(encoded, where=f"{place}.function.arguments")
+            if not name or not isinstance(arguments, str):
+                raise invalid(f"{place}.function must have a name, and arguments as JSON text", f"{place}.function")
+            self._count(name + arguments)
+            called = {"name": name, "arguments": arguments}
+            calls.append({"id": given.text("id", MAX_NAME_LENGTH) or "", "type": "function", "function": called})
+        return calls
 
     def _content(self, where: str, raw: Raw | None) -> str | list[dict[str, str]]:
         param = f"{where}.content"
@@ -191,6 +227,19 @@ def _template_kwargs(given: BodyFields) -> dict[str, Any]:
     if _depth(values, MAX_TEMPLATE_KWARGS_DEPTH + 1) > MAX_TEMPLATE_KWARGS_DEPTH:
         raise invalid(f"{name} nests deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels", name)
     return values
+
+
+def _thinking(given: BodyFields) -> dict[str, Any]:
+    """Fields that stand for variables of the template."""
+    made: dict[str, Any] = {}
+    if given.has("enable_thinking"):
+        made["enable_thinking"] = given.boolean("enable_thinking")
+    effort = given.text("reasoning_effort", MAX_NAME_LENGTH)
+    if effort is not None:
+        if effort not in REASONING_EFFORTS:
+            raise wrong_value("reasoning_effort", effort, "one of " + ", ".join(REASONING_EFFORTS))
+        made["reasoning_effort"] = effort
+    return made
 
 
 def _depth(value: Any, most: int) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 from quire.core import sampling_params as limit
 from quire.core.structured_outputs import MAX_CHOICES
 from quire.server.dialects import OTHER_DIALECTS
+from quire.server.limits import REASONING_EFFORTS
+from quire.text.reply_grammar import MAX_TOOLS, TOOL_NAME
 
 Schema = dict[str, Any]
 
@@ -121,13 +123,17 @@ FORMATS: dict[str, Schema] = {
     ),
     "structured_outputs": _schema(
         "object",
-        "The same as vLLM spells it: exactly one of json, regex, choice, grammar and json_object.",
+        "The same as vLLM spells it: exactly one of json, regex, choice, grammar, json_object and structural_tag.",
         properties={
             "json": _ANY_SCHEMA,
             "regex": {**_TEXT, "description": "The whole answer matches it (Rust's syntax, without look-around)."},
             "choice": _CHOICES,
             "grammar": {**_TEXT, "description": "Lark, or llama.cpp's GBNF."},
             "json_object": {"type": ["boolean", "null"], "description": "Any JSON object."},
+            "structural_tag": {
+                "type": ["object", "string", "null"],
+                "description": "Text with tags whose content has a form of its own.",
+            },
             "whitespace_pattern": {**_TEXT, "description": "White space of JSON."},
             "disable_any_whitespace": {"type": "boolean", "description": "JSON without white space."},
         },
@@ -204,14 +210,76 @@ _PART: Schema = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
+_TOOL_CALL: Schema = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string", "description": "JSON."}},
+        },
+    },
+}
+_TOOLS: dict[str, Schema] = {
+    "tools": {
+        "type": ["array", "null"],
+        "maxItems": MAX_TOOLS,
+        "description": "Functions that the model may call. What it calls is one of them, with arguments that meet its "
+        "schema. Where not all of a schema can be enforced, a strict tool is refused; of others, arguments are any "
+        "JSON object, and the header x-quire-loosened says so.",
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"},
+                        "description": {"type": ["string", "null"]},
+                        "parameters": {"type": ["object", "null"], "description": "A JSON Schema."},
+                        "strict": {"type": ["boolean", "null"]},
+                    },
+                },
+            },
+        },
+    },
+    "tool_choice": {
+        "description": "none: no calls; auto: as the model likes; required: at least one; or a certain function.",
+        "anyOf": [
+            {"enum": ["none", "auto", "required", None]},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {"name": {"type": "string"}},
+                    },
+                },
+            },
+        ],
+    },
+    "parallel_tool_calls": _flag(True, "Several calls may come in one reply."),
+}
+
 _MESSAGE: Schema = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
         "name": {"type": "string"},
+        "reasoning": {"type": "string"},
         "reasoning_content": {"type": "string"},
+        "tool_call_id": {"type": "string", "description": "Of a tool's message: the call that it answers."},
+        "tool_calls": {"type": "array", "items": _TOOL_CALL, "description": "Of an assistant's message."},
     },
 }
 
@@ -220,10 +288,17 @@ CONVERSATION: dict[str, Schema] = {
     "add_generation_prompt": _flag(True, "End the prompt with the opening of the assistant's answer."),
     "continue_final_message": _flag(False, "Go on with the last message in place of opening a new one."),
     "chat_template_kwargs": _schema("object", "Variables of the chat template, like enable_thinking."),
+    "enable_thinking": _schema("boolean", "chat_template_kwargs.enable_thinking, as others spell it."),
+    "reasoning_effort": _schema(
+        "string",
+        "The template's variable of this name; where it has none, 'none' turns enable_thinking off.",
+        enum=[*REASONING_EFFORTS, None],
+    ),
 }
 
 CHAT: dict[str, Schema] = {
     **CONVERSATION,
+    **_TOOLS,
     "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS + "All of it if not given."),
     "logprobs": _flag(False, "Return log-probabilities."),
     "top_logprobs": _integer(0, limit.MAX_LOGPROBS, "Also those of so many best tokens; needs `logprobs`."),
@@ -257,14 +332,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "reasoning_effort": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
     # vLLM's
     **limit.UNSUPPORTED,
@@ -285,6 +356,11 @@ COMPLETION_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **_UNSUPPORTED,
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
+    "enable_thinking": (),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "continue_final_message": (False,),
     "messages": ([],),
     "top_logprobs": (0,),
@@ -296,14 +372,12 @@ CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
 }
 TOKENIZE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    name: _UNSUPPORTED[name] for name in ("chat_template", "tools", "mm_processor_kwargs")
-}
+    name: _UNSUPPORTED[name] for name in ("chat_template", "mm_processor_kwargs")
+} | {"tools": ([],)}
 MESSAGE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
     "refusal": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 """The same for one message of a chat."""

@@ -249,9 +249,9 @@ class Generation:
         """
         words = call.params.bad_words
         bad_words = await self._shared.pool.bad_words(list(words)) if words else []
+        prompts = await self._tokenize(call)
         if call.params.structured_outputs is not None:
             await self._compile(call.params.structured_outputs)
-        prompts = await self._tokenize(call)
         prepared = []
         for index, (text, token_ids, reply) in enumerate(prompts):
             try:
@@ -290,7 +290,9 @@ class Generation:
                 add_generation_prompt=call.add_generation_prompt,
                 continue_final_message=call.continue_final_message,
                 variables=call.chat_template_kwargs,
+                reply=call.reply,
             )
+            call.constrain(chat)
             return [(chat.text, chat.token_ids, chat.reply)]
         texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
         encoded = iter(await pool.encode(texts, call.add_special_tokens) if texts else [])
@@ -413,6 +415,8 @@ def _headers(call: Call, prepared: list[Prepared]) -> dict[str, str]:
     clamped = [prompt.max_tokens for prompt in prepared if prompt.clamped_from is not None]
     if clamped:
         headers["x-quire-clamped"] = f"max_tokens={min(clamped)}"
+    if isinstance(call, ChatCall) and call.loosened:
+        headers["x-quire-loosened"] = "; ".join(f"tool {name}: any JSON object" for name in call.loosened)
     return headers | ignored_header(call.ignored)
 
 

@@ -32,6 +32,7 @@ class Limits:
     max_model_len: int | None = None
 
 
+REASONING_EFFORTS = "none", "minimal", "low", "medium", "high", "xhigh", "max"
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
 MAX_TEMPLATE_KWARGS_DEPTH = 8

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from quire.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SamplingParams
 from quire.errors import SamplingParamsError
 from quire.server import fields as tables
@@ -28,7 +30,9 @@ from quire.server.limits import (
     Limits,
 )
 from quire.server.prompts import Prompt, read_prompts, read_token_ids
-from quire.server.response_format import read_structured_outputs
+from quire.server.response_format import read_reply, read_structured_outputs
+from quire.text.reply_grammar import ReplyRequest
+from quire.text.tokenizer import RenderedChat
 
 __all__ = [
     "ChatCall", "CompletionCall", "DetokenizeCall", "Limits", "TokenizeCall", "parse_chat",
@@ -106,12 +110,22 @@ class ChatCall(GenerationCall):
         messages: plain dicts with role and content; the content is a string or a list of text parts.
         add_generation_prompt, continue_final_message: how the prompt ends.
         chat_template_kwargs: variables of the template.
+        reply: what the reply may be, and what it must look like.
+        loosened: tools of which not all of the schema is enforced; known when the chat has been rendered.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reply: ReplyRequest = field(default_factory=ReplyRequest)
+    loosened: tuple[str, ...] = ()
+
+    def constrain(self, chat: RenderedChat) -> None:
+        """Sample in the grammar of the whole reply, now that it is known."""
+        self.loosened = tuple(chat.loosened)
+        if chat.structured != self.params.structured_outputs:
+            self.params = msgspec.structs.replace(self.params, structured_outputs=chat.structured)
 
     @property
     def num_choices(self) -> int:
@@ -120,7 +134,8 @@ class ChatCall(GenerationCall):
 
     def price(self) -> int:
         """Prompt tokens times choices, estimated from above without rendering: see `text_price`."""
-        return self.params.n * _messages_price(self.messages)
+        tools = len(msgspec.json.encode(self.reply.tools)) if self.reply.tools else 0
+        return self.params.n * (_messages_price(self.messages) + text_price(tools))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,6 +241,7 @@ def parse_chat(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ChatCall:
         **_spread(conversation),
         params=params,
         prompt_logprobs=shown,
+        reply=read_reply(given, params.structured_outputs),
         ignored=ignored_names([*given.unknown(_CHAT.names), *ignored, *conversation.ignored]),
     )
     _check_logprobs(call, limits)

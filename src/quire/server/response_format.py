@@ -9,6 +9,7 @@ from quire.core.structured_outputs import StructuredOutputsParams, structured_ou
 from quire.errors import SamplingParamsError
 from quire.server.body import BodyFields, shorten, wrong_type, wrong_value
 from quire.server.errors import ApiError, api_error, invalid
+from quire.text.reply_grammar import ReplyRequest, reply_request
 
 MAX_FORMAT_BYTES = 4 << 20
 """JSON of such a field: more than a schema's own bound, since JSON may spell text longer than it is."""
@@ -52,6 +53,20 @@ def read_structured_outputs(given: BodyFields) -> StructuredOutputsParams | None
         return structured_outputs(fields)
     except SamplingParamsError as error:
         error.param = name
+        raise api_error(error) from None
+
+
+def read_reply(given: BodyFields, structured: StructuredOutputsParams | None) -> ReplyRequest:
+    """The fields `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        ApiError: one is not valid.
+    """
+    tools, choice = given.get("tools", MAX_FORMAT_BYTES), given.get("tool_choice")
+    parallel = given.boolean("parallel_tool_calls", default=True)
+    try:
+        return reply_request(tools, choice, parallel, structured)
+    except SamplingParamsError as error:
         raise api_error(error) from None
 
 

@@ -12,6 +12,7 @@ but printing it is an error instead of nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -23,12 +24,15 @@ import jinja2.meta
 
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 from quire.models.fields import has_file
+from quire.text.reply_syntax import ReplySyntax
 from quire.text.template_sandbox import SPECIAL_NAMES, join_pieces, make_environment
 
 Message: TypeAlias = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """A role is a closed set, since templates build control tokens from it."""
+
+REASONING_NAMES = "reasoning_content", "reasoning", "thinking"
 
 MAX_DEPTH = 64
 """How deep lists and dicts in messages may nest."""
@@ -174,6 +178,62 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"{name} cannot be compiled: {type(error).__name__}: {error}; correct or remove it"
             ) from error
+
+    @functools.cached_property
+    def reply_syntax(self) -> ReplySyntax:
+        """How the model writes its replies, as far as this template shows it."""
+        from quire.text.reply_formats import find_syntax  # it renders templates
+
+        return find_syntax(self)
+
+    @functools.cached_property
+    def _takes_objects(self) -> bool:
+        from quire.text.reply_formats import takes_argument_objects
+
+        return takes_argument_objects(self)
+
+    def as_known(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages with the arguments of their tool calls as this template takes them, objects or JSON text; and with
+        their reasoning under all names that templates have for it.
+
+        Raises:
+            ChatTemplateError: a call is none, or its arguments are no JSON object.
+        """
+        for index, message in enumerate(messages):
+            thought = next((message[name] for name in REASONING_NAMES if isinstance(message.get(name), str)), None)
+            if thought is not None:
+                message.update(dict.fromkeys(REASONING_NAMES, thought))
+            calls = message.get("tool_calls")
+            for number, call in enumerate(calls if isinstance(calls, list) else ()):
+                where = f"messages[{index}].tool_calls[{number}]"
+                function = call.get("function") if isinstance(call, dict) else None
+                if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                    raise ChatTemplateError(f"{where} must have a function with a name and arguments")
+                function["arguments"] = self._arguments(function.get("arguments"), f"{where}.function.arguments")
+        return messages
+
+    def _arguments(self, given: Any, where: str) -> Any:
+        try:
+            value = json.loads(given or "{}") if isinstance(given, str | None) else given
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ChatTemplateError(f"{where} is {_short(given)}; it must be a JSON object, or its text")
+        value = plain_json(value, where)
+        return value if self._takes_objects else json.dumps(value, ensure_ascii=False)
+
+    def known_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """Variables as this template knows them: a `reasoning_effort` of "none" may be what turns thinking off."""
+        if variables.get("reasoning_effort") != "none" or "reasoning_effort" in self.variables:
+            return variables
+        switch = next((name for name in ("enable_thinking", "thinking") if name in self.variables), None)
+        if switch is None:
+            return variables
+        return {switch: False, **{name: value for name, value in variables.items() if name != "reasoning_effort"}}
+
+    def special(self, name: str) -> str:
+        """The text of a special token, such as `eos_token`; empty where there is none."""
+        return self._special_tokens.get(name, "")
 
     def render(
         self,

@@ -7,15 +7,19 @@ grammar it only ever meets what it knows. Without one, whatever does not look li
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable
 
-from quire.text.reply import ContentText, ReasoningText, ReplyEvent
-from quire.text.reply_syntax import ReplyForm, ReplySyntax
+from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
+from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ReplySyntax, ToolSyntax
 
 SPECIAL = "\ud800"
 """Stands before a special token's text, so that nothing which a model spells can be taken for one: half of a surrogate
 pair is in no text."""
+
+ID_LENGTH = 9
+"""Of ids that are made here, too: Mistral's templates take no others."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -31,22 +35,32 @@ class ReplyParser:
     Attributes:
         events: what it was made of so far.
         reasoning_tokens: tokens of the reasoning, its end marker included.
+        markers: special tokens that are part of what it looks for.
 
     Args:
         specials: texts of the tokenizer's special tokens.
+        new_id: makes the id of a call, of its number in the reply.
     """
 
-    def __init__(self, form: ReplyForm, specials: Iterable[str] = ()) -> None:
+    def __init__(
+        self, form: ReplyForm, specials: Iterable[str] = (), new_id: Callable[[int], str] = "call{:05d}".format
+    ) -> None:
         self.events: list[ReplyEvent] = []
         self.reasoning_tokens = 0
         self.markers = frozenset(special_markers(form.syntax, tuple(specials)))
-        self._form = form
+        self._form, self._new_id = form, new_id
+        self._tools = form.syntax.tools if form.tools is not None else None
         self._buffer = ""
-        self._held_white = ""
-        self._fresh = True  # nothing of this part was given out
+        self._white = ""  # held back: what ends a part is no part of it
+        self._fresh = True  # nothing of the reasoning was given out
+        self._calls = 0
+        self._texts: frozenset[str] = frozenset()  # parameters of the call at hand that are texts
+        self._json = _JsonScanner()
         self._step: Callable[[bool], bool] = self._begin
         if form.in_reasoning and form.syntax.reasoning is not None:
             self._step = self._reasoning
+        elif form.reasoned:
+            self._step = self._begin_content
 
     @property
     def in_reasoning(self) -> bool:
@@ -73,16 +87,30 @@ class ReplyParser:
     # -- the parts of a reply; each takes what it can from the buffer, and says whether that led to another part -----
 
     def _begin(self, final: bool) -> bool:
-        reasoning = self._form.syntax.reasoning
-        if reasoning is not None:
-            start, text = self._marker(reasoning.start), self._buffer.lstrip()
-            if text.startswith(start):
-                self._buffer = text[len(start) :]
-                self._step = self._reasoning
+        """A reply, or the next of its messages where each has a header."""
+        syntax = self._form.syntax
+        parts: list[tuple[str, Callable[[bool], bool], bool]] = []  # marker, what it begins, whether it is taken
+        if syntax.reasoning is not None:
+            parts.append((syntax.reasoning.start, self._reasoning, True))
+        if syntax.content is not None:
+            parts += [(start, self._content, True) for start in syntax.content.starts]
+            if self._tools is not None:
+                parts.append((self._tools.trigger, self._opening, False))
+        text = self._buffer.lstrip()
+        glue = self._marker(syntax.content.glue) if syntax.content is not None else ""
+        if glue and text.startswith(glue):
+            text = text[len(glue) :]
+        elif glue and glue.startswith(text) and not final:
+            return False
+        for part, step, taken in parts:
+            marker = self._marker(part)
+            if text.startswith(marker):
+                self._buffer = text[len(marker) :] if taken else text
+                self._step, self._fresh = step, True
                 return True
-            if start.startswith(text) and not final:
+            if marker.startswith(text) and not final:
                 return False
-        self._step = self._content
+        self._step = self._begin_content
         return True
 
     def _reasoning(self, final: bool) -> bool:
@@ -92,30 +120,201 @@ class ReplyParser:
         text, found = self._take_until(self._marker(reasoning.end), final)
         if self._fresh:
             text = text.lstrip()
-        text = self._held_white + text
-        kept = text.rstrip()
-        self._held_white = "" if found or final else text[len(kept) :]
+        kept = self._hold_white(text, drop=found or final)
         if kept:
             self._fresh = False
             self.events.append(ReasoningText(kept))
         if found:
-            self._step, self._fresh = self._after_reasoning, True
+            self._step = self._begin if self._form.syntax.content is not None else self._after_reasoning
         return found
 
     def _after_reasoning(self, final: bool) -> bool:
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
+        self._step = self._begin_content
+        return True
+
+    def _begin_content(self, final: bool) -> bool:
+        """Whether it is a call that has no marker but its place."""
         self._step = self._content
+        if self._tools is not None and self._tools.anchored:
+            trigger, text = self._marker(self._tools.trigger), self._buffer.lstrip()
+            if text.startswith(trigger):
+                self._buffer, self._step = text, self._opening
+            elif trigger.startswith(text) and not final:
+                self._step = self._begin_content
+                return False
         return True
 
     def _content(self, final: bool) -> bool:
-        text, self._buffer = self._buffer.replace(SPECIAL, ""), ""
-        if text:
-            self.events.append(ContentText(text))
+        headed, tools = self._form.syntax.content, self._tools
+        if headed is not None:
+            text, found = self._take_until(self._marker(headed.end), final)
+            self._emit(text)
+            if found:
+                self._step = self._begin
+            return found
+        if tools is None or tools.anchored:
+            text, self._buffer = self._buffer, ""
+            self._emit(text)
+            return False
+        trigger = self._marker(tools.trigger)
+        text, found = self._take_until(trigger, final)
+        if final and not found:
+            text, self._white = self._white + text, ""
+            self._emit(text)
+        else:
+            self._emit(self._hold_white(text, drop=found))
+        if found:
+            self._buffer, self._step = trigger + self._buffer, self._opening
+        return found
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _opening(self, final: bool) -> bool:
+        tools = self._syntax()
+        return self._expect(tools.begin + tools.before_name, self._name, final)
+
+    def _name(self, final: bool) -> bool:
+        tools = self._syntax()
+        text, found, after = self._buffer.partition(self._marker(tools.before_arguments))
+        if not found:
+            return False
+        name = text.removeprefix("functions.").rpartition(":")[0] if tools.numbered else text
+        known = self._form.tools or {}
+        if name not in known:
+            return self._give_up()
+        self._buffer, self._texts = after, known[name]
+        id = text if tools.numbered else self._new_id(self._calls)
+        self.events.append(ToolCallBegin(self._calls, id, name))
+        self._calls += 1
+        self._json = _JsonScanner()
+        if tools.parameters is None:
+            self._step = self._object
+        else:
+            self._fresh, self._step = True, self._parameter
+        return True
+
+    def _object(self, final: bool) -> bool:
+        taken = self._json.object(self._buffer)
+        self._argument(self._buffer[:taken])
+        self._buffer = self._buffer[taken:]
+        if self._json.ended:
+            self._step = self._closing
+        return self._json.ended
+
+    def _parameter(self, final: bool) -> bool:
+        """The name of a parameter, or the end of them."""
+        tools, syntax = self._syntax(), self._parameters()
+        before = self._marker(syntax.before_name)
+        if self._buffer.startswith(before):
+            name, found, after = self._buffer[len(before) :].partition(self._marker(syntax.before_value))
+            if not found:
+                return False
+            self._buffer = after
+            is_text = name in self._texts
+            self._argument(("{" if self._fresh else ", ") + json.dumps(name) + ": " + ('"' if is_text else ""))
+            self._fresh, self._json = False, _JsonScanner()
+            self._step = self._text_value if is_text else self._json_value
+            return True
+        if before.startswith(self._buffer) and not final:
+            return False
+        closing = self._marker(tools.after_arguments)
+        if not self._buffer.startswith(closing):
+            return False
+        self._argument("{}" if self._fresh else "}")
+        self._step = self._closing
+        return True
+
+    def _text_value(self, final: bool) -> bool:
+        text, found = self._take_until(self._marker(self._parameters().after_value), final=False)
+        self._argument(json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if found else ""))
+        if found:
+            self._step = self._parameter
+        return found
+
+    def _json_value(self, final: bool) -> bool:
+        taken, found = self._json.value(self._buffer, self._marker(self._parameters().after_value))
+        self._argument(self._buffer[:taken])
+        self._buffer = self._buffer[taken:]
+        if found:
+            self._buffer = self._buffer.removeprefix(self._marker(self._parameters().after_value))
+            self._step = self._parameter
+        return found
+
+    def _closing(self, final: bool) -> bool:
+        tools = self._syntax()
+        if not tools.with_id:
+            return self._expect(tools.after_arguments, self._after_call, final)
+        size = len(self._marker(tools.after_arguments)) - len(ID) + ID_LENGTH
+        if len(self._buffer) < size:
+            return False
+        self._buffer, self._step = self._buffer[size:], self._after_call
+        return True
+
+    def _after_call(self, final: bool) -> bool:
+        tools = self._syntax()
+        another = self._marker(tools.between + tools.before_name)
+        if self._buffer.startswith(another):
+            self._buffer, self._step = self._buffer[len(another) :], self._name
+            return True
+        end = self._marker(tools.end)
+        if another.startswith(self._buffer) or (end.startswith(self._buffer) and end != self._buffer):
+            return False  # a reply that was cut: half a marker is nothing
+        self._buffer = self._buffer.removeprefix(end)
+        self._step = self._rest
+        return True
+
+    def _rest(self, final: bool) -> bool:
+        """Behind the last call; a grammar has nothing there."""
+        self._emit(self._hold_white(self._buffer, drop=final))
+        self._buffer = ""
         return False
 
     # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _syntax(self) -> ToolSyntax:
+        if self._tools is None:
+            raise RuntimeError("a call without a syntax for it")
+        return self._tools
+
+    def _parameters(self) -> ParameterSyntax:
+        syntax = self._syntax().parameters
+        if syntax is None:
+            raise RuntimeError("a parameter without a syntax for it")
+        return syntax
+
+    def _emit(self, text: str) -> None:
+        text = text.replace(SPECIAL, "")
+        if text:
+            self.events.append(ContentText(text))
+
+    def _argument(self, text: str) -> None:
+        if text:
+            self.events.append(ToolCallArguments(self._calls - 1, text.replace(SPECIAL, "")))
+
+    def _expect(self, literal: str, then: Callable[[bool], bool], final: bool) -> bool:
+        """This must come next."""
+        literal = self._marker(literal)
+        if self._buffer.startswith(literal):
+            self._buffer, self._step = self._buffer[len(literal) :], then
+            return True
+        if literal.startswith(self._buffer):
+            return False  # a reply that was cut: half a marker is nothing
+        return self._give_up()
+
+    def _give_up(self) -> bool:
+        """What no grammar allows: content, as it stands."""
+        self._step = self._rest
+        return True
+
+    def _hold_white(self, text: str, drop: bool) -> str:
+        """A part's next text, without white space that may be its end; that is kept for the next time, or dropped."""
+        text = self._white + text
+        kept = text.rstrip()
+        self._white = "" if drop else text[len(kept) :]
+        return kept
 
     def _marker(self, text: str) -> str:
         """As it stands in the buffer."""
@@ -130,6 +329,51 @@ class ReplyParser:
         keep = 0 if final else possible_start(before, marker)
         self._buffer = before[len(before) - keep :]
         return before[: len(before) - keep], False
+
+
+class _JsonScanner:
+    """Finds the end of a JSON value that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def object(self, text: str) -> int:
+        """How many of these letters belong to the object; `ended` tells whether that was all of it."""
+        for index, letter in enumerate(text):
+            self._take(letter)
+            if letter == "}" and not self._in_string and self._depth == 0:
+                self.ended = True
+                return index + 1
+        return len(text)
+
+    def value(self, text: str, end: str) -> tuple[int, bool]:
+        """How many of these letters belong to the value, and whether `end` stands behind them."""
+        for index, letter in enumerate(text):
+            if not self._in_string and letter == end[0]:
+                rest = text[index : index + len(end)]
+                if rest == end:
+                    return index, True
+                if end.startswith(rest):
+                    return index, False
+            self._take(letter)
+        return len(text), False
+
+    def _take(self, letter: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif letter == "\\":
+                self._escaped = True
+            elif letter == '"':
+                self._in_string = False
+        elif letter == '"':
+            self._in_string = True
+        elif letter in "{[":
+            self._depth += 1
+        elif letter in "}]":
+            self._depth -= 1
 
 
 def possible_start(text: str, marker: str) -> int:

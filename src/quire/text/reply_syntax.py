@@ -98,23 +98,14 @@ class ReplyForm(msgspec.Struct, frozen=True):
     Attributes:
         tools: the parameters that are texts, of each tool that may be called; None: calls are content.
         in_reasoning: the prompt ends within reasoning.
+        reasoned: the prompt ends after reasoning, so that there is none in the reply.
     """
 
     syntax: ReplySyntax = ReplySyntax()
     tools: dict[str, frozenset[str]] | None = None
     in_reasoning: bool = False
+    reasoned: bool = False
 
 
 PLAIN = ReplyForm()
 """Content alone."""
-
-PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""Markers of reasoning that a template need not print, since many drop what was reasoned in earlier turns."""
-
-
-def find_syntax(template: str) -> ReplySyntax:
-    """From a chat template's source."""
-    for start, end in PAIRS:
-        if end in template:
-            return ReplySyntax(reasoning=ReasoningSyntax(start, end))
-    return ReplySyntax()

@@ -21,10 +21,11 @@ import itertools
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.fields import has_file
@@ -35,7 +36,8 @@ from quire.text.chat_template import (
     load_templates,
     plain_json,
 )
-from quire.text.reply_syntax import PLAIN, ReplyForm, ReplySyntax, find_syntax
+from quire.text.reply_grammar import ReplyRequest, reply_grammar
+from quire.text.reply_syntax import PLAIN, ReplyForm
 from quire.text.template_sandbox import SPECIAL_NAMES
 from quire.text.tokenizer_backend import Backend
 
@@ -57,11 +59,20 @@ BYTE_OF = _byte_letters()
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A chat as the model sees it: the text, and its tokens; and how the reply is to be read."""
+    """A chat as the model sees it.
+
+    Attributes:
+        text, token_ids: the prompt.
+        reply: how the reply is to be read.
+        structured: its grammar; None: it is free.
+        loosened: tools whose arguments are any JSON object, and why: see `ReplyGrammar`.
+    """
 
     text: str
     token_ids: list[int]
     reply: ReplyForm = PLAIN
+    structured: StructuredOutputsParams | None = None
+    loosened: dict[str, str] = field(default_factory=dict)
 
 
 class Tokenizer:
@@ -268,19 +279,25 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        reply: ReplyRequest | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """Renders messages with the checkpoint's own template and encodes them.
 
-        The arguments are those of `ChatTemplate.render`. Special tokens in messages, tools and variables are
-        text. Raises `ChatTemplateError`.
+        The arguments are those of `ChatTemplate.render`; the tools are those of `reply`. Special tokens in messages,
+        tools and variables are text.
+
+        Raises:
+            ChatTemplateError: the template is missing, or does not take these messages, tools or variables.
+            SamplingParamsError: see `reply_grammar`.
         """
-        template = self._template(tools is not None)
-        given = {
-            "messages": check_messages(messages),
-            "tools": None if tools is None else plain_json(list(tools), "tools"),
-            "variables": plain_json(dict(variables or {}), "the template's variables"),
+        wanted = reply or ReplyRequest()
+        tools = wanted.tools if wanted.tool_choice != "none" else []
+        template = self._template(bool(tools))
+        given: dict[str, Any] = {
+            "messages": template.as_known(check_messages(messages)),
+            "tools": plain_json(tools, "tools") or None,
+            "variables": template.known_variables(plain_json(dict(variables or {}), "the template's variables")),
         }
         replaced = self._replacements(given, template.source)
         safe = _map_strings(given, lambda text: _defuse(text, self._special_texts, replaced)) if replaced else given
@@ -292,21 +309,13 @@ class Tokenizer:
             variables=safe["variables"],
         )
         check_text(text)
-        reply = ReplyForm(self.reply_syntax(template), in_reasoning=self._in_reasoning(template, text))
+        grammar = reply_grammar(_reply_form(template, text), wanted)
+        made = grammar.form, grammar.structured, grammar.loosened
         if not replaced:
             ids: list[int] = self._controls().encode_batch([text], add_special_tokens=False)[0].ids
-            return RenderedChat(text, ids, reply)
+            return RenderedChat(text, ids, *made)
         back = str.maketrans({private: first for first, private in replaced.items()})
-        return RenderedChat(text.translate(back), self._encode_defused(text, back), reply)
-
-    def reply_syntax(self, template: ChatTemplate) -> ReplySyntax:
-        """How the model writes its replies, as far as its template shows it."""
-        return find_syntax(template.source)
-
-    def _in_reasoning(self, template: ChatTemplate, prompt: str) -> bool:
-        """Whether a prompt has opened the reasoning already."""
-        reasoning = self.reply_syntax(template).reasoning
-        return reasoning is not None and prompt.rstrip().endswith(reasoning.start)
+        return RenderedChat(text.translate(back), self._encode_defused(text, back), *made)
 
     def _encode_defused(self, text: str, back: dict[int, str]) -> list[int]:
         """Encodes a rendered chat: the control tokens in it stay, all between them is plain text."""
@@ -396,6 +405,15 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._text.token_to_id(text)
+
+
+def _reply_form(template: ChatTemplate, prompt: str) -> ReplyForm:
+    """How the reply to a prompt is to be read."""
+    syntax, prompt = template.reply_syntax, prompt.rstrip()
+    if syntax.reasoning is None:
+        return ReplyForm(syntax)
+    starts, ends = prompt.endswith(syntax.reasoning.start), prompt.endswith(syntax.reasoning.end)
+    return ReplyForm(syntax, in_reasoning=starts, reasoned=ends and syntax.content is None)
 
 
 def _read(path: Path) -> str:

@@ -38,6 +38,7 @@ from quire.errors import (
     TokenizerTimeoutError,
     TokenizerUnavailableError,
 )
+from quire.text.reply_grammar import ReplyRequest
 from quire.text.tokenizer import RenderedChat, check_text
 from quire.text.tokenizer_worker import (
     LENGTH,
@@ -184,9 +185,16 @@ class TokenizerPool:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        reply: ReplyRequest | None = None,
     ) -> RenderedChat:
         """A chat in the checkpoint's own template; see `Tokenizer.apply_chat_template`."""
-        job = Render(list(messages), add_generation_prompt, continue_final_message, dict(variables or {}))
+        job = Render(
+            list(messages),
+            add_generation_prompt,
+            continue_final_message,
+            dict(variables or {}),
+            reply or ReplyRequest(),
+        )
         return await self._ask(job, RenderedChat)
 
     async def bad_words(self, words: list[str]) -> list[list[int]]:

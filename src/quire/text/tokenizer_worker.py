@@ -31,6 +31,7 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.text.reply_grammar import ReplyRequest
 from quire.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Render(msgspec.Struct, tag="render"):
     add_generation_prompt: bool
     continue_final_message: bool
     variables: dict[str, Any]
+    reply: ReplyRequest
 
 
 class BadWords(msgspec.Struct, tag="bad_words"):
@@ -205,6 +207,7 @@ def _work(tokenizer: Tokenizer, grammars: Grammars, job: Job) -> Any:
                 job.messages,
                 add_generation_prompt=job.add_generation_prompt,
                 continue_final_message=job.continue_final_message,
+                reply=job.reply,
                 variables=job.variables,
             )
         case BadWords():

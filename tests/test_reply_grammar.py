@@ -1,0 +1,276 @@
+"""One grammar for a whole reply: what it lets come is what the parser reads, in every format."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import SamplingParamsError
+from quire.grammar.grammars import Grammars
+from quire.models.hub import ASSETS
+from quire.text.chat_template import ChatTemplate, check_messages
+from quire.text.detokenizer import Detokenizer
+from quire.text.reply import Reply
+from quire.text.reply_formats import KNOWN
+from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar
+from quire.text.reply_parser import ReplyParser
+from quire.text.reply_syntax import ID, ReplyForm, ReplySyntax, ToolSyntax
+from quire.text.tokenizer import Tokenizer
+from tests.reply_templates import FORMATS, PLAIN
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+        "where": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NOTE: dict[str, Any] = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "weather_note", "description": "Keeps it.", "parameters": NOTE}},
+    {"type": "function", "function": {"name": "now"}},
+]
+SCHEMAS = {"weather": WEATHER, "weather_note": NOTE, "now": {"type": "object"}}
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(FORMATS[name], SPECIALS)
+
+
+def marked_tokenizer(markers: Sequence[str] = ()) -> Tokenizer:
+    """The demo's, with these as special tokens."""
+    library = tokenizers.Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
+    library.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+    return Tokenizer(library.to_str(), {}, {"default": PLAIN})
+
+
+def markers_of(syntax: ReplySyntax) -> list[str]:
+    return sorted({found for text in syntax.texts() for found in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)})
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "special tokens"])
+def marked(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def sampled(
+    tokenizer: Tokenizer, made: ReplyGrammar, seed: int, most: int = 400, hints: Sequence[str] = ()
+) -> tuple[Reply, bool, list[int]]:
+    """A random reply, of tokens that the grammar lets come, and whether it ended by itself."""
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    assert made.structured is not None
+    matcher = grammars.matcher(made.structured, [0])
+    parser = ReplyParser(made.form, tokenizer.special_texts)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), parser)
+    luck, tokens, ended = random.Random(seed), [], False
+    liked = {token for hint in hints for token in tokenizer._controls().encode(hint).ids}
+    while len(tokens) < most:
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[: tokenizer.vocab_size]
+        allowed = np.flatnonzero(bits).tolist()
+        assert allowed, matcher.error
+        if 0 in allowed and luck.random() < 0.3:
+            ended = True
+            break
+        wanted = [token for token in allowed if token in liked] if luck.random() < 0.9 else []
+        token = luck.choice(wanted or [token for token in allowed if token] or allowed)
+        tokens.append(token)
+        matcher.append(token)
+        detokenizer.push([token])
+    detokenizer.finish()
+    return Reply.of(parser.events), ended, tokens
+
+
+HINTS = ['"', "}", "]", "<", "</parameter>", "</arg_value>", "\n", "a", "1", "C", "final", "<|message|>"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("choice", ["auto", "required", {"name": "weather"}])
+def test_what_the_grammar_lets_come_is_what_the_parser_reads(name: str, choice: Any, marked: bool) -> None:
+    syntax = template(name).reply_syntax
+    specials = markers_of(syntax) if marked else []
+    tokenizer = marked_tokenizer(specials)
+    opening = [] if choice != "auto" else [syntax.tools.begin + syntax.tools.before_name] if syntax.tools else []
+    for seed in range(3):
+        form = ReplyForm(syntax, in_reasoning=seed == 2 and syntax.reasoning is not None)
+        made = reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice=choice))
+        reply, ended, _ = sampled(tokenizer, made, seed, hints=[*HINTS, *opening])
+        if not ended:
+            continue
+        if choice != "auto":
+            assert reply.tool_calls and not reply.content.strip()
+        for call in reply.tool_calls:
+            assert call.name in SCHEMAS
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+        if isinstance(choice, dict):
+            assert [call.name for call in reply.tool_calls] == ["weather"]
+
+
+CALLS = [
+    ("weather", {"city": 'A "b"\\ \n</tool_call>[TOOL_CALLS]é', "days": 3, "unit": "C", "where": [1.5, -2]}),
+    ("weather_note", {"text": "} , ] <think>"}),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_template_writes_is_read_back(name: str, marked: bool) -> None:
+    """Rendered, encoded as output tokens, decoded and parsed, token by token."""
+    found = template(name)
+    syntax = found.reply_syntax
+    assert syntax.name == name and syntax.tools is not None
+    specials = markers_of(syntax) if marked else []
+    tokenizer = marked_tokenizer(specials)
+    calls = CALLS[:1] if syntax.tools.single else CALLS
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+    texts = {
+        key: frozenset(name for name, each in schema.get("properties", {}).items() if "C" in each.get("enum", ["C"]))
+        if syntax.tools.parameters and key != "weather"
+        else frozenset({"city", "unit"})
+        for key, schema in parameters.items()
+    }
+    written = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(calls)) + syntax.tools.end
+    parser = ReplyParser(ReplyForm(syntax, tools=texts, reasoned=syntax.content is None), tokenizer.special_texts)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), parser)
+    for token in tokenizer._controls().encode(written).ids:
+        detokenizer.push([token])
+    detokenizer.finish()
+    reply = Reply.of(parser.events)
+    assert [(call.name, json.loads(call.arguments)) for call in reply.tool_calls] == calls
+    assert reply.content == ""
+
+
+def _written(tools: ToolSyntax, number: int, name: str, arguments: dict[str, Any]) -> str:
+    """One call, as the syntax has it; `test_formats_are_found` compares that with what templates print."""
+    body = json.dumps(arguments, ensure_ascii=False)
+    if (one := tools.parameters) is not None:
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        body = "".join(
+            one.before_name + key + one.before_value + text + one.after_value for key, text in values.items()
+        )
+    name = f"functions.{name}:{number}" if tools.numbered else name
+    opening = (tools.between if number else tools.begin) + tools.before_name
+    return opening + name + tools.before_arguments + body + tools.after_arguments.replace(ID, "abcDEF123")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_found(name: str) -> None:
+    """What is found of a template writes the very text that the template prints."""
+    found = template(name)
+    tools = found.reply_syntax.tools
+    assert found.reply_syntax.name == name and tools is not None
+    if name == "harmony":
+        return  # it is written otherwise than printed
+    function = {"name": "f", "arguments": {"a": "x y", "b": [1, {"c": None}]}}
+    ids = ["functions.f:0", "functions.f:1"] if tools.numbered else ["abcDEF123"] * 2
+    calls = [{"id": id, "type": "function", "function": function} for id in ids[: 1 if tools.single else 2]]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    printed = found.render(found.as_known(check_messages(said)), add_generation_prompt=False)
+    written = "".join(_written(tools, number, **function) for number in range(len(calls))) + tools.end
+    assert written in printed
+
+
+def test_a_template_that_knows_no_tools_shows_no_way_to_call_them() -> None:
+    form = ReplyForm(ChatTemplate(PLAIN).reply_syntax)
+    assert form.syntax.tools is None
+    with pytest.raises(SamplingParamsError, match="no way to call tools"):
+        reply_grammar(form, ReplyRequest(tools=TOOLS))
+    assert reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice="none")).structured is None
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral"])
+def test_every_way_to_cut_a_reply_gives_the_same(name: str) -> None:
+    syntax = KNOWN[name]
+    assert syntax.tools is not None
+    texts = {"weather": frozenset({"city", "unit"}), "weather_note": frozenset({"text"})}
+    form = ReplyForm(syntax, tools=texts, reasoned=True)
+    calls = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(CALLS)) + syntax.tools.end
+    text = f"Let me look. {syntax.tools.trigger[:-1]} \n\n{calls}\n"
+
+    def read(pieces: list[str]) -> Reply:
+        parser = ReplyParser(form)
+        for piece in pieces:
+            parser.text(piece)
+        parser.finish()
+        return Reply.of(parser.events)
+
+    whole = read([text])
+    assert len(whole.tool_calls) == 2 and whole.content.startswith("Let me look.")
+    assert all(read([text[:cut], text[cut:]]) == whole for cut in range(len(text)))
+    assert read([*text]) == whole
+
+
+def test_a_tool_that_is_not_there_is_never_called() -> None:
+    """A model that insists: its marker may come, and then one of the tools."""
+    syntax = template("hermes").reply_syntax
+    made = reply_grammar(ReplyForm(syntax, reasoned=True), ReplyRequest(tools=TOOLS))
+    tokenizer = marked_tokenizer()
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    assert made.structured is not None
+
+    def taken(text: str) -> bool:
+        matcher = grammars.matcher(made.structured, [0])  # type: ignore[arg-type]
+        ids = [id for letter in text for id in tokenizer.encode(letter, add_special_tokens=False)]
+        return int(matcher._matcher.validate_tokens(ids)) == len(ids)
+
+    head = 'Well. <tool_call>\n{"name": "'
+    assert taken(head + 'weather", "arguments": {"city": "</tool_call>"')
+    assert taken(head + 'weather_note", "arguments": {')
+    assert not taken(head + "other")
+    assert not taken(head + 'weather", "arguments": {"town"')
+    assert taken("Well. <tool_call") and not taken("Well. <tool_call> ")
+
+
+def test_reasoning_comes_before_a_form_and_calls_and_is_free() -> None:
+    syntax = template("hermes").reply_syntax
+    tokenizer = marked_tokenizer()
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    wanted = StructuredOutputsParams(choice=["yes", "no"])
+
+    def taken(form: ReplyForm, request: ReplyRequest, text: str) -> bool:
+        structured = reply_grammar(form, request).structured
+        assert structured is not None
+        matcher = grammars.matcher(structured, [0])
+        ids = [id for letter in text for id in tokenizer.encode(letter, add_special_tokens=False)]
+        return int(matcher._matcher.validate_tokens([*ids, matcher.vocab_size])) == len(ids) + 1
+
+    answers, calls = ReplyRequest(structured=wanted), ReplyRequest(tools=TOOLS, tool_choice="required")
+    start, within, after = ReplyForm(syntax), ReplyForm(syntax, in_reasoning=True), ReplyForm(syntax, reasoned=True)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert taken(start, answers, "yes") and taken(start, answers, "<think>\nno <tool_call>\n</think>\n\nyes")
+    assert taken(within, answers, "no?</think>no") and not taken(within, answers, "no")
+    assert taken(after, answers, "no") and not taken(after, answers, "<think></think>no")
+    assert taken(start, calls, f"<think> {call[:20]}</think>{call}") and taken(start, calls, f"{call}\n{call}")
+    assert not taken(start, calls, f"<think>{call}")
+    one = ReplyRequest(tools=TOOLS, tool_choice="required", parallel=False)
+    assert taken(start, one, call) and not taken(start, one, f"{call}\n{call}")
+    both = ReplyRequest(tools=TOOLS, structured=wanted)
+    assert taken(after, both, call) and taken(after, both, "yes") and not taken(after, both, "maybe")
+
+
+def test_what_cannot_be_enforced_of_a_tool_is_refused_where_it_is_strict_and_told_otherwise() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    form = ReplyForm(template("hermes").reply_syntax)
+
+    def made(strict: bool) -> ReplyGrammar:
+        function = {"name": "f", "parameters": odd, "strict": strict}
+        return reply_grammar(form, ReplyRequest(tools=[{"type": "function", "function": function}]))
+
+    assert "uniqueItems" in made(False).loosened["f"]
+    with pytest.raises(SamplingParamsError, match="uniqueItems"):
+        made(True)
