@@ -40,7 +40,7 @@ from quire.server.metrics import Metrics
 from quire.server.transport import make_server
 from quire.text.reply_formats import KNOWN
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
-from quire.text.reply_syntax import ReplyForm
+from quire.text.reply_syntax import ReplyForm, ReplySyntax
 from quire.text.tokenizer import RenderedChat
 
 VOCAB_SIZE = 300
@@ -369,6 +369,7 @@ class FakeTokenizerPool:
     raises: Exception | None = None
     has_template: bool = True
     calls: list[str] = field(default_factory=list)
+    reply_syntax: ReplySyntax = KNOWN["hermes"]
 
     async def start(self) -> None:
         pass
@@ -406,7 +407,7 @@ class FakeTokenizerPool:
             text += "<assistant>"
         elif continue_final_message:
             text = text.removesuffix("\n")
-        made = reply_grammar(ReplyForm(KNOWN["hermes"]), reply or ReplyRequest())
+        made = reply_grammar(ReplyForm(self.reply_syntax), reply or ReplyRequest())
         return RenderedChat(text, list(text.encode()), made.form, made.structured, made.loosened)
 
     async def bad_words(self, words: list[str]) -> list[list[int]]:

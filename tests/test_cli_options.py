@@ -96,6 +96,7 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "scheduling_policy": ("priority", "priority"),
     "target_itl_ms": ("50.5", 50.5),
     "generation_config": ("off", "off"),
+    "tool_format": ("hermes", "hermes"),
     "speculative_config": ('{"method": "ngram"}', {"method": "ngram"}),
     "speculative_acceptance": ("rejection", "rejection"),
 }

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jsonschema
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
+from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
@@ -22,7 +23,7 @@ from quire.models.hub import ASSETS
 from quire.text.chat_template import ChatTemplate, check_messages
 from quire.text.detokenizer import Detokenizer
 from quire.text.reply import Reply
-from quire.text.reply_formats import KNOWN
+from quire.text.reply_formats import KNOWN, in_format
 from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ID, ReplyForm, ReplySyntax, ToolSyntax
@@ -274,3 +275,10 @@ def test_what_cannot_be_enforced_of_a_tool_is_refused_where_it_is_strict_and_tol
     assert "uniqueItems" in made(False).loosened["f"]
     with pytest.raises(SamplingParamsError, match="uniqueItems"):
         made(True)
+
+
+def test_known_formats_are_those_of_the_option() -> None:
+    assert {*get_args(get_type_hints(EngineConfig)["tool_format"])} == {"auto", "off", *KNOWN}
+    plain = ChatTemplate(PLAIN)
+    assert in_format(plain.reply_syntax, "hermes").tools == KNOWN["hermes"].tools
+    assert in_format(template("hermes").reply_syntax, "off").tools is None

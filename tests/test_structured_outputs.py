@@ -414,6 +414,14 @@ def test_the_example_for_python_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert answer["name"] in ("Ada", "Grace") and 0 <= answer["age"] <= 130
 
 
+def test_the_example_with_tools_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    [example] = [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "tool_format" in one]
+    (tmp_path / "example.py").write_text(example)
+    runpy.run_path(str(tmp_path / "example.py"))
+    assert "name='weather', arguments='{" in capsys.readouterr().out
+
+
 def test_the_documentation_names_every_keyword_and_format_that_is_enforced() -> None:
     text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w$-]+)`", text))

@@ -23,7 +23,7 @@ GBNF = 'root ::= "a" ("b" | "c") "d"'
 
 @pytest.fixture(scope="module")
 def server():
-    with ServeProcess("--check-invariants", "--tokenizer-deadline", "20") as process:
+    with ServeProcess("--check-invariants", "--tokenizer-deadline", "20", "--tool-format", "hermes") as process:
         yield process
 
 
@@ -139,3 +139,47 @@ def test_requests_with_a_schema_survive_the_engine(server):
         for piece in pieces:
             text += piece["choices"][0]["text"]
     assert text == expected
+
+
+# -- tools ---------------------------------------------------------------------------------------------------------
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "person", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+
+
+def test_the_official_client_gets_calls_whole_and_in_pieces(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        said: list[Any] = [{"role": "user", "content": "Who?"}]
+        named: Any = {"type": "function", "function": {"name": "person"}}
+        options: dict[str, Any] = {"model": "demo", "tools": TOOLS, "tool_choice": named, "seed": 3, "max_tokens": 200}
+        [whole] = client.chat.completions.create(messages=said, **options).choices
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        [call] = whole.message.tool_calls
+        assert call.function.name == "person" and is_person(call.function.arguments) and len(call.id) == 9
+        chunks = [*client.chat.completions.create(messages=said, stream=True, **options)]
+        pieces = [one for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []]
+        assert len(pieces) > 2 and {piece.index for piece in pieces} == {0}
+        assert (pieces[0].id, pieces[0].function.name) == (call.id, "person")
+        assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        # The call and its result go back, and the model answers.
+        said += [whole.message, {"role": "tool", "tool_call_id": call.id, "content": "Nobody."}]
+        again = client.chat.completions.create(messages=said, **{**options, "tool_choice": "none", "max_tokens": 5})
+        assert again.choices[0].message.tool_calls is None and again.usage.completion_tokens == 5
+        assert again.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_what_was_found_is_told_and_bad_tools_are_refused(server):
+    status, _, data = server.get("/server_info")
+    assert status == 200 and "hermes" in json.loads(data)["replies"]
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 5}
+    odd = {"name": "odd", "parameters": {"type": "object", "uniqueItems": True}}
+    for strict in (True, False):
+        tools = [{"type": "function", "function": {**odd, "strict": strict}}]
+        status, headers, data = server.post("/v1/chat/completions", {**body, "tools": tools})
+        if strict:
+            assert status == 400 and "uniqueItems" in json.loads(data)["error"]["message"]
+        else:
+            assert status == 200 and "odd" in headers["x-quire-loosened"]

@@ -226,6 +226,21 @@ class EngineConfig:
     generation_config: Literal["auto", "off"] = option(
         "auto", "sampling defaults: the checkpoint's generation_config.json, or neutral ones"
     )
+    tool_format: Literal[
+        "auto",
+        "off",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v31",
+        "glm45",
+        "kimi_k2",
+        "harmony",
+    ] = option(
+        "auto", "how the model writes tool calls: as its chat template shows, not at all (off), or in a known format"
+    )
     speculative_config: Mapping[str, Any] | None = option(
         None,
         "draft tokens and verify several a step; JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ...",

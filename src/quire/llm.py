@@ -67,7 +67,7 @@ class _Base:
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.notes: tuple[str, ...] = self._engine.notes
         self.threads: int = self._engine.threads
-        self.tokenizer: Tokenizer | None = Tokenizer.load_if_present(self._engine.path)
+        self.tokenizer: Tokenizer | None = Tokenizer.load_if_present(self._engine.path, self.config.tool_format)
         loaded = self._engine.model
         self._frontend = Frontend(
             tokenizer=self.tokenizer,

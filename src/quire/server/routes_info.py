@@ -179,6 +179,7 @@ def _server_info(context: AppContext) -> dict[str, Any]:
         "models": list(context.model_names),
         "state": context.client.state,
         **_replicas(context.client),
+        "replies": None if context.pool is None else context.pool.reply_syntax.described,
         "server_options": {name: _option(context, name, value) for name, value in server.items()},
         "engine_options": {name: _option(context, name, value) for name, value in engine.items()},
         "engine": described,

@@ -94,13 +94,17 @@ class HttpWorker:
         await client.located.wait()
         if client.folder is None:
             raise RuntimeError("the checkpoint was located, but not where")
-        pool = TokenizerPool(client.folder, server.tokenizer_workers, server.tokenizer_deadline)
+        tool_format = str(self.context.engine_options.get("tool_format") or "auto")
+        pool = TokenizerPool(
+            client.folder, server.tokenizer_workers, server.tokenizer_deadline, tool_format=tool_format
+        )
         try:
             await pool.start()
         except BaseException:
             await pool.close()
             raise
         self.context.pool = pool
+        log.event(logger, "reply_format", f"replies: {pool.reply_syntax.described}")
 
     def _loaded(self, loading: asyncio.Task[None]) -> None:
         """Without tokenizers nothing can be served: then this process ends, and the supervisor decides."""

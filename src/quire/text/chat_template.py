@@ -154,6 +154,7 @@ class ChatTemplate:
     Args:
         source: Jinja text.
         special_tokens: variables that hold special tokens, like `bos_token`.
+        tool_format: "auto", or what the model writes whatever the template shows: see `reply_formats.in_format`.
         name: what messages call it while it is compiled.
 
     Raises:
@@ -161,9 +162,13 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str] | None = None, name: str = "the chat template"
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        name: str = "the chat template",
+        tool_format: str = "auto",
     ) -> None:
-        self.source = source
+        self.source, self._tool_format = source, tool_format
         self._special_tokens = dict(special_tokens or {})
         try:
             source.encode()  # half of a surrogate pair would make whatever is rendered invalid
@@ -182,9 +187,9 @@ class ChatTemplate:
     @functools.cached_property
     def reply_syntax(self) -> ReplySyntax:
         """How the model writes its replies, as far as this template shows it."""
-        from quire.text.reply_formats import find_syntax  # it renders templates
+        from quire.text.reply_formats import find_syntax, in_format  # they render templates
 
-        return find_syntax(self)
+        return in_format(find_syntax(self), self._tool_format)
 
     @functools.cached_property
     def _takes_objects(self) -> bool:

@@ -178,6 +178,16 @@ def find_syntax(template: ChatTemplate) -> ReplySyntax:
     return ReplySyntax(name, reasoning=reasoning, tools=tools)
 
 
+def in_format(found: ReplySyntax, tool_format: str) -> ReplySyntax:
+    """What was found, with calls in this format of `KNOWN`, or with none ("off"); "auto" is as it was found."""
+    if tool_format == "auto":
+        return found
+    if tool_format == "off":
+        return ReplySyntax("off", found.reasoning)
+    known = KNOWN[tool_format]
+    return known if known.content is not None else ReplySyntax(known.name, found.reasoning, known.tools)
+
+
 def takes_argument_objects(template: ChatTemplate) -> bool:
     """Whether arguments in messages are given to the template as objects; else as JSON text."""
     return _render(template, [_call(_IDS[:1], as_text=False)]) is not None

@@ -80,6 +80,12 @@ class ReplySyntax(msgspec.Struct, frozen=True):
     tools: ToolSyntax | None = None
     content: ContentSyntax | None = None
 
+    @property
+    def described(self) -> str:
+        """For people."""
+        tools = "no tool calls" if self.tools is None else f"tool calls in the format {self.name}"
+        return tools + ("" if self.reasoning is None else f", reasoning from {self.reasoning.start}")
+
     def texts(self) -> list[str]:
         """All strings in it, to look for special tokens."""
         return [text for text in _strings(msgspec.to_builtins(self)) if text]

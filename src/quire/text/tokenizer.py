@@ -37,7 +37,7 @@ from quire.text.chat_template import (
     plain_json,
 )
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
-from quire.text.reply_syntax import PLAIN, ReplyForm
+from quire.text.reply_syntax import PLAIN, ReplyForm, ReplySyntax
 from quire.text.template_sandbox import SPECIAL_NAMES
 from quire.text.tokenizer_backend import Backend
 
@@ -83,6 +83,7 @@ class Tokenizer:
         config: content of `tokenizer_config.json`.
         templates: chat templates by name.
         name, template_name: what messages call the source and the templates.
+        tool_format: how the model writes tool calls: see `EngineConfig.tool_format`.
 
     Raises:
         TokenizerError: the source is not valid, or not safe to use.
@@ -96,6 +97,7 @@ class Tokenizer:
         templates: Mapping[str, str] | None = None,
         name: str = "tokenizer.json",
         template_name: str = "the chat template",
+        tool_format: str = "auto",
     ) -> None:
         config = config or {}
         self._source, self._config, self._name = source, config, name
@@ -112,14 +114,15 @@ class Tokenizer:
         self._control_ids = self.special_ids - {self._unknown_id}
         self.vocab_size = self._text.vocab_size
         self._templates = {
-            key: ChatTemplate(text, self.special_tokens, template_name) for key, text in (templates or {}).items()
+            key: ChatTemplate(text, self.special_tokens, template_name, tool_format)
+            for key, text in (templates or {}).items()
         }
         self.byte_ids = self._find_byte_ids()
         self._anchor = self._find_anchor()
         self._anchor_length = len(self.decode(self._anchor, skip_special_tokens=False))
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path, tool_format: str = "auto") -> Tokenizer:
         """Reads the tokenizer of a checkpoint. Raises `TokenizerError` or `ChatTemplateError`."""
         folder = Path(folder)
         path = folder / TOKENIZER_FILE
@@ -135,12 +138,18 @@ class Tokenizer:
         if not isinstance(config, dict):
             raise TokenizerError(f"{config_path} must hold an object")
         templates, origin = load_templates(folder, config)
-        return cls(_read(path), config, templates, str(path), f"the chat template in {origin}")
+        return cls(_read(path), config, templates, str(path), f"the chat template in {origin}", tool_format)
 
     @classmethod
-    def load_if_present(cls, folder: str | Path) -> Tokenizer | None:
+    def load_if_present(cls, folder: str | Path, tool_format: str = "auto") -> Tokenizer | None:
         """The tokenizer of a checkpoint, or None where it has no `tokenizer.json`. Raises as `load` does."""
-        return cls.load(folder) if has_file(Path(folder) / TOKENIZER_FILE, TokenizerError) else None
+        there = has_file(Path(folder) / TOKENIZER_FILE, TokenizerError)
+        return cls.load(folder, tool_format) if there else None
+
+    @property
+    def reply_syntax(self) -> ReplySyntax:
+        """How the model writes its replies to chats with tools."""
+        return self._template(with_tools=True).reply_syntax if self._templates else ReplySyntax()
 
     # --- text to ids --------------------------------------------------------------------------------------
 

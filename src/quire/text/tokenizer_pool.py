@@ -39,6 +39,7 @@ from quire.errors import (
     TokenizerUnavailableError,
 )
 from quire.text.reply_grammar import ReplyRequest
+from quire.text.reply_syntax import ReplySyntax
 from quire.text.tokenizer import RenderedChat, check_text
 from quire.text.tokenizer_worker import (
     LENGTH,
@@ -124,9 +125,12 @@ class TokenizerPool:
         deadline: float,
         *,
         memory_bytes: int = MEMORY_BYTES,
+        tool_format: str = "auto",
         log: Callable[[str], None] = logger.warning,
     ) -> None:
         self.deadline = deadline
+        self.reply_syntax = ReplySyntax()  # known once a worker is up
+        self._tool_format = tool_format
         self._folder, self._num_workers, self._memory, self._log = folder, workers, memory_bytes, log
         self._waiting: tuple[deque[_Queued], deque[_Queued]] = (deque(), deque())  # small and large ones
         self._slots: list[asyncio.Task[None]] = []
@@ -238,12 +242,13 @@ class TokenizerPool:
         while True:
             await asyncio.sleep(pause)
             try:
-                worker = await _Worker.start(self._folder, self._memory, self._bell)
+                worker = await _Worker.start(self._folder, self._memory, self._bell, self._tool_format)
             except QuireError as error:
                 pause = min(LONGEST_PAUSE, 2 * pause or 0.1)
                 self._cannot_start(error, first)
                 continue
             pause = 0.0
+            self.reply_syntax = worker.reply_syntax
             self._workers.add(worker)
             if not first.done():
                 first.set_result(None)
@@ -391,13 +396,14 @@ class _Worker:
         self.pid = process.pid
         self.dead = False
         self.end = ""
+        self.reply_syntax = ReplySyntax()
         self._process = process
         self._begun: float | None = None  # its processor time when the job at hand began
         self._reader, self._writer = streams
         self._watch = asyncio.create_task(self._notice_death(bell))
 
     @classmethod
-    async def start(cls, folder: Path, memory_bytes: int, bell: asyncio.Event) -> _Worker:
+    async def start(cls, folder: Path, memory_bytes: int, bell: asyncio.Event, tool_format: str = "auto") -> _Worker:
         """A process that has loaded the tokenizer.
 
         Raises:
@@ -410,7 +416,7 @@ class _Worker:
                 try:
                     process = await child.spawn(
                         child.python("quire.text.tokenizer_worker"),
-                        WorkerStart(theirs.fileno(), str(folder), memory_bytes),
+                        WorkerStart(theirs.fileno(), str(folder), memory_bytes, tool_format),
                         fds=[theirs.fileno()],
                         # The library's own switch: it would start a thread for each core, in each worker.
                         environment={"TOKENIZERS_PARALLELISM": "false"},
@@ -434,6 +440,7 @@ class _Worker:
         if isinstance(loaded, Failed):
             await worker.kill()
             raise _error(loaded)
+        worker.reply_syntax = msgspec.msgpack.decode(loaded.value, type=ReplySyntax)
         return worker
 
     async def begin(self, body: bytes) -> None:

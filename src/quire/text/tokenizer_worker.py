@@ -4,8 +4,9 @@ What users send, and what a checkpoint's template does with it, may take any tim
 where it can be killed and where memory is bounded. A worker does one job at a time, over a socket, and leaves when
 the other end is closed.
 
-Every message is a length in four bytes and msgpack. The first one tells that the tokenizer is loaded (`Done`), or
-why it is not (`Failed`); after that there are two for each `Job`: it has begun (`Begun`), and its answer.
+Every message is a length in four bytes and msgpack. The first one tells that the tokenizer is loaded (`Done`, with the
+model's `ReplySyntax`), or why it is not (`Failed`); after that there are two for each `Job`: it has begun (`Begun`), and
+its answer.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from quire.errors import (
     TokenOutOfRangeError,
 )
 from quire.text.reply_grammar import ReplyRequest
+from quire.text.reply_syntax import ReplySyntax
 from quire.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 if TYPE_CHECKING:
@@ -48,11 +50,13 @@ class WorkerStart(msgspec.Struct):
         socket: number of the inherited socket.
         folder: the checkpoint.
         memory_bytes: how much its memory may grow while the tokenizer is loaded, and again after that.
+        tool_format: see `EngineConfig.tool_format`.
     """
 
     socket: int
     folder: str
     memory_bytes: int
+    tool_format: str = "auto"
 
 
 class Encode(msgspec.Struct, tag="encode"):
@@ -134,26 +138,27 @@ def main() -> None:
     with socket.socket(fileno=start.socket) as connection, contextlib.suppress(ConnectionError):
         _limit_memory(start.memory_bytes)
         try:
-            tokenizer = _load(Path(start.folder))
+            tokenizer = _load(Path(start.folder), start.tool_format)
+            syntax = ReplySyntax() if tokenizer is None else tokenizer.reply_syntax
         except QuireError as error:
             _send(connection, _refusal(error))
             return
         _limit_memory(start.memory_bytes)
-        _send(connection, _done(None))
+        _send(connection, _done(syntax))
         grammars = Grammars(lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size))
         while (body := _receive(connection)) is not None:
             _send(connection, Begun())
             _send(connection, _answer(tokenizer, grammars, body))
 
 
-def _load(folder: Path) -> Tokenizer | None:
+def _load(folder: Path, tool_format: str) -> Tokenizer | None:
     """The checkpoint's tokenizer, ready; None where it has none: then every job is refused.
 
     Raises:
         TokenizerError, ChatTemplateError: it cannot be loaded, for whatever reason.
     """
     try:
-        tokenizer = Tokenizer.load_if_present(folder)
+        tokenizer = Tokenizer.load_if_present(folder, tool_format)
         if tokenizer is not None:
             tokenizer.warm_up()
     except (TokenizerError, ChatTemplateError):
