@@ -5,8 +5,8 @@ where it can be killed and where memory is bounded. A worker does one job at a t
 the other end is closed.
 
 Every message is a length in four bytes and msgpack. The first one tells that the tokenizer is loaded (`Done`, with the
-model's `ReplySyntax`), or why it is not (`Failed`); after that there are two for each `Job`: it has begun (`Begun`), and
-its answer.
+model's `ReplySyntax`), or why it is not (`Failed`); after that there are two for each `Job`: it has begun (`Begun`),
+and its answer.
 """
 
 from __future__ import annotations
