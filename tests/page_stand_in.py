@@ -37,7 +37,7 @@ class Script:
         health: what /health answers, with 200 for the status "ok" alone.
         key: the API key that is asked for, if any.
         model: its name. description: what it is, if it is an embedded one. defaults: its sampling parameters.
-        pieces: an answer, piece by piece. pause: seconds before each.
+        pieces: an answer, piece by piece; or whole deltas of a chat. pause: seconds before each.
         late: seconds that a refusal for want of a key takes.
         refusal: (status, error) that requests are answered with instead.
         view_status: what /view answers with.
@@ -56,7 +56,7 @@ class Script:
     model: str = "stand-in"
     description: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
-    pieces: list[str] = field(default_factory=lambda: ["Hello", ", **wor", "ld**."])
+    pieces: list[str | dict[str, Any]] = field(default_factory=lambda: ["Hello", ", **wor", "ld**."])
     pause: float = 0.01
     finish_reason: str = "stop"
     late: float = 0.0
@@ -162,7 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}] if chat else []})
             for piece in self.script.pieces:
                 time.sleep(self.script.pause)
-                text: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
+                delta = piece if isinstance(piece, dict) else {"content": piece}
+                text: dict[str, Any] = {"delta": delta} if chat else {"text": piece}
                 self._event({"choices": [{"index": 0, "finish_reason": None} | text]})
                 if self.script.breaks_off:
                     return

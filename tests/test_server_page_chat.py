@@ -373,6 +373,38 @@ def test_code_is_coloured_and_says_its_language(browser: Chromium, server: Stand
     settle(server, page)
 
 
+def test_reasoning_is_folded_and_tool_calls_are_cards_that_grow(browser: Chromium, server: StandIn) -> None:
+    def call(**function: str) -> dict[str, Any]:
+        return {"tool_calls": [{"index": 0, **({"id": "call_1"} if "name" in function else {}), "function": function}]}
+
+    pieces = [{"reasoning": "First, "}, {"reasoning": "I **look**."}, "Let me see.", call(name="weather", arguments="")]
+    slow = [call(arguments=piece) for piece in ('{"city": ', '"Rome', '"}')]
+    server.script.pieces, server.script.pause, server.script.finish_reason = [*pieces, *slow], 0.3, "tool_calls"
+    page = opened(browser, server)
+    ask(page, "Hi")
+    page.wait("document.querySelector('.reasoning summary')?.textContent === 'Thinking ...'")
+    page.wait(f"document.querySelector('{ANSWER}.running .tool-call code')?.textContent === '{{\"city\": \"Rome'")
+    page.wait(IDLE)
+    assert page.text(".tool-call strong") == "weather"
+    assert page.text(".tool-call code") == '{\n  "city": "Rome"\n}'
+    assert not page.evaluate("document.querySelector('.reasoning').open")
+    assert page.text(f"{ANSWER} > .message-body").strip() == "Let me see."
+    page.click(".reasoning summary")
+    page.wait("document.querySelector('.reasoning strong')?.textContent === 'look'")
+    assert violations(page) == []
+    server.script.pieces, server.script.pause = ["Done."], 0.01
+    ask(page, "Go on")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    assert server.script.bodies[-1][1]["messages"][1] == {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+        ],
+    }
+    settle(server, page)
+
+
 # -- everybody -----------------------------------------------------------------------------------------------
 
 

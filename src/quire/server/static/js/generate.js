@@ -38,19 +38,37 @@ function format(text) {
 function history(conversation, answer, system) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
   for (const message of turnsInContext(conversation, answer).flat())
-    if (message.content) messages.push({ role: message.role, content: message.content });
+    if (message.content || message.toolCalls?.length) messages.push(sent(message));
   return messages;
+}
+
+function sent({ role, content, toolCalls }) {
+  if (!toolCalls?.length) return { role, content };
+  const calls = toolCalls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  return { role, content: content || null, tool_calls: calls };
+}
+
+/** Take a delta of a chat into its answer; whether it said anything. */
+function take(answer, { content, reasoning, tool_calls: calls }) {
+  if (content) answer.content += content;
+  if (reasoning) answer.reasoning = (answer.reasoning ?? "") + reasoning;
+  for (const { index, id, function: called } of calls ?? []) {
+    answer.toolCalls ??= [];
+    const call = (answer.toolCalls[index] ??= { id, name: called.name, arguments: "" });
+    call.arguments += called.arguments ?? "";
+  }
+  return Boolean(content || reasoning || calls?.length);
 }
 
 function chatRequest(conversation, answer, settings) {
   const body = { messages: history(conversation, answer, settings.system) };
   if (answer.content) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
-  return ["/v1/chat/completions", body, (choice) => choice.delta?.content];
+  return ["/v1/chat/completions", body, (choice) => choice.delta ?? {}];
 }
 
 function completionRequest(conversation, answer) {
   const prompt = path(conversation).at(-2).content;
-  return ["/v1/completions", { prompt: prompt + answer.content, max_tokens: 256 }, (choice) => choice.text];
+  return ["/v1/completions", { prompt: prompt + answer.content, max_tokens: 256 }, (choice) => ({ content: choice.text })];
 }
 
 export class Generation {
@@ -90,7 +108,7 @@ export class Generation {
   async receive(onChange) {
     const { answer } = this;
     const build = answer.mode === "completion" ? completionRequest : chatRequest;
-    const [path, body, textOf] = build(this.conversation, answer, this.settings);
+    const [address, body, deltaOf] = build(this.conversation, answer, this.settings);
     Object.assign(body, parameters(this.settings), {
       model: this.model,
       stream: true,
@@ -105,20 +123,19 @@ export class Generation {
         prompt: usage?.prompt_tokens ?? null,
         cached: usage?.prompt_tokens_details?.cached_tokens ?? null,
         output: usage?.completion_tokens ?? pieces,
+        reasoning: usage?.completion_tokens_details?.reasoning_tokens ?? 0,
         exact: Boolean(usage),
         ttft: first === null ? null : (first - begin) / 1000,
         seconds: first === null ? 0 : (last - first) / 1000,
       };
     };
-    const headers = await stream(path, body, this.abort.signal, (chunk) => {
+    const headers = await stream(address, body, this.abort.signal, (chunk) => {
       answer.id = chunk.id;
       for (const choice of chunk.choices) {
-        const text = textOf(choice);
-        if (text) {
+        if (take(answer, deltaOf(choice))) {
           last = performance.now();
           first ??= last;
           pieces += 1;
-          answer.content += text;
         }
         if (choice.finish_reason) answer.finish = choice.finish_reason;
       }

@@ -3,6 +3,7 @@
 import { copy, fill, h, icon, iconButton, menuButton } from "./dom.js";
 import { count, duration, rate } from "./format.js";
 import { renderMarkdown } from "./markdown.js";
+import { Reasoning, ToolCalls } from "./reply_parts.js";
 
 /** One message on the page. `actions` has what the user may do with it, `names` whom it is of. */
 export class MessageElement {
@@ -13,7 +14,10 @@ export class MessageElement {
     this.body = h("div", { class: "message-body" });
     this.foot = h("div", { class: "message-foot" });
     const title = h("h2", { class: "for-readers" }, name);
-    this.root = h("article", { class: `message ${message.role}`, "data-role": message.role }, title, this.body, this.foot);
+    const [reasoning, calls] = message.role === "assistant" ? [new Reasoning(), new ToolCalls()] : [];
+    this.parts = [reasoning, calls].filter(Boolean);
+    const content = [title, reasoning?.root, this.body, calls?.root, this.foot];
+    this.root = h("article", { class: `message ${message.role}`, "data-role": message.role }, ...content);
     this.shown = null;
     this.pending = 0;
     this.update();
@@ -47,8 +51,10 @@ export class MessageElement {
       else if (message.mode === "completion") fill(this.body, this.document());
       else renderMarkdown(this.body, message.content);
     }
+    for (const part of this.parts) part.update(message);
     this.root.classList.toggle("running", Boolean(message.running));
-    this.root.classList.toggle("waiting", Boolean(message.running) && !message.content);
+    const begun = message.content || message.reasoning || message.toolCalls?.length;
+    this.root.classList.toggle("waiting", Boolean(message.running) && !begun);
     this.root.classList.toggle("left-out", this.actions.isLeftOut(message));
     fill(this.foot, ...(message.role === "user" ? this.userFoot() : this.answerFoot()));
     this.actions.drawn();
