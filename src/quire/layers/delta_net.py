@@ -85,7 +85,7 @@ class GatedDeltaNet:
             weights.tensor(PREFIX + name, torch.float32)[own.start : own.stop] for name in ("A_log", "dt_bias")
         )
         return DeltaNetWeights(
-            conv=torch.cat([conv[first + part.start : first + part.stop] for part, first in parts]).contiguous(),
+            conv=torch.cat([conv[first + part.start : first + part.stop] for part, first in parts]).T.contiguous(),
             decay=-decay.exp(),
             shift=shift.clone(),
             norm=weights.tensor(f"{PREFIX}norm.weight", torch.float32).clone(),

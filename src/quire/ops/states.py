@@ -71,7 +71,7 @@ class StateShape:
     @property
     def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Data types and shapes of a layer's parts of a block: states, keys, updates, decays, inputs."""
-        keys, updates = (self.key_heads, self.block_size, self.key_dim), (self.heads, self.block_size, self.value_dim)
+        keys, updates = (self.key_heads, self.key_dim, self.block_size), (self.heads, self.block_size, self.value_dim)
         wide = torch.float32
         return [
             (wide, (self.heads, self.key_dim, self.value_dim)),
@@ -101,7 +101,8 @@ class StateCache(KVCache):
 
     Attributes:
         states: [num_blocks, layers, heads, key_dim, value_dim] fp32, after a block's last token.
-        keys: [num_blocks, layers, key_heads, block_size, key_dim] fp32. updates: the same of values, u above.
+        keys: [num_blocks, layers, key_heads, key_dim, block_size] fp32, so that a tile's lie side by side.
+        updates: [num_blocks, layers, heads, block_size, value_dim] fp32, u above.
         decays: [num_blocks, layers, heads, block_size] fp32, G above.
         inputs: [num_blocks, layers, block_size, channels] in the model's data type.
     """
@@ -135,8 +136,8 @@ class StateCache(KVCache):
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """The rows of the first `tokens` tokens of each (source, destination, tokens), and no state."""
         for source, destination, tokens in copies:
-            for rows in (self.keys, self.updates):
-                rows[destination, :, :, :tokens] = rows[source, :, :, :tokens]
+            self.keys[destination, ..., :tokens] = self.keys[source, ..., :tokens]
+            self.updates[destination, :, :, :tokens] = self.updates[source, :, :, :tokens]
             self.decays[destination, :, :, :tokens] = self.decays[source, :, :, :tokens]
             self.inputs[destination, :, :tokens] = self.inputs[source, :, :tokens]
 
@@ -145,7 +146,7 @@ class DeltaNetWeights(NamedTuple):
     """What a layer's rule needs beside its inputs, all fp32.
 
     Attributes:
-        conv: [channels, taps], the last tap is a token's own.
+        conv: [taps, channels], the last tap is a token's own.
         decay: [heads], negative: g = decay * softplus(a + shift).
         shift: [heads].
         norm: [value_dim], weight of the RMS norm of each head's result.
@@ -172,11 +173,10 @@ def delta_net(
         [tokens, heads * value_dim] in x's data type.
 
     Raises:
-        ValueError: the batch has trees, whose rows do not continue one another.
+        ValueError: see `check_batch`.
     """
+    check_batch(x, ab, cache, batch, layer)
     shape = cache.states_shape
-    if batch.trees is not None:
-        raise ValueError("recurrent layers have no rows that do not continue one another; draft without trees")
     out = torch.empty(len(x), shape.heads, shape.value_dim)
     spans = zip(batch.row_starts, batch.row_starts[1:], batch.context_lens, batch.block_tables.tolist(), strict=False)
     for begin, end, context, table in spans:
@@ -187,6 +187,23 @@ def delta_net(
     scale = out.square().mean(-1, keepdim=True).add_(weights.eps).rsqrt_()
     gate = x[:, shape.channels :].float().view_as(out)
     return (out * scale * weights.norm * gate * _sigmoid(gate)).flatten(1).to(x.dtype)
+
+
+def check_batch(x: torch.Tensor, ab: torch.Tensor, cache: StateCache, batch: RaggedBatch, layer: int) -> None:
+    """Whether a step fits the cache.
+
+    Raises:
+        ValueError: it does not, or the batch has trees, whose rows do not continue one another.
+    """
+    shape = cache.states_shape
+    if batch.trees is not None:
+        raise ValueError("recurrent layers have no rows that do not continue one another; draft without trees")
+    widths = shape.channels + shape.heads * shape.value_dim, 2 * shape.heads
+    if (x.shape[1], ab.shape[1]) != widths or len(x) != len(ab) or not 0 <= layer < cache.layers:
+        raise ValueError(
+            f"inputs {list(x.shape)} and {list(ab.shape)} for layer {layer} do not fit states of {cache.layers} "
+            f"layers, whose inputs have {widths[0]} and {widths[1]} columns"
+        )
 
 
 class _Rows(NamedTuple):
@@ -222,9 +239,9 @@ def _prepared(
         if block := table[position // size]:
             cache.inputs[block, layer, position % size] = x[row]
     wide = torch.cat([before, x]).float()
-    total = wide[:count] * weights.conv[:, 0]
+    total = wide[:count] * weights.conv[0]
     for tap in range(1, shape.taps):
-        total = total + wide[tap : tap + count] * weights.conv[:, tap]
+        total = total + wide[tap : tap + count] * weights.conv[tap]
     total = total * _sigmoid(total)
     keys = shape.key_heads * shape.key_dim
     q, k, v = (part.contiguous() for part in torch.split(total, [keys, keys, shape.heads * shape.value_dim], dim=1))
@@ -253,7 +270,7 @@ def _span(rows: _Rows, out: torch.Tensor, cache: StateCache, table: list[int], s
     for position in range(first, start + len(out)):
         place, block, offset = position % TILE, table[position // size], position % size
         if position < start:
-            keys[:, place] = cache.keys[block, layer, :, offset].repeat_interleave(each, 0)
+            keys[:, place] = cache.keys[block, layer, :, :, offset].repeat_interleave(each, 0)
             updates[:, place] = cache.updates[block, layer, :, offset]
             sums[:, place] = cache.decays[block, layer, :, offset]
         else:
@@ -271,7 +288,7 @@ def _span(rows: _Rows, out: torch.Tensor, cache: StateCache, table: list[int], s
             own = (k * q).sum(-1, keepdim=True) * update
             out[row] = decay * (state * q.unsqueeze(2)).sum(1) + read + own
             if block:
-                cache.keys[block, layer, :, offset] = rows.k[row]
+                cache.keys[block, layer, :, :, offset] = rows.k[row]
                 cache.updates[block, layer, :, offset], cache.decays[block, layer, :, offset] = update, total
         if place == TILE - 1:
             left = torch.exp(sums[:, -1:] - sums)  # [heads, TILE]
