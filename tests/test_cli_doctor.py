@@ -52,7 +52,11 @@ def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str
     names = [check["name"] for check in report["self_test"]]
     assert {"linear bfloat16", "linear int8", "norm and gate float32", "attention bfloat16, fp8 cache"} <= set(names)
     assert {"routing by groups", "experts bfloat16", "experts int4", "latent attention bfloat16"} <= set(names)
-    assert {"attention in trees, float32", "latent attention in trees, bfloat16, int8 cache"} <= set(names)
+    assert {
+        "gated delta net bfloat16",
+        "attention in trees, float32",
+        "latent attention in trees, bfloat16, int8 cache",
+    } <= set(names)
     assert all(check["passed"] and check["cases"] > 5 for check in report["self_test"])
     assert report["demo_model"]["present"]
 

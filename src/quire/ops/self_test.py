@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch, Trees
+from quire.ops.states import DeltaNetWeights, StateCache, StateShape
 from quire.parallel.group import OneRank, share
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -85,6 +86,8 @@ def run(kernels: Kernels) -> list[Check]:
     checks += [check_routing(kernels, name) for name in ROUTINGS]
     checks += [check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS)]
     checks += [check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
+    if type(kernels).delta_net is not Kernels.delta_net:  # plain torch takes seconds, a row at a time
+        checks.append(check_delta_net(kernels, torch.bfloat16))
     checks += [check_trees(kernels, dtype, cache) for dtype, cache in CACHES]
     return checks + [check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
 
@@ -252,6 +255,11 @@ def check_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCach
 def check_latent_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
     return _check_chunks("latent attention", _LatentAttention, kernels, dtype, kv_cache_dtype)
+
+
+def check_delta_net(kernels: Kernels, dtype: torch.dtype) -> Check:
+    """As `check_attention`, of a gated delta net."""
+    return _check_chunks("gated delta net", _DeltaNet, kernels, dtype, "auto")
 
 
 def _check_chunks(
@@ -426,6 +434,35 @@ class _LatentAttention(_Attention):
         q = torch.cat([self.into_latent(q[..., : self.still]), turned], dim=-1)
         scale = (self.still + self.turned) ** -0.5
         return self.out_of_latent(self.kernels.attend_latent(q, kv, batch, 0, scale, self.latent)).flatten(1)
+
+
+class _DeltaNet(_Attention):
+    """A gated delta net: of each token queries, keys and values, a gate, and what decays and betas are made of."""
+
+    shape = StateShape(1, 2, 4, 64, 48, 4, torch.float32, 16)
+    rates = 2 * shape.heads
+    width = shape.channels + shape.heads * shape.value_dim + rates
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
+        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
+        shape = self.shape = replace(self.shape, dtype=dtype, block_size=block_size)
+        generator = torch.Generator().manual_seed(3)
+        sizes = (shape.taps, shape.channels), (shape.heads,), (shape.heads,), (shape.value_dim,)
+        conv, decay, shift, norm = (self._draw(*size, generator=generator) for size in sizes)
+        self.weights = DeltaNetWeights(conv, -decay.exp(), shift, norm, 1e-6)
+
+    def cache(self, filled: int = 0) -> KVCache:
+        """Room for two such requests."""
+        return StateCache(2 * self.blocks + 1, self.shape)
+
+    def step(
+        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """See `_Attention`: [rows, heads * value_dim]."""
+        if not isinstance(kv, StateCache):
+            raise TypeError(f"a cache of states is needed, not {type(kv).__name__}")
+        x, ab = rows[:, : -self.rates], rows[:, -self.rates :].float()
+        return self.kernels.delta_net(x, ab, self.weights, kv, batch, 0)
 
 
 def _batch(
