@@ -217,7 +217,7 @@ class EngineConfig:
         True, "schedule the next step while the device runs one; on a CPU off unless set, since all cores compute"
     )
     cuda_graphs: Literal["lazy", "eager", "off"] = option(
-        "lazy", "record a step's kernels once a size, to replay them: at a size's first use, all at start, or never"
+        "lazy", "record a step's kernels once a size, to replay them: those of decodes at start, or all, or none"
     )
     enforce_eager: bool = option(False, "the same as cuda_graphs=off")
     deterministic: bool = option(

@@ -186,10 +186,9 @@ class DeviceForward:
             self._record(inputs, size)
         return made
 
-    def record_all(self, report: Callable[[float], None]) -> None:
-        """Record every size that a step can have, or as many as fit; `report` is told the share that is done."""
-        sizes = sorted(all_sizes(self._most_spans), reverse=True)
-        for index, size in enumerate(sizes):
+    def record(self, sizes: set[Size], report: Callable[[float], None]) -> None:
+        """Record these sizes, or as many as fit; `report` is told the share that is done."""
+        for index, size in enumerate(sorted(sizes, reverse=True)):
             if self._full:
                 break
             report(index / len(sizes))
@@ -315,9 +314,14 @@ def _padded_decodes(count: int) -> int:
     return -(-count // step) * step
 
 
+def decode_sizes(most_spans: int) -> set[Size]:
+    """Every size of a step of decodes alone that is recorded."""
+    return {padded(count, count, most_spans) for count in range(1, min(most_spans, LARGEST_GRAPH) + 1)}
+
+
 def all_sizes(most_spans: int) -> set[Size]:
     """Every size of a step that is recorded."""
-    decodes = {padded(count, count, most_spans) for count in range(1, most_spans + 1)}
+    decodes = decode_sizes(most_spans)
     spans = {1, *(count for count in (17, 65) if count <= most_spans)}
     mixed = {padded(tokens, count, most_spans) for count in spans for tokens in range(count + 1, LARGEST_GRAPH + 1)}
     return {size for size in decodes | mixed if size.tokens <= LARGEST_GRAPH}

@@ -18,7 +18,7 @@ from quire.kv.layout import Share
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape
 from quire.runner.device import Device
-from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes
+from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes, decode_sizes
 from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_runner import PipelineRunner
@@ -91,13 +91,14 @@ def start_runner(
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
     notes.append(f"device: {device.describe()}")
-    if forward.graphs == "lazy":
-        notes.append(f"up to {len(all_sizes(config.max_num_seqs))} CUDA graphs are recorded, each at its first use")
-    if forward.graphs == "eager":
-        begin = time.perf_counter()
+    if forward.graphs != "off":
+        begin, most = time.perf_counter(), config.max_num_seqs
+        sizes = all_sizes(most) if forward.graphs == "eager" else decode_sizes(most)
         with torch.inference_mode(), device.active():
-            forward.record_all(lambda share: report("recording CUDA graphs", share))
+            forward.record(sizes, lambda share: report("recording CUDA graphs", share))
         notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
+        if later := len(all_sizes(most)) - len(sizes):
+            notes.append(f"up to {later} more CUDA graphs are recorded, of steps with prompts, each at its first use")
     runner = ModelRunner(
         model, kv, plan.logit_rows, threads, device, forward, speculation, host=host, grammars=grammars
     )
