@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import inspect
 import math
 import signal
 import subprocess
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, RequestError, SamplingParams
+import quire
+from quire import LLM, AsyncLLM, RequestError, SamplingParams
 from quire.errors import (
     ChatTemplateError,
     ConcurrentUseError,
@@ -547,3 +549,19 @@ def test_logits_that_are_not_finite_end_that_request_alone(llm):
     assert outputs[1].outputs[0].text == healthy
     assert again.cached_tokens == 0, "blocks of a request that met a NaN are never shared"
     assert llm.generate(["def f("] * 8, GREEDY)[7].outputs[0].text == healthy, "poisoned blocks do no harm"
+
+
+# -- what people see of it ---------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_is_and_what_it_takes(llm):
+    assert repr(llm).startswith("<LLM 'demo': 4,000,512 parameters, ") and llm.get_tokenizer() is llm.tokenizer
+    options = inspect.signature(LLM).parameters
+    assert options["max_num_seqs"].default == 64 and "preset" in options and "options" not in options
+    assert inspect.signature(AsyncLLM).parameters == options
+    assert {"LLM", "AsyncLLM", "RequestOutput"} <= {*dir(quire)}
+
+
+def test_an_unknown_sampling_parameter_names_the_nearest():
+    with pytest.raises(TypeError, match="no parameter 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=0.5)

@@ -46,6 +46,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """All that there is, what was not asked for yet, too."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version  # takes a while to import, and every process of a server starts here

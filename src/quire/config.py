@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import re
 import types
@@ -539,3 +540,17 @@ def check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
             bounds = f"from {low if low is not None else '-inf'} to {high if high is not None else 'any size'}"
             shown = repr(value) if abs(value) < 1e30 else "a huge number"
             raise ConfigError(f"{field.name}={shown} is out of range; allowed: {bounds}")
+
+
+def with_options(*own: str) -> inspect.Signature:
+    """A constructor's signature, in which `options` are the fields of `EngineConfig` that they are, for help() and
+    notebooks."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    fields = [field for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    return inspect.Signature(
+        [
+            inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="str"),
+            *(inspect.Parameter(name, keyword, default=None) for name in own),
+            *(inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields),
+        ]
+    )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, with_options
 from quire.core.pooling import PoolingParams
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
@@ -102,6 +102,14 @@ class _Base:
         """Counters since the engine started."""
         return self._engine.stats
 
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer; None where it has none."""
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        what = "closed" if self._closed else f"{self.model.num_parameters:,} parameters, {self.model.precision}"
+        return f"<{type(self).__name__} {self.config.model!r}: {what}, context {self.max_model_len:,}>"
+
     def render_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
         """Token ids of a chat, rendered with the model's own template, ready for the assistant's answer.
 
@@ -165,6 +173,8 @@ class LLM(_Base):
         ...     [output] = llm.generate("def fib(n):", SamplingParams(max_tokens=64, seed=7))
         ...     print(output.outputs[0].text)
     """
+
+    __signature__ = with_options("preset", "on_load")
 
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)
@@ -426,6 +436,8 @@ class AsyncLLM(_Base):
 
     Arguments as for `LLM`. Make it anywhere; use it from one event loop at a time.
     """
+
+    __signature__ = with_options("preset", "on_load")
 
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)

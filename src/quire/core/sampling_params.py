@@ -6,6 +6,7 @@ A leaf: anyone may import it. Every value is checked when the object is made, so
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,6 +84,10 @@ class _VllmNames(msgspec.StructMeta):
             if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
                 instead = " or ".join(["leave it out", *(f"set it to {one!r}" for one in harmless)])
                 raise SamplingParamsError(f"{name} is {_shown(value)}, which is not supported; {instead}", param=name)
+        for name in given.keys() - set(cls.__struct_fields__):
+            near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(cls.__struct_fields__)}"
+            raise TypeError(f"SamplingParams has no parameter {name!r}; {hint}")
         return super().__call__(*args, **given)
 
 
