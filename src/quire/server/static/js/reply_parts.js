@@ -7,7 +7,7 @@ export class Reasoning {
   constructor() {
     this.label = h("span", {});
     this.body = h("div", { class: "message-body" });
-    this.root = h("details", { class: "reasoning", hidden: true }, h("summary", {}, this.label), this.body);
+    this.root = h("details", { class: "reasoning", hidden: true }, h("summary", {}, this.label));
     this.root.addEventListener("toggle", () => this.draw());
     this.message = null;
     this.shown = null;
@@ -26,6 +26,7 @@ export class Reasoning {
     setText(this.label, running && !content ? "Thinking ..." : `Reasoning${tokens}`);
     if (!this.root.open || this.shown === reasoning) return;
     this.shown = reasoning;
+    this.root.append(this.body);
     renderMarkdown(this.body, reasoning);
   }
 }
