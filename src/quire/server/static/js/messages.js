@@ -86,12 +86,13 @@ export class MessageElement {
     if (message.running) return [this.statistics()];
     const completion = message.mode === "completion";
     const isLast = actions.isLast(message);
+    const unfinished = !["stop", "tool_calls"].includes(message.finish);
     return [
       message.error && this.errorCard(isLast),
       this.versions(),
       message.content && iconButton("copy", "Copy", (button) => copy(message.content, button)),
       !actions.isBusy() && !message.error && iconButton("retry", "Another answer", () => actions.retry(message)),
-      isLast && !message.error && message.content && iconButton("forward", "Go on", () => actions.goOn(message)),
+      isLast && unfinished && !message.error && message.content && iconButton("forward", "Go on", () => actions.goOn(message)),
       !actions.isBusy() &&
         (completion || message.content) &&
         iconButton("edit", completion ? "Edit the prompt" : "Edit the answer", () => this.edit()),
