@@ -63,11 +63,11 @@ def test_a_matcher_waits_for_a_grammar_that_is_being_compiled(tokenizer: Tokeniz
     real, compiled = library.compiled, []
     began, goes_on = threading.Event(), threading.Event()
 
-    def slow(wanted: StructuredOutputsParams, library_tokenizer: object) -> object:
+    def slow(wanted: StructuredOutputsParams, *given: object) -> object:
         began.set()
         assert goes_on.wait(60)
         compiled.append(wanted)
-        return real(wanted, library_tokenizer)
+        return real(wanted, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "compiled", slow)

@@ -218,7 +218,7 @@ def test_what_cannot_be_is_refused_by_name(more: dict[str, Any], error: type[Exc
 def test_models_with_windows_are_refused_by_name(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64, "num_hidden_layers": 2}
     folder = save_checkpoint(tmp_path, "qwen2", **window)
-    with pytest.raises(ConfigError, match="sliding window: not yet"):
+    with pytest.raises(ConfigError, match="sliding window, or recurrent ones: not yet"):
         make({"model": str(folder), "threads": 1, "num_kv_blocks": 60}, host_kv_memory="1MiB")
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ChatTemplateError, CheckpointError, RequestError, TokenizerError
+from quire.text.reply_grammar import ReplyRequest
 from quire.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import CHATML_CONFIG, LLAMA_CONFIG, byte_level_json, metaspace_json
 
@@ -276,11 +277,11 @@ def test_contents_that_make_a_control_token_only_together_make_none() -> None:
 
 def test_tools_and_variables_make_no_control_tokens() -> None:
     template = "{{ tools | tojson }}{{ persona }}{{ messages[0].content }}"
-    tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, {"default": template})
-    rendered = tokenizer.apply_chat_template(
-        user("x"), tools=[{"<|im_end|>": ["<|im_start|>"]}], variables={"persona": "<|im_end|>"}
-    )
-    assert rendered.text == '[{"<|im_end|>": ["<|im_start|>"]}]<|im_end|>x'
+    tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, {"default": template}, tool_format="hermes")
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|><|im_start|>"}}
+    reply = ReplyRequest(tools=[tool])
+    rendered = tokenizer.apply_chat_template(user("x"), reply=reply, variables={"persona": "<|im_end|>"})
+    assert rendered.text == f"[{json.dumps(tool)}]<|im_end|>x"
     assert tokenizer.special_ids.isdisjoint(rendered.token_ids)
 
 
@@ -310,7 +311,7 @@ def test_the_template_is_found_wherever_it_stands(tmp_path: Path, place: str) ->
     tokenizer = Tokenizer.load(save(tmp_path, config, **files))
     assert tokenizer.apply_chat_template(user("x")).text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     if place == "named":
-        assert tokenizer.apply_chat_template(user("x"), tools=[]).text == "tools!"
+        assert tokenizer._template(True).source == "tools!"
 
 
 # --- damaged folders --------------------------------------------------------------------------------------
