@@ -155,7 +155,7 @@ def test_the_errors_are_openais(client):
             messages=[{"role": "user", "content": "x"}],
             tools=[{"type": "function", "function": {"name": "f"}}],
         )
-    assert "--tool-format" in str(tools.value)
+    assert tools.value.param == "tools" and "--tool-format" in str(tools.value)
 
 
 def test_what_was_ignored_and_what_was_clamped_is_told(server):

@@ -535,7 +535,10 @@ async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _error(answer: Failed) -> QuireError:
-    return _KINDS.get(answer.kind, TokenizerFailedError)(answer.message)
+    error = _KINDS.get(answer.kind, TokenizerFailedError)(answer.message)
+    if isinstance(error, RequestError):
+        error.param = answer.param
+    return error
 
 
 def _closed() -> EngineClosedError:

@@ -118,10 +118,11 @@ class Done(msgspec.Struct, tag="done"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The job is refused. `kind` is a class of `quire.errors`."""
+    """The job is refused. `kind` is a class of `quire.errors`, `param` the field to blame, if it is one alone."""
 
     kind: str
     message: str
+    param: str | None = None
 
 
 Answer = Done | Failed
@@ -251,7 +252,7 @@ def _refusal(error: Exception) -> Failed:
     elif not isinstance(error, QuireError) or isinstance(error, TokenizerFailedError):
         traceback.print_exception(error, file=sys.stderr)
         error = TokenizerFailedError("the tokenizer failed on this request; the server's log tells more")
-    return Failed(type(error).__name__, str(error))
+    return Failed(type(error).__name__, str(error), getattr(error, "param", None))
 
 
 def _send(connection: socket.socket, message: Begun | Answer) -> None:
