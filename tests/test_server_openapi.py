@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.http_tools import ServeProcess
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-FEW, MANY = 3, 500
+FEW, MANY = 3, 60
 """Requests of each kind to each operation, by default and in the slow test."""
 
 

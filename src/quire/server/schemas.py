@@ -58,9 +58,9 @@ def _operation(request: str, response: str, streams: str | None = None) -> Schem
     if streams is not None:
         last = "" if streams.endswith("Event") else ", then `[DONE]`"
         about = f"The answer; with `stream`, events whose data are `{streams}` objects{last}."
-        # OpenAPI 3.1 has no word for a sequence of events: the text is a string, whose pieces have this content.
-        events = {"contentMediaType": JSON, "contentSchema": _ref(streams)}
-        content["text/event-stream"] = {"schema": {"type": "string", **events}}
+        # Before OpenAPI 3.2 such a schema describes each event, whose data is a text with this content, or `[DONE]`.
+        data = {"type": "string", "contentMediaType": JSON, "contentSchema": _ref(streams)}
+        content["text/event-stream"] = {"schema": _object({"event": {"type": "string"}, "data": data}, ["data"])}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
         "responses": {"200": {"description": about, "content": content}},
