@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -330,6 +331,21 @@ def test_chat_renders_the_models_own_template(llm):
     assert len(llm.chat([messages, messages], GREEDY)) == 2
     with pytest.raises(ChatTemplateError, match="role"):
         llm.chat([{"role": "nobody", "content": "x"}], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"params": [{"temperature": 0}]}, "prompt 0: params is a dict; it must be SamplingParams or None"),
+        ({"params": []}, "1 prompts came with 0 params"),
+        ({"tools": 5}, "tools is a int; it must be a list of functions"),
+        ({"tools": {}}, "tools is a dict"),
+        ({"tool_choice": 5}, 'tool_choice is 5; it must be "auto"'),
+    ],
+)
+def test_what_is_wrong_with_a_chats_arguments_is_told(llm, given, message):
+    with pytest.raises(RequestError, match=f"^{re.escape(message)}"):
+        llm.chat([{"role": "user", "content": "x"}], **given)
 
 
 def test_metrics_tell_where_the_time_went(llm):

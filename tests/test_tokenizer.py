@@ -308,10 +308,11 @@ def test_the_template_is_found_wherever_it_stands(tmp_path: Path, place: str) ->
         ]  # fmt: skip
     else:
         files[place] = CHATML if place.endswith("jinja") else json.dumps({"chat_template": CHATML})
-    tokenizer = Tokenizer.load(save(tmp_path, config, **files))
+    tokenizer = Tokenizer.load(save(tmp_path, config, **files), tool_format="hermes")
     assert tokenizer.apply_chat_template(user("x")).text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     if place == "named":
-        assert tokenizer._template(True).source == "tools!"
+        reply = ReplyRequest(tools=[{"type": "function", "function": {"name": "f"}}])
+        assert tokenizer.apply_chat_template(user("x"), reply=reply).text == "tools!"
 
 
 # --- damaged folders --------------------------------------------------------------------------------------

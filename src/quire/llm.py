@@ -285,8 +285,7 @@ class LLM(_Base):
         """
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
         chats: Any = [messages] if one else messages
-        said = dict(tool_choice) if isinstance(tool_choice, Mapping) else tool_choice
-        wanted = reply_request(None if tools is None else list(tools), said, parallel_tool_calls)
+        wanted = reply_request(tools, tool_choice, parallel_tool_calls)
         asked = [each or SamplingParams() for each in _params_list(params, len(chats))]
         rendered = [
             self._render(chat, template_variables, msgspec.structs.replace(wanted, structured=each.structured_outputs))
@@ -614,7 +613,7 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
     """One `SamplingParams` a prompt.
 
     Raises:
-        RequestError: their number is not that of the prompts.
+        RequestError: their number is not that of the prompts. SamplingParamsError: one is something else.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
@@ -622,4 +621,7 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
         raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams, or a list of them")
     if len(params) != count:
         raise RequestError(f"{count} prompts came with {len(params)} params; give one for all, or one a prompt")
+    for index, each in enumerate(params):
+        if each is not None and not isinstance(each, SamplingParams):
+            raise SamplingParamsError(f"params is a {type(each).__name__}; it must be SamplingParams or None").at(index)
     return list(params)

@@ -58,10 +58,10 @@ def reply_request(
     Raises:
         SamplingParamsError: one is not valid; `param` says which.
     """
-    checked = _tools(tools or [])
+    checked = _tools([] if tools is None else tools)
     names = [tool["function"]["name"] for tool in checked]
     choice = ("auto" if names else "none") if tool_choice is None else tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("function"), Mapping):
         choice = {"name": choice["function"].get("name")}
         if choice["name"] not in names:
             raise _refused("tool_choice", f"names {_shown(choice['name'])}, which is none of the tools")
