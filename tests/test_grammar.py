@@ -197,7 +197,7 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "object", "minProperties": 3, "required": ["a"]}, "minProperties 3"),
     ({"type": "string", "pattern": "(?=a)"}, "look-"), ({"type": "string", "pattern": "("}, "cannot be used"),
     ({"type": "strange"}, "cannot be used"), ({"minimum": "a"}, "cannot be used"),
-    ({"required": "a"}, "cannot be used"),
+    ({"required": "a"}, "at #/required is 'a'; it must be a list of names"),
     (False, "nothing meets"), ({"oneOf": [{"type": "integer"}, {"minimum": 1}]}, "write anyOf"),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be used"),
 ]  # fmt: skip

@@ -282,3 +282,83 @@ def test_known_formats_are_those_of_the_option() -> None:
     plain = ChatTemplate(PLAIN)
     assert in_format(plain.reply_syntax, "hermes").tools == KNOWN["hermes"].tools
     assert in_format(template("hermes").reply_syntax, "off").tools is None
+
+
+# -- parameters that are written as texts --------------------------------------------------------------------------
+
+
+def text_tool(**text: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"p": {"type": "string", **text}}, "required": ["p"]}
+    return {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+
+
+TEXTS = [
+    {"pattern": r"^a\$"}, {"pattern": r"a\\$"}, {"pattern": r"^\d{2}$"}, {"pattern": r"^[\d_]\W$"}, {"pattern": "x"},
+    {"pattern": "^a$|^b$"}, {"minLength": 2, "maxLength": 9.0}, {"minLength": 8}, {"enum": ["a", "b<"]},
+]  # fmt: skip
+
+
+VALUES = [
+    "",
+    "a",
+    "b",
+    "a$",
+    "xa$",
+    "a\\",
+    "12",
+    "1",
+    "1\u0664",
+    "\u0663\u0664",
+    "_-",
+    "_a",
+    "xyz",
+    "b<",
+    "12345678",
+    "123456789ab",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=str)
+def test_a_text_may_come_where_it_meets_its_schema(text: dict[str, Any]) -> None:
+    """Nor may it hold the marker that ends it."""
+    syntax, tool, tokenizer = template("qwen3_coder").reply_syntax, text_tool(**text), marked_tokenizer()
+    tools, grammars = syntax.tools, Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    assert tools is not None and tools.parameters is not None
+    made = reply_grammar(ReplyForm(syntax), ReplyRequest(tools=[tool], tool_choice="required", parallel=False))
+    assert made.structured is not None
+    before = tools.begin + tools.before_name + "f" + tools.before_arguments
+    before += tools.parameters.before_name + "p" + tools.parameters.before_value
+    after = tools.parameters.after_value + tools.after_arguments + tools.end
+
+    def may_come(value: str) -> bool:
+        tokens = tokenizer._controls().encode(before + value + after).ids
+        matcher = grammars.matcher(made.structured, [0])._matcher  # type: ignore[arg-type]
+        return matcher.validate_tokens(tokens) == len(tokens)
+
+    schema = tool["function"]["parameters"]["properties"]["p"]
+    checker = jsonschema.Draft202012Validator(schema | {"pattern": ascii_only(text)} if "pattern" in text else schema)
+    expected = {value: checker.is_valid(value) for value in VALUES}
+    assert {value: may_come(value) for value in VALUES} == expected and len(set(expected.values())) == 2
+    assert not any(may_come(value + tools.parameters.after_value + "x") for value in VALUES)
+
+
+def ascii_only(text: dict[str, Any]) -> str:
+    """Digits and letters are those of ASCII in JSON Schema, and not in Python."""
+    return "(?a)" + str(text["pattern"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "hermes"])
+@pytest.mark.parametrize(
+    "text",
+    [{"pattern": 5}, {"minLength": "x"}, {"maxLength": -1}, {"maxLength": 2.5}, {"enum": 5}, {"enum": []}],
+    ids=str,
+)
+def test_what_no_schema_can_say_is_refused_and_loosened_where_a_tool_is_not_strict(name: str, text: Any) -> None:
+    form, tool = ReplyForm(template(name).reply_syntax), text_tool(**text)
+    with pytest.raises(
+        SamplingParamsError, match=f"tool 'f': the JSON Schema at #/properties/p/{next(iter(text))} is "
+    ):
+        reply_grammar(form, ReplyRequest(tools=[tool], tool_choice="required"))
+    for parameters in (tool["function"]["parameters"], {"properties": 5}, {"required": 5}, {"required": [5]}):
+        loose = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        assert list(reply_grammar(form, ReplyRequest(tools=[loose], tool_choice="required")).loosened) == ["f"]

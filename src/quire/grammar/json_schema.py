@@ -7,7 +7,7 @@ another place of the same schema, and none may lead back to itself without a val
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -47,6 +47,24 @@ FORMATS = frozenset(
 )
 IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
 DRAFTS = "draft-04", "draft-06", "draft-07", "2019-09", "2020-12"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "required": (_are_names, "a list of names"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a list of values"),
+    "pattern": (lambda value: isinstance(value, str), "a regular expression"),
+    "minLength": (_is_count, "a count"),
+    "maxLength": (_is_count, "a count"),
+}
+"""What is read here, or in `text/reply_grammar.py`; whatever else is of a wrong type, the library says."""
 
 
 def check_schema(text: str) -> None:
@@ -101,6 +119,8 @@ def _check_keywords(schema: dict[str, Any], pointer: str) -> None:
             raise _refused(pointer, f"has {name[:80]!r}, which is not enforced; remove it, or say it in another way")
         if name in ("const", "enum"):
             _check_depth(value, f"{pointer}/{name}")
+        if name in VALUES and not VALUES[name][0](value):
+            raise _refused(f"{pointer}/{name}", f"is {repr(value)[:80]}; it must be {VALUES[name][1]}")
     if pointer and ("$id" in schema or "id" in schema):
         raise _refused(pointer, "has an $id, which may only stand at the root; remove it")
     told = schema.get("$schema")

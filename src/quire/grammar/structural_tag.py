@@ -208,23 +208,30 @@ class _Lark:
 
     def _until(self, end: str, not_first: Sequence[str] = ()) -> str:
         """Any text up to where `end` stands for the first time, and that; with no end, the rest of the reply."""
-        parts = self._parts(end)
         guards = [self._parts(marker)[0] for marker in not_first]
         text = " & ".join([TEXT, *[f"~/(?s:\\s*{_pattern(one)}.*)/" for one in guards if isinstance(one, str)]])
+        return self._up_to(text, end)
+
+    def _regex(self, pattern: str, end: str) -> str:
+        """What matches as a whole, and does not hold the text after it."""
+        text, parts = _slashed(pattern), self._parts(end)
+        if parts and isinstance(parts[0], str):
+            text = f"{text} & ~/(?s:.*{_pattern(parts[0])}.*)/"
+        return self._up_to(text, end)
+
+    def _up_to(self, text: str, end: str) -> str:
+        """What an expression of terminals matches, up to where `end` stands for the first time, and that.
+
+        Lazy, since an end such as a line between two breaks may begin again where it ends, and the library does not
+        go back to it once more characters could have been another one.
+        """
+        parts = self._parts(end)
         if not parts or isinstance(parts[0], int):
             return self._join(self._terminal(text), self._literal(end))
         first, rest = parts[0], end[len(parts[0]) :]
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}[lazy]: {self._terminal(f'({text}) {_quoted(first)}')}")
         return self._join(name, self._literal(rest))
-
-    def _regex(self, pattern: str, end: str) -> str:
-        """What matches as a whole, and does not hold the text after it."""
-        parts = self._parts(end)
-        if not parts or isinstance(parts[0], int):
-            return self._join(self._terminal(_slashed(pattern)), self._literal(end))
-        text = f"({_slashed(pattern)} & ~/(?s:.*{_pattern(parts[0])}.*)/) {_quoted(parts[0])}"
-        return self._join(self._terminal(text), self._literal(end[len(parts[0]) :]))
 
     def _json(self, given: Format) -> str:
         schema = given["json_schema"]

@@ -300,9 +300,8 @@ def _arguments(
         loosened[name] = str(error)
     if tools.parameters is None:
         return {"type": "json_schema", "json_schema": {"type": "object"}}, frozenset()
-    known: dict[str, Any] = {
-        key: {} for key in schema.get("properties") or {} if isinstance(key, str) and _may_stand(key)
-    }
+    named = schema.get("properties")
+    known: dict[str, Any] = {key: {} for key in named if _may_stand(key)} if isinstance(named, dict) else {}
     return _parameters(tools.parameters, {"type": "object", "properties": known})
 
 
@@ -354,13 +353,34 @@ def _value(schema: Any, shared: Mapping[str, Any]) -> Format:
             "'pattern' beside a length cannot be enforced where parameters are written one by one"
         )
     if "pattern" in bounds:
-        pattern = schema["pattern"]
-        head, tail = ("" if pattern.startswith("^") else "(?s:.*)"), ("" if pattern.endswith("$") else "(?s:.*)")
-        return {"type": "regex", "pattern": head + "(?:" + pattern.removeprefix("^").removesuffix("$") + ")" + tail}
+        return {"type": "regex", "pattern": _whole(schema["pattern"])}
     if bounds:
-        most = schema.get("maxLength", "")
-        return {"type": "regex", "pattern": f"(?s:.{{{schema.get('minLength', 0)},{most}}})"}
+        most = int(schema["maxLength"]) if "maxLength" in schema else ""
+        return {"type": "regex", "pattern": f"(?s:.{{{int(schema.get('minLength', 0))},{most}}})"}
     return _any_text()
+
+
+ASCII = {"d": "0-9", "w": "0-9A-Za-z_"}
+"""What digits and letters are to JSON Schema's regular expressions, those of ECMA-262; to Rust's they are Unicode's."""
+
+
+def _whole(pattern: str) -> str:
+    """What JSON Schema finds anywhere in a text, as a regular expression of the whole text."""
+    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None
+    made, in_class = [], False
+    for part in re.findall(r"\\?.", pattern[begins : len(pattern) - ends], re.DOTALL):
+        characters = ASCII.get(part[1:].lower()) if len(part) > 1 else None
+        if characters is not None and in_class and part[1].isupper():
+            raise SamplingParamsError(
+                f"{part} between brackets cannot be enforced where parameters are written one by one"
+            )
+        if characters is not None:
+            part = characters if in_class else f"[{'^' if part[1].isupper() else ''}{characters}]"
+        elif part == "[" or part == "]":
+            in_class = part == "["
+        made.append(part)
+    anything = "(?s:.*)"
+    return f"{'' if begins else anything}(?:{''.join(made)}){'' if ends else anything}"
 
 
 # -- formats -------------------------------------------------------------------------------------------------------
