@@ -362,6 +362,13 @@ def test_the_store_is_bounded_and_drops_what_was_used_least():
     store.end(Stored("large", "", b""), b"x" * 999, b"y" * 10)
     with pytest.raises(ApiError):
         store.find("large", "")
+    for _ in range(3):  # what was dropped, deleted or replaced takes no room
+        for name in ("a", "b"):
+            store.end(Stored(name, "", b""), b"x" * 480, b"")
+        assert store.find("a", "") and store.find("b", "")
+    store.delete("a", "")
+    store.end(Stored("c", "", b""), b"x" * 480, b"")
+    assert store.find("b", "") and store.find("c", "")
 
 
 def test_the_store_keeps_nothing_of_another_tenant():

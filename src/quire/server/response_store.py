@@ -50,6 +50,7 @@ class ResponseStore:
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+        self._size = 0  # of all of them
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -72,27 +73,31 @@ class ResponseStore:
     def add(self, stored: Stored) -> None:
         """Keep a response; one that is being made is dropped by nobody else."""
         self._stored[stored.owner, stored.id] = stored
+        self._size += stored.size
 
     def end(self, stored: Stored, answer: bytes, items: bytes) -> None:
         """It has ended; where there is no room, others are dropped, or itself."""
-        self.add(stored)
+        self._forget(stored)
         stored.answer, stored.items, stored.making = answer, items, None
         stored.done.set()
-        size = sum(one.size for one in self._stored.values())
-        for key, one in list(self._stored.items()):
-            if size <= self._max_bytes and len(self._stored) <= self._max_responses:
+        self.add(stored)
+        while self._size > self._max_bytes or len(self._stored) > self._max_responses:
+            ended = next((one for one in self._stored.values() if one.done.is_set()), None)
+            if ended is None:
                 break
-            if one.done.is_set():
-                del self._stored[key]
-                size -= one.size
+            self._forget(ended)
 
     def drop(self, stored: Stored) -> None:
         """It was never begun."""
-        self._stored.pop((stored.owner, stored.id), None)
+        self._forget(stored)
         stored.done.set()
 
     def delete(self, response_id: str, owner: str) -> Stored:
         """Forget a response, and return it. Raises as `find` does."""
         found = self.find(response_id, owner)
-        del self._stored[owner, response_id]
+        self._forget(found)
         return found
+
+    def _forget(self, stored: Stored) -> None:
+        if (gone := self._stored.pop((stored.owner, stored.id), None)) is not None:
+            self._size -= gone.size
