@@ -26,6 +26,9 @@ from quire.kv.directory.local import LocalDirectory, LocalStore
 from quire.kv.directory.redis import PREFIX, RedisDirectory
 from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
 
+PATIENT = 30.0
+"""Seconds for an answer on a machine that is busy, where what is answered is the matter."""
+
 NAMES = "north", "east", "south"
 LEASE = 1000.0
 
@@ -87,14 +90,14 @@ def test_redis_says_what_the_directory_within_a_process_says(
     def lose(name: str) -> None:
         empty.delete(PREFIX + b"n:" + name.encode())
 
-    compare(random.Random(seed), Both(RedisDirectory(server.url, "us"), lose, empty.flushall), 400)
+    compare(random.Random(seed), Both(RedisDirectory(server.url, "us", PATIENT), lose, empty.flushall), 400)
 
 
 @needs_etcd
 def test_etcd_says_what_the_directory_within_a_process_says() -> None:
     with etcd_server() as url:
         for seed in range(4):
-            directory = EtcdDirectory(url, "us")
+            directory = EtcdDirectory(url, "us", PATIENT)
 
             def lose(name: str, directory: EtcdDirectory = directory) -> None:
                 if (lease := directory._leases.pop(name, None)) is not None:
@@ -166,7 +169,7 @@ def test_who_does_not_renew_its_lease_is_gone_with_all_that_it_published(
 def test_the_bigger_half_of_a_crowd_that_left_is_forgotten_where_a_block_is_published_again(
     server: RedisServer, empty: redis.Redis
 ) -> None:
-    directory = RedisDirectory(server.url, "us")
+    directory = RedisDirectory(server.url, "us", PATIENT)
     for number in range(30):
         node = Node(f"boot-{number}", "1", "a:1")
         directory.join(node, LEASE)
@@ -177,7 +180,7 @@ def test_the_bigger_half_of_a_crowd_that_left_is_forgotten_where_a_block_is_publ
 
 @needs_redis
 def test_a_query_of_a_long_prefix_is_one_round_trip(server: RedisServer, empty: redis.Redis) -> None:
-    directory, node = RedisDirectory(server.url, "us"), Node("a", "1", "a:1")
+    directory, node = RedisDirectory(server.url, "us", PATIENT), Node("a", "1", "a:1")
     names = [number.to_bytes(32, "big") for number in range(4096)]
     directory.join(node, LEASE)
     directory.publish(node, names)
@@ -194,7 +197,7 @@ def test_a_query_of_a_long_prefix_is_one_round_trip(server: RedisServer, empty: 
 def test_engines_with_another_cluster_key_are_told_so(server: RedisServer, empty: redis.Redis) -> None:
     store = LocalStore()
     pairs: list[tuple[Directory, Directory]] = [
-        (RedisDirectory(server.url, "us"), RedisDirectory(server.url, "them")),
+        (RedisDirectory(server.url, "us", PATIENT), RedisDirectory(server.url, "them", PATIENT)),
         (LocalDirectory(store, "us"), LocalDirectory(store, "them")),
     ]
     for ours, theirs in pairs:
@@ -234,7 +237,7 @@ def test_a_password_a_user_and_what_a_user_may_do() -> None:
 def test_a_password_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer("--requirepass", "sesame") as server:
         monkeypatch.setenv("REDISCLI_AUTH", "sesame")
-        RedisDirectory(server.url, "us").check()
+        RedisDirectory(server.url, "us", PATIENT).check()
         with pytest.raises(ConfigError, match="does not take this user and password"):
             RedisDirectory(server.url.replace("//", "//:wrong@"), "us").check()
 
@@ -326,13 +329,13 @@ def test_a_password_is_not_shown() -> None:
 @needs_etcd
 def test_a_long_chain_in_etcd_another_cluster_key_and_a_lease_that_ends() -> None:
     with etcd_server() as url:
-        directory, node = EtcdDirectory(url, "us"), Node("a", "1", "a:1")
+        directory, node = EtcdDirectory(url, "us", PATIENT), Node("a", "1", "a:1")
         directory.check()
         names = [number.to_bytes(32, "big") for number in range(250)]
         directory.join(node, LEASE)
         assert directory.publish(node, names) and directory.query([*names, b"unknown"]) == [[node]] * 250
         with pytest.raises(ConfigError, match="is used by engines with another cluster key"):
-            EtcdDirectory(url, "them").join(Node("b", "1", "b:1"), LEASE)
+            EtcdDirectory(url, "them", PATIENT).join(Node("b", "1", "b:1"), LEASE)
         gone = Node("gone", "1", "b:1")
         directory.join(gone, 1.0)
         deadline = time.monotonic() + 30.0
@@ -349,14 +352,14 @@ def test_users_and_tls_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     certificate, key = certificates(tmp_path)
     with etcd_server(certificate, key) as url:
         at, ca = url.removeprefix("etcds://"), f"?ca={certificate}"
-        admin, node = EtcdDirectory(url + ca, "us"), Node("a", "1", "a:1")
+        admin, node = EtcdDirectory(url + ca, "us", PATIENT), Node("a", "1", "a:1")
         admin.check()
         with pytest.raises(ConfigError, match="no TLS connection"):
-            EtcdDirectory(url, "us").check()
+            EtcdDirectory(url, "us", PATIENT).check()
         with pytest.raises(DirectoryError):
-            EtcdDirectory(f"etcd://{at}", "us").check()
+            EtcdDirectory(f"etcd://{at}", "us", PATIENT).check()
         with pytest.raises(ConfigError, match="knows no users"):
-            EtcdDirectory(f"etcds://quire:word@{at}{ca}", "us").check()
+            EtcdDirectory(f"etcds://quire:word@{at}{ca}", "us", PATIENT).check()
         begin, end = (base64.b64encode(each).decode() for each in (b"quire/kv/", b"quire/kv0"))
         for path, body in (
             ("user/add", {"name": "root", "password": "r"}),
@@ -372,12 +375,12 @@ def test_users_and_tls_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ConfigError, match="wants a user and a password"):
             admin.join(node, LEASE)
         with pytest.raises(ConfigError, match="does not take this user and password") as error:
-            EtcdDirectory(f"etcds://quire:wrong@{at}{ca}", "us").check()
+            EtcdDirectory(f"etcds://quire:wrong@{at}{ca}", "us", PATIENT).check()
         assert ":wrong" not in str(error.value)
         with pytest.raises(ConfigError, match=r"may not do what a directory needs; grant it readwrite"):
-            EtcdDirectory(f"etcds://less:word@{at}{ca}", "us").join(node, LEASE)
+            EtcdDirectory(f"etcds://less:word@{at}{ca}", "us", PATIENT).join(node, LEASE)
         monkeypatch.setenv("ETCDCTL_PASSWORD", "word")
-        directory = EtcdDirectory(f"etcds://quire@{at}{ca}", "us")
+        directory = EtcdDirectory(f"etcds://quire@{at}{ca}", "us", PATIENT)
         directory.check()
         assert not directory.join(node, LEASE) and directory.publish(node, blocks(1))
         assert directory.query(blocks(1)) == [[node]] and directory.nodes() == [node]
@@ -396,4 +399,4 @@ def test_users_and_tls_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_what_is_no_etcd_or_an_old_one_is_one_error(answers: bytes, why: str) -> None:
     with answering(answers) as port, pytest.raises(ConfigError, match=why):
-        EtcdDirectory(f"etcd://127.0.0.1:{port}", "us").check()
+        EtcdDirectory(f"etcd://127.0.0.1:{port}", "us", PATIENT).check()

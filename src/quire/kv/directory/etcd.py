@@ -54,12 +54,13 @@ class EtcdDirectory:
     Args:
         url: etcd://[USER[:PASSWORD]@]HOST[:PORT], or etcds:// with TLS, where `?ca=FILE` names who vouches for it.
         cluster: names the cluster's key.
+        timeout: seconds for an answer.
 
     Raises:
         ConfigError: the URL is none.
     """
 
-    def __init__(self, url: str, cluster: str) -> None:
+    def __init__(self, url: str, cluster: str, timeout: float = TIMEOUT_SECONDS) -> None:
         self._where, self._cluster = f"kv_directory {masked(url)}", cluster.encode()
         try:
             parts = urllib.parse.urlsplit(url)
@@ -84,9 +85,9 @@ class EtcdDirectory:
         self._connection: http.client.HTTPConnection
         if tls:
             context = self._tls(options.get("ca"))
-            self._connection = http.client.HTTPSConnection(*to, timeout=TIMEOUT_SECONDS, context=context)
+            self._connection = http.client.HTTPSConnection(*to, timeout=timeout, context=context)
         else:
-            self._connection = http.client.HTTPConnection(*to, timeout=TIMEOUT_SECONDS)
+            self._connection = http.client.HTTPConnection(*to, timeout=timeout)
         self._leases: dict[str, str] = {}  # by a node's name
 
     def check(self) -> None:
