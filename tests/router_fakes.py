@@ -62,7 +62,8 @@ class FakeServer:
         stalls_after: events after which it says nothing more, whatever it is asked: it is stalled.
         chunk: characters an event. pause: seconds before each. die_after: events after which it goes away, once.
         status: of answers to requests for text. requests: bodies that came, with their headers in "headers".
-        cached: what it tells of its cache; None: nothing. lives: of requests.
+        told: of itself, and replicas: of each of its engines; by default it has one, which tells the same.
+        cached: what each engine tells of its cache; empty: nothing. lives: of requests.
     """
 
     loop: Loop
@@ -79,7 +80,8 @@ class FakeServer:
     last_words: str | None = None
     models_answer: tuple[int, Any] | None = None
     told: dict[str, Any] = field(default_factory=dict)
-    cached: CachedPrompts | None = None
+    replicas: list[dict[str, Any]] = field(default_factory=list)
+    cached: list[CachedPrompts] = field(default_factory=list)
     lives: list[dict[str, Any]] = field(default_factory=list)
     fingerprint: str = "fp"
     card: dict[str, Any] = field(default_factory=dict)
@@ -144,10 +146,12 @@ class FakeServer:
             status, content = self.models_answer or (200, {"object": "list", "data": [card]})
             return _json(writer, status, content)
         if path == "/load":
-            return _json(writer, 200, {"engine": "1-1", "checkpoint": "c", **self.told})
+            engines = self.replicas or [{"engine": "1.1", "up": True, **self.told}]
+            return _json(writer, 200, {"checkpoint": "c", **self.told, "engines": engines})
         if path.startswith("/load/prompts?since="):
-            since = int(path.partition("=")[2])
-            return _json(writer, *((404, {}) if self.cached is None else (200, self.cached.told(since))))
+            since = [int(number) for number in path.partition("=")[2].split(",")]
+            told = [each.told(number) for each, number in zip(self.cached, since, strict=True)] if self.cached else None
+            return _json(writer, *((404, {}) if told is None else (200, {"engines": told})))
         if path.startswith("/load/requests/"):
             return _json(writer, 200, [one for one in self.lives if path.endswith(f"/{one['id']}")])
         try:

@@ -225,6 +225,7 @@ class FakeEngineClient:
         arrived: float,
         tokenize_seconds: float = 0.0,
         prompt_names: bytes = b"",
+        replica: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_ready()
         script = self.script(prepared.token_ids) if callable(self.script) else self.script

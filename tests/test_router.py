@@ -159,21 +159,60 @@ def test_what_a_server_has_no_room_for_is_not_counted_on(loop: Loop) -> None:
 
 
 def test_what_a_server_tells_of_its_cache_counts_and_one_that_tells_nothing_is_asked_no_more(loop: Loop) -> None:
-    teller, other = FakeServer(loop, cached=CachedPrompts("1")), FakeServer(loop)
+    teller, other = FakeServer(loop, cached=[CachedPrompts("1")]), FakeServer(loop)
     prompt = "a conversation that another router has sent " * 40
     names = b"".join(read_prompt(json.dumps({"prompt": prompt}).encode()).hashes)
-    assert teller.cached is not None
-    teller.cached.computed(names, [b"block"], lambda block: True)
+    teller.cached[0].computed(names, [b"block"], lambda block: True)
     with RouterThread([teller, other]) as router:
         known = router.site.servers.knowledge
         assert wait_until(lambda: known.count(teller.address) == len(names) // 8)
         router.complete(prompt=prompt)
         assert (len(teller.requests), teller.requests[0]["headers"]["x-quire-names"]) == (1, "1")
-        teller.cached.gone([b"block"])
+        teller.cached[0].gone([b"block"])
         assert wait_until(lambda: known.count(teller.address) == 0)
         assert known.expects(other.address) == -1
     for one in (teller, other):
         one.stop()
+
+
+def test_each_engine_of_a_server_is_known_by_what_it_tells_and_asked_by_its_number(loop: Loop) -> None:
+    """Two replicas behind one door: a prompt goes to the one that has it, until that one has too much to do, is away,
+    or has begun anew; a number that is missing in what one of them tells costs a snapshot of that one alone.
+    """
+    told = [{"engine": f"1.{number}", "up": True, "prefill_tokens_per_second": 1000.0} for number in range(2)]
+    one = FakeServer(loop, replicas=told, cached=[CachedPrompts("1.0"), CachedPrompts("1.1")])
+    prompts = [f"a conversation of {stem} that went to one engine " * 40 for stem in "ab"]
+    names = [b"".join(read_prompt(json.dumps({"prompt": prompt}).encode()).hashes) for prompt in prompts]
+    for cached, each in zip(one.cached, names, strict=True):
+        cached.computed(each, [b"block"], lambda block: True)
+    with RouterThread([one]) as router:
+        server, known = router.site.servers.by_name[one.address], router.site.servers.knowledge
+
+        def engine(prompt: str) -> str:
+            router.complete(prompt=prompt)
+            return str(one.requests[-1]["headers"]["x-data-parallel-rank"])
+
+        assert wait_until(lambda: known.count(f"{one.address}#1") == len(names[1]) // 8)
+        assert [engine(prompt) for prompt in (prompts * 3)[1:]] == ["1", "0", "1", "0", "1"]
+        document = router.http.get("/router/status").json()
+        assert document["requests"][0]["server"] == f"{one.address}#1" and document["servers"][0]["engines"] == 2
+        assert document["requests"][0]["costs"][1]["held"] > 400 > document["requests"][0]["costs"][0]["held"]
+
+        told[0] |= {"running": 100}  # ways through other routers
+        assert wait_until(lambda: server.engines[0].others == 100)
+        assert engine(prompts[0]) == "1"
+        told[0] |= {"running": 0}
+        told[1] |= {"up": False}
+        assert wait_until(lambda: not server.engines[1].is_up and not server.engines[0].others)
+        assert engine(prompts[1]) == "0"
+
+        one.cached[0]._events.take()  # a ring that has come round
+        one.cached[0].computed(b"12345678", [b"other"], lambda block: True)
+        one.cached[1] = CachedPrompts("2.1")
+        told[1] |= {"up": True, "engine": "2.1"}
+        assert wait_until(lambda: known.held(f"{one.address}#0", [b"12345678"]) == 1)
+        assert wait_until(lambda: known.count(f"{one.address}#1") == 0)
+    one.stop()
 
 
 def test_connections_to_servers_are_kept(pair: list[FakeServer]) -> None:
@@ -336,7 +375,7 @@ def test_a_client_that_leaves_ends_its_request_at_the_server(loop: Loop) -> None
     with RouterThread([server]) as router:
         with router.http.stream("POST", "/v1/completions", json={"prompt": "p", "stream": True}) as answer:
             next(answer.iter_lines())
-        load = router.site.servers.by_name[server.address].load
+        load = router.site.servers.by_name[server.address].engines[0].load
         assert wait_until(lambda: (load.running, load.waiting, load.queued) == (0, 0, 0))
         assert wait_until(lambda: router.thread.num_tasks == 0)
     server.stop()
@@ -581,7 +620,7 @@ def test_a_router_whose_time_is_over_ends_streams_with_an_error_that_says_so(loo
         events: list[str] = []
         asking = threading.Thread(target=lambda: events.extend(router.stream(seed=1)))
         asking.start()
-        assert wait_until(lambda: router.site.servers.by_name[server.address].load.running == 1)
+        assert wait_until(lambda: router.site.servers.by_name[server.address].running == 1)
         router.thread.call(leave(router.thread.server, router.site, 0.1, asyncio.Event()))
         asking.join()
         assert [error["code"] for error in errors_of(events)] == ["shutting_down"]
@@ -758,7 +797,7 @@ def _storm(loop: Loop, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ends["200"] + ends["stream"] > 0.9 * count, ends
         assert wait_until(lambda: router.thread.num_tasks == 0)
         for one in router.site.servers.by_name.values():
-            assert (one.load.running, one.load.waiting, one.load.queued) == (0, 0, 0)
+            assert (one.running, one.waiting, one.queued) == (0, 0, 0)
     for one in servers:
         one.stop()
 

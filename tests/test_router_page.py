@@ -54,11 +54,12 @@ def loop() -> Iterator[Loop]:
 
 
 def test_the_page_shows_who_holds_what_and_where_a_requests_time_went(loop: Loop, browser: Chromium) -> None:
-    servers = [FakeServer(loop, told=TOLD, cached=CachedPrompts("1"), lives=[LIFE | {"id": "mine"}]) for _ in range(2)]
+    told = {"told": TOLD, "lives": [LIFE | {"id": "mine"}]}
+    servers = [FakeServer(loop, cached=[CachedPrompts("1")], **told) for _ in range(2)]
     with RouterThread(servers) as router:
         names = read_prompt(b'{"prompt": "%b"}' % PROMPT.encode()).hashes
         for one in servers:
-            one.cached.computed(b"".join(names), [b"x"], lambda block: True)  # type: ignore[union-attr]
+            one.cached[0].computed(b"".join(names), [b"x"], lambda block: True)
         router.http.post("/v1/completions", json={"prompt": PROMPT}, headers={"x-request-id": "mine"})
         page = browser.open(width=390, dark=True)
         page.go(router.thread.url)

@@ -268,7 +268,7 @@ def test_load_tells_a_router_what_it_must_know_and_nobody_else(keyed: Site) -> N
     info = keyed.client.info
     assert info is not None
     assert (found["fingerprint"], found["block_size"]) == (info.fingerprint, info.block_size)
-    assert found["engine"].startswith(f"{info.boot}.")
+    assert found["engines"][0]["up"] is True
     assert found["prefill_tokens_per_second"] is None  # too little was computed to say
 
 

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from quire.fleet.prompt import read_prompt
 from tests.http_tools import ServeProcess, wait_until
 
 FLAGS = ["--data-parallel-size", "2", "--admin", "--inject-fault", "crash:1234"]
@@ -95,6 +96,27 @@ def test_a_prefix_is_asked_for_where_it_is_cached(server):
         cached.append(server.json("/v1/completions", job)["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0 and min(cached[1:]) >= 160
     assert sorted(after - then for after, then in zip(served(server), before, strict=True)) == [0, 6]
+
+
+def test_a_router_hears_what_each_replica_has_and_names_the_one_that_it_wants(server):
+    job = {**LONG, "prompt": "a prompt of some length, which is asked for at the second replica " * 4, "max_tokens": 2}
+
+    def told(since):
+        return server.json(f"/load/prompts?since={since}")["engines"]
+
+    before, served_before = told("-1,-1"), served(server)
+    for _ in range(2):
+        assert server.post("/v1/completions", job, x_quire_names="1", x_data_parallel_rank="1")[0] == 200
+    assert [after - then for after, then in zip(served(server), served_before, strict=True)] == [0, 2]
+    first, second = told(f"{before[0]['next']},{before[1]['next']}")
+    names = [each.hex() for each in read_prompt(json.dumps(job).encode()).hashes]
+    assert first["events"] == [] and second["events"] == [f"+{name}" for name in names]
+    assert "snapshot" in told(f"{1 << 40}")[1] and first["boot"] != second["boot"]
+    assert [each["engine"] for each in server.json("/load")["engines"]] == [first["boot"], second["boot"]]
+    for number in ("2", "-1", "x", "1" * 99):
+        status, _, answer = server.post("/v1/completions", job, x_data_parallel_rank=number)
+        assert status == 400 and b"from 0 to 1" in answer
+    assert server.get("/load/prompts?since=1,")[0] == 400
 
 
 def test_many_requests_with_one_prefix_are_not_all_left_to_the_replica_that_has_it(server):

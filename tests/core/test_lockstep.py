@@ -7,6 +7,7 @@ import random
 import pytest
 
 from quire.core import invariants
+from quire.core.holders import Published
 from quire.core.lockstep import DECODING, Lockstep, LockstepPlan, joined
 from quire.core.step import StepResult
 from quire.core.tier import Tier
@@ -184,7 +185,15 @@ def test_a_tier_of_two_replicas_loses_no_slot_whatever_happens(seed: int) -> Non
     heads = [[rnd.randrange(40) for _ in range(24)] for _ in range(3)]
     prompts = [[*rnd.choice(heads), *(rnd.randrange(40) for _ in range(rnd.randrange(1, 12)))] for _ in range(30)]
     ended: dict[int, list[int]] = {}
+    published, told, seen = Published.of(both.kvs), set[bytes](), set[bytes]()
     for step in range(2000):
+        if rnd.random() < 0.3:  # somebody looks what there is
+            came, went = published.changes([kv.cache for kv in both.kvs])
+            told, seen = (told - set(went)) | set(came), seen | set(came)
+            there = {each for each in seen if each in tier or any(kv.cache.find(each) for kv in both.kvs)}
+            assert told == there == published.blocks
+            for request in both.running:
+                assert told.issuperset(request.hashes[: request.num_published])
         if len(ended) < len(prompts) and rnd.random() < 0.8:
             both.add(make_request(len(ended), prompts[len(ended)], max_tokens=rnd.randrange(1, 30)))
             ended[len(ended)] = []

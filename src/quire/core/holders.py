@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from quire.core.prefix_cache import PrefixCache
 from quire.core.prefix_leaders import BLOCK
 from quire.core.request import Event
 from quire.core.tier import Tier
+
+if TYPE_CHECKING:
+    from quire.core.kv_manager import KVManager
 
 FRESH_SECONDS = 2.0
 """Of what was said no longer ago, nothing is asked again."""
@@ -170,7 +174,7 @@ class Holders:
 
 
 class Published:
-    """The blocks that others may have from this node: those in its prefix cache, and those in its host tier.
+    """The blocks that others may have from this node: those in its prefix caches, and those in its host tier.
 
     Which of them have come and gone is found out when somebody asks, of those that were touched meanwhile.
     """
@@ -180,6 +184,14 @@ class Published:
         self._tier, self._touched = tier, set[bytes]()
         tier.changed = self.touch
 
+    @classmethod
+    def of(cls, kvs: Sequence[KVManager]) -> Published:
+        """Of an engine whose pools share a tier, as those of replicas of attention do: what one has is the engine's."""
+        published = kvs[0].fetches.published or cls(kvs[0].fetches.tier)
+        for kv in kvs:
+            kv.fetches.published = published
+        return published
+
     def touch(self, block_hash: bytes) -> None:
         """A block may have come or gone."""
         self._touched.add(block_hash)
@@ -188,12 +200,16 @@ class Published:
         """Any block may have."""
         self._touched |= self.blocks
 
-    def changes(self, cache: PrefixCache) -> tuple[list[bytes], list[bytes]]:
-        """Those that have come since the last call, and those that have gone."""
+    def changes(self, caches: Sequence[PrefixCache]) -> tuple[list[bytes], list[bytes]]:
+        """Those that have come since the last call, and those that have gone.
+
+        Args:
+            caches: the node's; replicas of attention have one each.
+        """
         if not self._touched:
             return [], []
         touched, self._touched = self._touched, set()
-        there = {each for each in touched if each in self._tier or cache.find(each) is not None}
+        there = {each for each in touched if each in self._tier or any(cache.find(each) for cache in caches)}
         came, went = there - self.blocks, (touched - there) & self.blocks
         self.blocks -= went
         self.blocks |= came

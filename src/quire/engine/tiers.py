@@ -188,11 +188,8 @@ class KVTiers:
             kv.fetches.published = Published(kv.fetches.tier) if self.exporter else None
 
     def follow(self, scheduler: Scheduler | Lockstep, gone: Callable[[Iterable[bytes]], None]) -> None:
-        """Have somebody told of blocks that are neither in the pool nor in a tier any more. Replicas tell nobody."""
-        if isinstance(scheduler, Scheduler):
-            fetches = scheduler.kv.fetches
-            self._published = fetches.published = fetches.published or Published(fetches.tier)
-            self._on_gone = gone
+        """Have somebody told of blocks that are neither in a pool nor in a tier any more."""
+        self._published, self._on_gone = Published.of(scheduler.kvs), gone
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether a block is in the pool or in the host tier, as far as `follow` knows."""
@@ -231,7 +228,7 @@ class KVTiers:
 
     def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
         """Tell the scheduler what others have done; waits so long where there is nothing to tell."""
-        if self.mailbox is None or isinstance(scheduler, Lockstep):  # replicas have a host tier alone
+        if self.mailbox is None or isinstance(scheduler, Lockstep):
             return
         if self.importer is not None:
             scheduler.kv.fetches.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
@@ -246,15 +243,13 @@ class KVTiers:
         Args:
             num_steps: that the engine has computed.
         """
-        if isinstance(scheduler, Lockstep):
-            return
-        if published := scheduler.kv.fetches.published:
-            came, went = published.changes(scheduler.kv.cache)
+        if published := scheduler.kvs[0].fetches.published:
+            came, went = published.changes([kv.cache for kv in scheduler.kvs])
             if went:
                 self._on_gone(went)
             if self.agent is not None and self.exporter is not None and (came or went):
                 self.agent.changed(came, went)
-        if self.mailbox is None:
+        if self.mailbox is None or isinstance(scheduler, Lockstep):  # replicas have a host tier alone
             return
         if scheduler.kv.fetches.orders:
             self._order(scheduler)

@@ -187,6 +187,7 @@ class EngineClient:
         arrived: float,
         tokenize_seconds: float = 0.0,
         prompt_names: bytes = b"",
+        replica: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a prepared prompt; hands out its output whenever it has grown. Closing this early aborts it.
 
@@ -195,6 +196,7 @@ class EngineClient:
             owner: the tenant. Tenants share no cached prefixes.
             arrived: when the call came in, on the monotonic clock.
             prompt_names: see `wire.Add`.
+            replica: the one that is to run it as long as it is well, by its number; None: the one where it costs least.
 
         Raises:
             EngineClosedError: there is no engine to run it.
@@ -206,7 +208,8 @@ class EngineClient:
             self._origins[request.id] = _Origin(name, owner, arrived, tokenize_seconds)
         self._origins[requests[0].id].prompt_names = prompt_names
         self._numbers[output.request_id] = [request.id for request in requests]
-        self._place(requests, self._chosen(requests[0]))  # choices of one prompt share its blocks
+        named = self.links[replica] if replica is not None and self.links[replica].healthy else None
+        self._place(requests, self._chosen(requests[0], named))  # choices of one prompt share its blocks
         try:
             async with contextlib.aclosing(self._streams.follow(output, frontend, lambda: None)) as stream:
                 async for grown in stream:

@@ -161,7 +161,7 @@ class RouterApp:
             if not servers.has_new:
                 raise nobody()
             await servers.wait_for_change(0.25)
-        server = min(able, key=lambda one: one.load.running)
+        server = min(able, key=lambda one: one.running)
         await _send_json(send, *await self._asked(server, scope, body))
 
     async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -260,8 +260,8 @@ class RouterApp:
             known = ", ".join(self._site.servers.by_name) or "none"
             raise ApiError(404, f"there is no server of that name; there are: {known}", code="unknown_server")
         server.draining = draining
-        load = server.load
-        await send_json(send, {"server": name, "draining": draining, "waiting": load.waiting, "running": load.running})
+        found = {"server": name, "draining": draining, "waiting": server.waiting, "running": server.running}
+        await send_json(send, found)
 
     async def _join(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A server says that it is there, or with "leaves" that it goes."""

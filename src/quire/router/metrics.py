@@ -111,10 +111,10 @@ class RouterMetrics:
 Reading = tuple[str, str, Callable[[Server], float]]
 _GAUGES: tuple[Reading, ...] = (
     ("quire:server_up", "1 where requests may go there.", lambda one: one.is_up),
-    ("quire:server_running", "Requests there that have a first token.", lambda one: one.load.running),
-    ("quire:server_waiting", "Requests there that have none yet.", lambda one: one.load.waiting),
-    ("quire:server_queued_tokens", "Prompt tokens of those that are to be computed.", lambda one: one.load.queued),
-    ("quire:server_prefill_rate", "Prompt tokens that it computes a second.", lambda one: one.load.rate),
+    ("quire:server_running", "Requests there that have a first token.", lambda one: one.running),
+    ("quire:server_waiting", "Requests there that have none yet.", lambda one: one.waiting),
+    ("quire:server_queued_tokens", "Prompt tokens of those that are to be computed.", lambda one: one.queued),
+    ("quire:server_prefill_rate", "Prompt tokens that it computes a second.", lambda one: one.rate),
 )
 _COUNTERS: tuple[Reading, ...] = (
     ("quire:server_requests", "Requests that were sent there.", lambda one: one.num_requests),

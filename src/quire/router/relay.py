@@ -26,7 +26,7 @@ from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import RETRY_RESTARTING, stop_error
 from quire.server.errors import ApiError
-from quire.server.generation import ASK_NAMES, PROMPT_TOKENS
+from quire.server.generation import ASK_NAMES, PROMPT_TOKENS, REPLICA
 from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, read_body
@@ -64,6 +64,7 @@ _HOP = frozenset(
 )
 """Headers of answers that are between the server and the router, or that the router makes itself."""
 _ASK_NAMES = (ASK_NAMES.encode(), b"1")
+_REPLICA = REPLICA.encode()
 _PROMPT_TOKENS = PROMPT_TOKENS.encode()
 _ERROR_EVENT = b'data: {"error"'
 
@@ -212,8 +213,8 @@ class Relay:
             servers.clock(),
         )
         self._site.routed(self._summary, sending)
-        server.load.sent(sending.sent, choice.missing)
-        servers.knowledge.sent(server.name, prompt.hashes)
+        choice.engine.load.sent(sending.sent, choice.missing)
+        servers.knowledge.sent(choice.engine.name, prompt.hashes)
         server.num_requests += 1
         answer = None
         try:
@@ -239,7 +240,7 @@ class Relay:
                 server.upstream.release(answer)
             if sending.timer is not None:
                 sending.timer.cancel()
-            server.load.ended(choice.missing, sending.begun)
+            choice.engine.load.ended(choice.missing, sending.begun)
 
     def _resumes(self, server: Server) -> bool:
         """Whether what is lost of this server's stream can come from another one."""
@@ -258,6 +259,8 @@ class Relay:
             headers.append((b"authorization", self._key))
         if server.is_quire:
             headers.append(_ASK_NAMES)
+            if choice.engine.number is not None:
+                headers.append((_REPLICA, b"%d" % choice.engine.number))
         if self._site.traces is not None:
             headers += self._site.traces.onward(self._scope)
         return server.address.request("POST", self._scope["path"], headers, prompt.with_fields(fields))
@@ -344,7 +347,7 @@ class Relay:
     def _first_token(self, sending: Sending) -> None:
         now = sending.first = self._site.servers.clock()
         sending.begun = True
-        sending.choice.server.load.begun(sending.sent, now, sending.choice.missing)
+        sending.choice.engine.load.begun(sending.sent, now, sending.choice.missing)
         if self._summary.first_token_seconds is None:
             self._summary.first_token_seconds = now - self._arrived
             self._site.metrics.first_token(self._summary.first_token_seconds)

@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from quire.fleet.cached_prompts import read_told
+from quire.fleet.cached_prompts import News, read_told
 from quire.fleet.choice import Candidate, Chooser, Decision, PolicyName
 from quire.fleet.knowledge import Knowledge
 from quire.fleet.load import Load
@@ -57,6 +57,33 @@ _KV = "num_blocks", "block_size", "held_blocks", "cached_blocks", "prompt_tokens
 """What a Quire server tells of its KV, for people."""
 
 
+class Engine:
+    """What computes: most servers have one, a Quire server has one a replica. Requests are placed on engines.
+
+    Attributes:
+        name: its server's; of several replicas, with the number.
+        number: of the replica; None: the server has but one engine.
+        boot: which engine it is, as far as it tells.
+        is_up: False: the server says that it is away.
+        load: what this router has sent there. others: requests there that came on other ways, as far as it tells.
+    """
+
+    def __init__(self, server: str, number: int | None = None) -> None:
+        self.name = server if number is None else f"{server}#{number}"
+        self.number = number
+        self.boot: str | None = None
+        self.is_up = True
+        self.load = Load()
+        self.others = 0
+
+    def take(self, told: dict[str, Any]) -> None:
+        """What its server says of it."""
+        self.boot, self.is_up = told.get("engine") or self.boot, told.get("up", True)
+        self.load.tell(told.get("prefill_tokens_per_second"))
+        own = self.load.running + self.load.waiting
+        self.others = max(0, told.get("running", 0) + told.get("waiting", 0) - own)
+
+
 class Server:
     """One server, as the router knows it.
 
@@ -65,7 +92,7 @@ class Server:
         state: "refused": it answers, and must not be used; `reason` says why.
         draining: it gets no new requests.
         failures: in a row, more or less: see `WELL_SECONDS`.
-        load: what this router has sent there. others: requests there that came on other ways, as far as it tells.
+        engines: at least one.
         models: by name, what tells a model from another one of the same name.
         told: of a Quire server, its last answer to `/load`.
         tells_prompts: it says what it has cached, or was not asked yet.
@@ -77,7 +104,7 @@ class Server:
         self.name = self.address.name
         self.role, self.origin = role, origin
         self.upstream = Upstream(self.address)
-        self.load = Load()
+        self.engines = [Engine(self.name)]
         self.state: State = "new"
         self.reason = "not looked at yet"
         self.draining = False
@@ -88,7 +115,6 @@ class Server:
         self.is_quire = False
         self.told: dict[str, Any] = {}
         self.tells_prompts = True
-        self.others = 0
         self.num_requests = self.num_failures = 0
         self.heard_at = 0.0  # when it was named, or joined, last
         self.wake = asyncio.Event()  # look at it now
@@ -97,9 +123,28 @@ class Server:
     def is_up(self) -> bool:
         return self.state == "up" and not self.draining
 
+    @property
+    def waiting(self) -> int:
+        """Requests that this router has sent there, without a first token."""
+        return sum(one.load.waiting for one in self.engines)
+
+    @property
+    def running(self) -> int:
+        """Those that have one."""
+        return sum(one.load.running for one in self.engines)
+
+    @property
+    def queued(self) -> int:
+        """Prompt tokens of those that have none."""
+        return sum(one.load.queued for one in self.engines)
+
+    @property
+    def rate(self) -> float:
+        """Prompt tokens a second, of all engines."""
+        return sum(one.load.rate for one in self.engines)
+
     def described(self, now: float, blocks: int) -> dict[str, Any]:
         """For people."""
-        load = self.load
         return {
             "server": self.name,
             "role": self.role,
@@ -109,11 +154,12 @@ class Server:
             "retry_in_s": round(max(0.0, self.retry_at - now), 1) if self.state == "down" else None,
             "quire": self.is_quire,
             "models": sorted(self.models),
-            "waiting": load.waiting,
-            "running": load.running,
-            "other_requests": self.others,
-            "queued_tokens": load.queued,
-            "prefill_tokens_per_second": round(load.rate, 1),
+            "waiting": self.waiting,
+            "running": self.running,
+            "other_requests": sum(one.others for one in self.engines),
+            "queued_tokens": self.queued,
+            "prefill_tokens_per_second": round(self.rate, 1),
+            "engines": len(self.engines),
             "requests": self.num_requests,
             "failures": self.num_failures,
             "known_chunks": blocks,
@@ -163,9 +209,22 @@ class Servers:
         """A server leaves: nothing more goes there; what is under way there may end."""
         server = self.by_name.pop(name)
         self._looking.pop(name).cancel()
-        self.knowledge.forget(name)
+        self._forget(server)
         server.state, server.reason = "down", "it was removed"
         event(logger, "server_removed", f"server {name} was removed", server=name)
+
+    def _forget(self, server: Server) -> None:
+        """It is gone, or may have lost what it had."""
+        for engine in server.engines:
+            self.knowledge.forget(engine.name)
+
+    def chunks(self, server: Server) -> int:
+        """Of prompts, that its engines are known to have."""
+        return sum(self.knowledge.count(engine.name) for engine in server.engines)
+
+    def held(self, server: Server, hashes: Sequence[bytes]) -> int:
+        """Tokens of a prompt that are cached there, in the engine that has most of it."""
+        return self.tokens_of(CHUNK_BYTES * max(self.knowledge.held(one.name, hashes) for one in server.engines))
 
     def set_listed(self, listed: dict[str, Role], origin: Origin) -> None:
         """These, by URL, are the servers of one origin: those of it that are not listed any more leave."""
@@ -202,30 +261,34 @@ class Servers:
         plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve where none is left
         prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
         now, tokens = self.clock(), self.tokens_of(prompt.size)
-        sources = [self._candidate(one, prompt, tokens, now) for one in prefill]
+        sources = [self._candidate(*one, prompt, tokens, now) for one in _engines(prefill)]
         source = self._sources.choose(tokens, b"", sources)  # who would have the prompt first
-        candidates = [self._candidate(one, prompt, tokens, now, source) for one in plain]
+        places = _engines(plain)
+        candidates = [self._candidate(*place, prompt, tokens, now, source) for place in places]
         decision = self._chooser.choose(tokens, prompt.hashes[0], candidates)
         if decision is None:
             return None
-        source_name = source.server if source is not None and decision.chosen.fetch else None
-        return Choice(self.by_name[decision.server], decision, tokens, self.by_name.get(source_name or ""))
+        server, engine = next(place for place in places if place[1].name == decision.server)
+        computes = None
+        if source is not None and decision.chosen.fetch:
+            computes = next(one for one, engine in _engines(prefill) if engine.name == source.server)
+        return Choice(server, engine, decision, tokens, computes)
 
     def _candidate(
-        self, server: Server, prompt: Prompt, tokens: int, now: float, source: Decision | None = None
+        self, server: Server, engine: Engine, prompt: Prompt, tokens: int, now: float, source: Decision | None = None
     ) -> Candidate:
-        load = server.load
-        held = self.tokens_of(self.knowledge.held(server.name, prompt.hashes) * CHUNK_BYTES)
+        load = engine.load
+        held = self.tokens_of(self.knowledge.held(engine.name, prompt.hashes) * CHUNK_BYTES)
         fetch = 0.0
         if source is not None:
             fetch = source.chosen.total + FETCH_SECONDS + max(0, tokens - held) / FETCH_TOKENS_PER_SECOND
         return Candidate(
-            name=server.name,
+            name=engine.name,
             rate=load.rate,
-            is_up=server.is_up,
+            is_up=server.is_up and engine.is_up,
             held=held,
             queued=load.queued,
-            running=load.waiting + load.running + server.others,
+            running=load.waiting + load.running + engine.others,
             recent=load.recent(now),
             weight=1.0 if source is None else ON_DECODE,
             fetchable=tokens if source is not None else 0,
@@ -270,7 +333,7 @@ class Servers:
         wait = min(MAX_BACKOFF, FIRST_BACKOFF * 2.0**server.failures)
         server.failures, server.failed_at, server.retry_at = min(server.failures + 1, 16), now, now + wait
         if not server.is_quire:  # it may have lost what it had; a Quire server tells
-            self.knowledge.forget(server.name)
+            self._forget(server)
         self._set_state(server, "down", reason)
         server.wake.set()
 
@@ -346,16 +409,21 @@ class Servers:
 
     def _take_load(self, server: Server, told: dict[str, Any]) -> None:
         """What a Quire server says of itself."""
-        if told.get("engine") != server.told.get("engine"):
-            self.knowledge.forget(server.name)  # another engine: its cache is empty
-            server.tells_prompts = True
         server.told = told
-        room = (told.get("num_blocks") or 0) * (told.get("block_size") or 0) * self.bytes_per_token / CHUNK_BYTES
-        if room and self.knowledge.expects(server.name) < 0:
-            self.knowledge.resize(server.name, int(room))
-        server.load.tell(told.get("prefill_tokens_per_second"))
-        own = server.load.running + server.load.waiting
-        server.others = max(0, told.get("running", 0) + told.get("waiting", 0) - own)
+        documents = told.get("engines") or [{}]
+        if len(documents) != len(server.engines):
+            self._forget(server)
+            numbers = range(len(documents)) if len(documents) > 1 else [None]
+            server.engines = [Engine(server.name, number) for number in numbers]
+        for engine, document in zip(server.engines, documents, strict=True):
+            before = engine.boot
+            engine.take(document)
+            if engine.boot != before:
+                self.knowledge.forget(engine.name)  # another engine: its cache is empty
+                server.tells_prompts = True
+            size = (document.get("num_blocks") or 0) * (told.get("block_size") or 0)
+            if size and self.knowledge.expects(engine.name) < 0:
+                self.knowledge.resize(engine.name, int(size * self.bytes_per_token / CHUNK_BYTES))
 
     async def _hear(self, server: Server) -> None:
         """What has come into its cache and gone out of it since the last look. A server that does not tell is known by
@@ -363,17 +431,20 @@ class Servers:
         """
         if not server.tells_prompts:
             return
-        since = self.knowledge.expects(server.name)
-        path = f"/load/prompts?since={since}"
+        since = [self.knowledge.expects(engine.name) for engine in server.engines]
+        path = f"/load/prompts?since={','.join(map(str, since))}"
         status, body = await server.upstream.fetch("GET", path, self._headers, seconds=PATIENCE_SECONDS)
         server.tells_prompts = status != 404
         if status != 200:
             return
-        news = await asyncio.to_thread(lambda: read_told(msgspec.json.decode(body), since))  # it may be long
-        if news.names is not None:
-            self.knowledge.snapshot(server.name, news.boot, news.next, news.names)
-        else:
-            self.knowledge.hear(server.name, news.boot, news.events)
+        told = await asyncio.to_thread(_read_prompts, body, since)  # it may be long
+        for engine, news in zip(server.engines, told, strict=True):
+            if news is None:
+                continue
+            if news.names is not None:
+                self.knowledge.snapshot(engine.name, news.boot, news.next, news.names)
+            else:
+                self.knowledge.hear(engine.name, news.boot, news.events)
 
     def _conflict(self, server: Server, models: dict[str, dict[str, Any]]) -> str | None:
         """Another server that serves another model under one of these names."""
@@ -391,10 +462,11 @@ class Servers:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Where a request goes: a server, why, the prompt's tokens as estimated, and the server that computes it if that
-    is another one."""
+    """Where a request goes: a server and which of its engines, why, the prompt's tokens as estimated, and the server
+    that computes it if that is another one."""
 
     server: Server
+    engine: Engine
     decision: Decision
     tokens: int
     prefill: Server | None = None
@@ -407,7 +479,24 @@ class Choice(msgspec.Struct, frozen=True):
     def described(self) -> str:
         """For the log: the costs of each server."""
         pair = f" with {self.prefill.name}" if self.prefill is not None else ""
-        return f"to {self.server.name}{pair}: " + "; ".join(map(str, self.decision.costs))
+        return f"to {self.engine.name}{pair}: " + "; ".join(map(str, self.decision.costs))
+
+
+def _engines(servers: Iterable[Server]) -> list[tuple[Server, Engine]]:
+    return [(server, engine) for server in servers for engine in server.engines]
+
+
+def _read_prompts(body: bytes, since: Sequence[int]) -> list[News | None]:
+    """What each engine tells of its cache; None: it does not answer.
+
+    Raises:
+        ValueError: this is no such document.
+    """
+    try:
+        documents = msgspec.json.decode(body)["engines"]
+        return [each and read_told(each, number) for each, number in zip(documents, since, strict=True)]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -98,5 +98,5 @@ class Site:
         """The first token of a whole answer is there, as far as one can tell."""
         if not sending.begun:
             sending.begun = True
-            load = sending.choice.server.load
+            load = sending.choice.engine.load
             load.begun(sending.sent, self.servers.clock(), sending.choice.missing, computed=0)

@@ -10,7 +10,6 @@ from urllib.parse import quote
 import msgspec
 
 from quire import __version__
-from quire.fleet.prompt import CHUNK_BYTES
 from quire.router.servers import Server
 from quire.router.site import Sending, Site
 from quire.router.upstream import UpstreamError
@@ -33,7 +32,7 @@ def status_document(site: Site) -> dict[str, Any]:
         "policy": site.config.policy,
         "draining": site.draining,
         "bytes_per_token": round(servers.bytes_per_token, 2),
-        "servers": [one.described(now, servers.knowledge.count(one.name)) for one in servers.by_name.values()],
+        "servers": [one.described(now, servers.chunks(one)) for one in servers.by_name.values()],
         "requests": [_sending(one, now) for one in reversed(site.sendings)],
         "pool": _pool(site),
     }
@@ -44,7 +43,7 @@ def _sending(one: Sending, now: float) -> dict[str, Any]:
     return {
         "seconds_ago": round(now - one.sent, 1),
         "request": one.request,
-        "server": choice.server.name,
+        "server": choice.engine.name,
         "prefill": choice.prefill.name if choice.prefill else None,
         "prompt_tokens": choice.tokens,
         "resumed": one.again,
@@ -75,8 +74,7 @@ def _pool(site: Site) -> list[dict[str, Any]]:
     for group in islice(alike.values(), MAX_PROMPTS):
         longest = max(group, key=lambda one: len(one.names))
         held = {
-            name: servers.tokens_of(servers.knowledge.held(name, longest.names) * CHUNK_BYTES)
-            for name in islice(servers.by_name, MAX_COLUMNS)
+            name: servers.held(server, longest.names) for name, server in islice(servers.by_name.items(), MAX_COLUMNS)
         }
         rows.append(
             {

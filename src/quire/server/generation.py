@@ -37,7 +37,7 @@ from quire.server.admission import Admission, QueueFullError
 from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import AppContext, stop_error
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError, api_error, invalid
 from quire.server.limits import Limits
 from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, GenerationCall, TokenizeCall
 from quire.server.request_log import note_call, summary_of
@@ -54,6 +54,9 @@ MAX_IGNORED_NAMES = 1000
 
 ASK_NAMES = "x-quire-names"
 """The header by which a router asks that the engine tells it, in the names of `fleet/prompt.py`, what is cached."""
+
+REPLICA = "x-data-parallel-rank"
+"""The header by which a request names the replica that is to run it, as vLLM has it; and where a scope has that."""
 
 PROMPT_TOKENS = "x-quire-prompt-tokens"
 """The header that tells such a router how many tokens the prompts are: streams do not say it otherwise."""
@@ -116,6 +119,8 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
     """
     server, info = shared.context.server, shared.context.client.info
     check_media_type(request.headers.getlist("content-type"))
+    if (number := request.headers.get(REPLICA)) is not None:
+        request.scope[REPLICA] = _replica(number, len(shared.context.client.links))
     limits = Limits(max_model_len=info.max_model_len if info is not None else None)
     with shared.bodies.holding(tenant_of(request.scope).owner) as fits:
         body = await read_body(request, server.max_body_bytes, fits, server.request_timeout)
@@ -131,6 +136,17 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
     shared.context.check_model(call.model)
     shared.log_ignored(call.ignored)
     return call
+
+
+def _replica(named: str, count: int) -> int:
+    """The replica of this number.
+
+    Raises:
+        ApiError: there is none.
+    """
+    if not (named.isascii() and named.isdigit() and len(named) < 9 and int(named) < count):
+        raise invalid(f"there is no replica {named[:16]!r}: {REPLICA} is a number from 0 to {count - 1}")
+    return int(named)
 
 
 Kind = Callable[[Shared, Parse, Scope], "Generation"]
@@ -311,8 +327,9 @@ class Generation:
         chunks: list[bytes] = []
         if call.stream:
             await writer.start(headers)
-        names = self._scope.get(PROMPT_NAMES, b"") if len(prepared) == 1 else b""
-        async with contextlib.aclosing(merged([self._stream(prompt, names) for prompt in prepared])) as news:
+        # What a router knows, and what it has chosen by that, is of a body's one prompt.
+        told = (self._scope.get(PROMPT_NAMES, b""), self._scope.get(REPLICA)) if len(prepared) == 1 else (b"", None)
+        async with contextlib.aclosing(merged([self._stream(prompt, *told) for prompt in prepared])) as news:
             async for batch in news:
                 now = time.monotonic()
                 for index, output in batch:
@@ -338,7 +355,7 @@ class Generation:
             chunks.append(responder.usage_chunk(ordered))
         await writer.end(chunks)
 
-    def _stream(self, prompt: Prepared, names: bytes) -> AsyncGenerator[RequestOutput, None]:
+    def _stream(self, prompt: Prepared, names: bytes, replica: int | None) -> AsyncGenerator[RequestOutput, None]:
         return self._context.client.generate(
             prompt,
             name=self._id,
@@ -346,6 +363,7 @@ class Generation:
             arrived=self._arrived,
             tokenize_seconds=self._tokenize_seconds,
             prompt_names=names,
+            replica=replica,
         )
 
     def _responder(self, call: Call) -> CompletionResponder | ChatResponder:

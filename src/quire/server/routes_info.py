@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from quire.server.replies import json_reply
 
 if TYPE_CHECKING:
     from quire.ipc.client import EngineClient
+    from quire.ipc.link import EngineLink
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,12 @@ STATS_SECONDS = 5.0
 MEASURED_TOKENS = 4096
 """So many prompt tokens must have been computed for `/load` to say how fast that goes."""
 Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
-SinceEvent = Annotated[
-    int, Query(ge=-1, le=2**62, description="Only events from this number on; -1: all that is there.")
+SinceEvents = Annotated[
+    str,
+    Query(
+        pattern=r"^(-1|\d{1,18})(,(-1|\d{1,18}))*$",
+        description="Of each engine, only events from this number on; -1, or where it is left out: all that is there.",
+    ),
 ]
 Engine = Annotated[int | None, Query(ge=0, le=2**31, description="Which replica's; default: one that is ready.")]
 
@@ -85,11 +91,9 @@ def open_router(context: AppContext) -> APIRouter:
         tags=["server"],
         dependencies=[Depends(_check_operator)],  # it tells of everybody's requests
     )
-    async def prompts(since: SinceEvent = -1) -> Response:
-        if len(context.client.links) > 1:
-            raise ApiError(404, "replicas do not tell what each has cached", code="not_told")
-        answer = await context.client.inspect("prompts", since)
-        return Response(answer, media_type="application/json", headers=_NOT_CACHED)
+    async def prompts(since: SinceEvents = "-1") -> Response:
+        document = msgspec.json.encode({"engines": await _prompts(context.client, [*map(int, since.split(","))])})
+        return Response(document, media_type="application/json", headers=_NOT_CACHED)
 
     @router.get(
         "/load/requests/{request_id:path}",
@@ -211,17 +215,16 @@ async def _stats(context: AppContext) -> dict[int, dict[str, Any]]:
 
 
 async def _load(context: AppContext) -> dict[str, Any]:
-    """What a router must know of this server, beside its models. Of several engines it is the sum."""
+    """What a router must know of this server, beside its models: of each engine, and of all of them the sum."""
     info, stats = context.client.info, await _stats(context)
 
     def total(name: str) -> Any:
         return sum(each.get(name, 0) for each in stats.values())
 
-    boots = "-".join(f"{link.boot}.{stats.get(link.replica, {}).get('pid')}" for link in context.client.links)
-    computed, seconds = total("prefill_tokens"), total("prefill_seconds")
-    rate = len(stats) * computed / seconds if computed >= MEASURED_TOKENS and seconds else None
+    engines = [_engine_load(link, stats.get(link.replica)) for link in context.client.links]
+    rates = [each["prefill_tokens_per_second"] for each in engines if each["prefill_tokens_per_second"]]
     return {
-        "engine": boots if info is not None else None,
+        "engines": engines,
         "checkpoint": info.checkpoint if info is not None else None,
         "fingerprint": info.fingerprint if info is not None else None,
         "kv_transfer": info.kv_transfer if info is not None else {},
@@ -229,10 +232,32 @@ async def _load(context: AppContext) -> dict[str, Any]:
         "num_blocks": total("num_blocks") or None,
         "running": total("running"),
         "waiting": total("waiting"),
-        "prefill_tokens_per_second": rate,
+        "prefill_tokens_per_second": sum(rates) / len(rates) * len(stats) if rates else None,
         **{name: total(name) for name in ("held_blocks", "cached_blocks", "prompt_tokens", "cached_tokens")},
         "kv_tiers": _tiers([each.get("kv_tiers", {}) for each in stats.values()]),
     }
+
+
+def _engine_load(link: EngineLink, stats: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a router must know of one engine. `engine`: which one it is; None: it has not told that just now."""
+    stats = stats or {}
+    computed, seconds = stats.get("prefill_tokens", 0), stats.get("prefill_seconds", 0.0)
+    return {
+        "engine": f"{link.boot}.{stats['pid']}" if "pid" in stats else None,
+        "up": link.healthy,
+        "num_blocks": stats.get("num_blocks"),
+        "running": stats.get("running", 0),
+        "waiting": stats.get("waiting", 0),
+        "prefill_tokens_per_second": computed / seconds if computed >= MEASURED_TOKENS and seconds else None,
+    }
+
+
+async def _prompts(client: EngineClient, since: Sequence[int]) -> list[msgspec.Raw | None]:
+    """What each engine tells of its cache, see `fleet/cached_prompts.py`; None: it does not answer."""
+    numbers = [since[link.replica] if link.replica < len(since) else -1 for link in client.links]
+    asked = (client.inspect("prompts", number, replica) for replica, number in enumerate(numbers))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    return [msgspec.Raw(answer) if isinstance(answer, bytes) else None for answer in answers]
 
 
 def _tiers(counts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
