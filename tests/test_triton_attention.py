@@ -13,7 +13,7 @@ import triton.language as tl
 from quire.ops import KVCache, RaggedBatch, paged_attention, store_kv
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.ragged import DeviceSpans
-from quire.ops.triton import attention
+from quire.ops.triton import attention, splits
 from tests.test_cpu_attention import LAYER, Request, Span, batch_of, poisoned_cache
 from tests.triton_compile import compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in div
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "SPLIT", SPLIT)
+    monkeypatch.setattr(splits, "SPLIT", SPLIT)
     monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
 
 
@@ -178,7 +178,9 @@ def test_bits_depend_on_the_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(attention, "PROGRAMS", 4 if side_by_side else 1)  # two lanes for three splits, or one
+    monkeypatch.setattr(splits, "PROGRAMS", 2)  # workers for three splits
+    if not side_by_side:
+        monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     request = Request(LENGTH, shape, dtype, seed=1)
     whole = alone(request, how, window)
     assert whole.isfinite().all()
@@ -191,29 +193,64 @@ def test_bits_depend_on_the_request_alone(
         assert torch.equal(out.view(torch.uint8), whole.view(torch.uint8)), f"blocks of {size}, chunks {lengths}"
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, programs: int, spans: Sequence[Span], tokens: int) -> attention._Plan:
-    monkeypatch.setattr(attention, "PROGRAMS", programs)
+def listed(spans: Sequence[Span], tokens: int, window: int | None = None) -> splits.Splits:
+    """The list for a step of these spans, 4 query heads and 2 KV heads of 16 numbers."""
     requests = [Request(tokens, (4, 2, 16), torch.float16, seed=1)] * len(spans)
     kv, tables = stored(requests[:1], 16, "auto")
     q = torch.cat([requests[0].q[:rows] for _, rows in spans])
     at = on_device(spans, tables * len(spans), 16).spans
     assert at is not None
-    return attention._make_plan(q, kv, at, None, True)
+    return attention._make_plan(q, kv, at, window, True).splits
 
 
-def test_splits_lie_side_by_side_where_spans_are_few_and_within_the_scratch_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    decode = [(1000, 1)] * 4
-    assert launched(monkeypatch, 64, decode, 1008).lanes == 8  # of 8 splits
-    assert launched(monkeypatch, 16, decode, 1008).lanes == 2  # 4 spans * 2 KV heads * 2
-    plan = launched(monkeypatch, 8, decode, 1008)
-    assert (plan.lanes, len(plan.split_out), len(plan.split_sums)) == (1, 0, 0)
-    assert launched(monkeypatch, 64, [(1000, 1), (900, 41)], 1008).short == attention.SHORT
-    monkeypatch.setattr(attention, "SCRATCH_BYTES", 4 * 4 * 8 * 18 * 4)
-    assert launched(monkeypatch, 64, decode, 1008).split_out.nbytes == 4 * 4 * 8 * 16 * 4
-    monkeypatch.setattr(attention, "SCRATCH_BYTES", 4 * 4 * 8 * 18 * 4 - 1)
-    assert launched(monkeypatch, 64, decode, 1008).lanes == 1
+ITEM_BYTES = 4 * 4 * 18
+"""Scratch memory of an item with one row: 4 heads with 16 numbers, a maximum and a sum in fp32."""
+
+
+def test_the_list_has_the_splits_that_each_span_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = [(1000, 1), (127, 1), (128, 1), (500, 1)]
+    assert listed(decode, 1008).before.tolist() == [0, 8, 8, 10, 14]  # one split is none to share
+    monkeypatch.setattr(splits, "SPANS_AT_ONCE", tl.constexpr(2))
+    assert listed(decode, 1008).before.tolist() == [0, 8, 8, 10, 14]
+    assert listed(decode, 1008, window=100).before.tolist() == [0, 0, 0, 2, 2]
+    mixed = listed([(1000, 1), (600, 41), (900, 8)], 1008)
+    assert (mixed.short, mixed.before.tolist()) == (8, [0, 8, 8, 16])  # 41 rows are not short
+
+
+def test_spans_that_find_no_room_have_no_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = [(1000, 1), (500, 1), (900, 1), (300, 1)]
+    monkeypatch.setattr(splits, "SCRATCH_BYTES", 15 * ITEM_BYTES)
+    few = listed(decode, 1008)
+    assert few.before.tolist() == [0, 8, 12, 12, 12]
+    assert few.out.nbytes + few.sums.nbytes == 15 * ITEM_BYTES
+    monkeypatch.setattr(splits, "SCRATCH_BYTES", ITEM_BYTES - 1)
+    none = listed(decode, 1008)
+    assert (none.workers, none.before.tolist(), len(none.out), len(none.sums)) == (0, [0] * 5, 0, 0)
+
+
+def test_workers_are_as_many_as_fill_the_device_and_no_more_than_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "PROGRAMS", 20)
+    assert listed([(1000, 1)] * 4, 1008).workers == 10  # for each of two KV heads
+    monkeypatch.setattr(splits, "PROGRAMS", 1000)
+    assert listed([(1000, 1)] * 4, 1008).workers == 4 * 8
+    assert listed([(100, 1)] * 4, 112).workers == 0
+
+
+@pytest.mark.parametrize("room", [10**6, 9])
+def test_long_and_short_contexts_share_the_workers(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of unlike contexts, some of which find no room, has the bits of each request alone."""
+    monkeypatch.setattr(splits, "PROGRAMS", 6)
+    monkeypatch.setattr(splits, "SCRATCH_BYTES", room * ITEM_BYTES)
+    monkeypatch.setattr(splits, "SPANS_AT_ONCE", tl.constexpr(2))
+    spans = [(40, 1), (700, 1), (129, 1), (380, 1), (260, 1)]
+    requests = [Request(sum(span), (4, 2, 16), torch.float32, seed) for seed, span in enumerate(spans)]
+    kv, tables = stored(requests, 16, "auto")
+    q = torch.cat([r.q[start:] for r, (start, _) in zip(requests, spans, strict=True)])
+    together = attend(q, kv, on_device(spans, tables, 16, (0, 3)), None)
+    monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
+    for place, (span, table) in enumerate(zip(spans, tables, strict=True)):
+        alone = attend(q[place : place + 1], kv, on_device([span], [table], 16), None)
+        assert torch.equal(together[place], alone[0]), span
 
 
 @triton.jit
@@ -271,7 +308,7 @@ def test_queries_may_lie_beside_keys_and_values() -> None:
 
 
 def test_more_spans_than_are_looked_at_at_once_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "SPANS_AT_ONCE", tl.constexpr(2))
+    monkeypatch.setattr(splits, "SPANS_AT_ONCE", tl.constexpr(2))
     request = Request(7, (1, 1, 16), torch.float32, seed=1)
     kv, tables = stored([request], 16, "auto")
     spans = [(position, 1) for position in range(7)]

@@ -16,7 +16,7 @@ from quire.engine.engine import Engine
 from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.latent import latent_attention
-from quire.ops.triton import attention, latent
+from quire.ops.triton import attention, latent, splits
 from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
 from tests.oracle import save_checkpoint
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent, "SPLIT", SPLIT)
+    monkeypatch.setattr(splits, "SPLIT", SPLIT)
     monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
 
 
@@ -169,7 +169,8 @@ def test_bits_depend_on_the_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(latent, "PROGRAMS", 10 if side_by_side else 1)  # a lane a split, or one
+    if not side_by_side:
+        monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     request = Request(LENGTH, (2, 32, 8), dtype)
     whole = in_chunks(request, [LENGTH], 16, how, (0, 0))
     assert whole.isfinite().all()
@@ -187,17 +188,16 @@ def test_splits_lie_side_by_side_within_the_scratch_memory(monkeypatch: pytest.M
     spans = on_device([(511, 1)] * 4, tables * 4, 16).spans
     assert spans is not None
 
-    def plan(programs: int) -> latent._Plan:
-        monkeypatch.setattr(latent, "PROGRAMS", programs)
-        return latent._make_plan(request.q[:4], kv, spans, 16)
+    def listed() -> splits.Splits:
+        return latent._make_plan(request.q[:4], kv, spans, 16).splits
 
-    assert plan(64).lanes == 8  # of 8 splits
-    assert plan(16).lanes == 2  # 4 spans * 2 groups of heads * 2
-    assert (plan(8).lanes, len(plan(8).split_out), len(plan(8).split_sums)) == (1, 0, 0)
+    monkeypatch.setattr(splits, "PROGRAMS", 20)
+    assert listed().before.tolist() == [0, 8, 16, 24, 32]
+    assert listed().workers == 10  # for each of two groups of heads
     used = 4 * 128 * 8 * 18 * 4
-    assert plan(64).split_out.nbytes + plan(64).split_sums.nbytes == used
-    monkeypatch.setattr(latent, "SCRATCH_BYTES", used - 1)
-    assert plan(64).lanes == 1
+    assert listed().out.nbytes + listed().sums.nbytes == used
+    monkeypatch.setattr(splits, "SCRATCH_BYTES", used - 1)
+    assert listed().before.tolist() == [0, 8, 16, 24, 24]
 
 
 @pytest.mark.parametrize("how", ["auto", "int8", "fp8"])

@@ -12,7 +12,7 @@ import triton.language as tl
 from quire.ops import Kernels, KVCache, KVShape, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.ragged import DeviceSpans, DeviceTrees
-from quire.ops.triton import attention, latent
+from quire.ops.triton import attention, latent, splits
 from quire.ops.triton.kernels import TritonKernels
 from tests.devices import SpanKernels
 from tests.test_trees import Heads, Latent, Part, Tree, World, batch_of, check, equal
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "SPLIT", 128)
-    monkeypatch.setattr(latent, "SPLIT", 64)
+    monkeypatch.setattr(splits, "SPLIT", 128)
     monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
 
 
@@ -78,14 +77,14 @@ class DeviceWorld(World):
 
 
 @pytest.mark.parametrize(
-    "dtype, stored, shape, window, programs",
+    "dtype, stored, shape, window, listed",
     [
-        (torch.float32, "auto", (4, 2, 32), None, 1),
-        (torch.float32, "int8", (7, 1, 16), 20, 64),
-        (torch.float16, "auto", (4, 2, 16), 3, 64),
-        pytest.param(torch.float16, "fp8", (10, 2, 24), None, 16, marks=pytest.mark.slow),
-        pytest.param(torch.float16, "int8", (70, 1, 16), 140, 1, marks=pytest.mark.slow),
-        (torch.float16, "fp8", (6, 2, 24), 140, 16),
+        (torch.float32, "auto", (4, 2, 32), None, False),
+        (torch.float32, "int8", (7, 1, 16), 20, True),
+        (torch.float16, "auto", (4, 2, 16), 3, True),
+        pytest.param(torch.float16, "fp8", (10, 2, 24), None, True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "int8", (70, 1, 16), 140, False, marks=pytest.mark.slow),
+        (torch.float16, "fp8", (6, 2, 24), 140, True),
     ],
 )
 def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
@@ -93,32 +92,37 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
     stored: KVCacheDtype,
     shape: tuple[int, int, int],
     window: int | None,
-    programs: int,
+    listed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "PROGRAMS", programs)  # whose splits lie side by side, or one after the other
+    monkeypatch.setattr(splits, "PROGRAMS", 6)
+    if not listed:  # their splits are computed one after the other
+        monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     torch.manual_seed(0)
     for seed in range(2):
         check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"{seed} {shape}"), most=12)
 
 
 @pytest.mark.parametrize(
-    "dtype, stored, shape, programs",
+    "dtype, stored, shape, listed",
     [
-        (torch.float32, "auto", (4, 32, 8), 64),
-        pytest.param(torch.float16, "fp8", (16, 24, 16), 64, marks=pytest.mark.slow),
-        pytest.param(torch.float16, "int8", (70, 16, 8), 1, marks=pytest.mark.slow),
-        (torch.float16, "int8", (6, 16, 8), 1),
+        (torch.float32, "auto", (4, 32, 8), True),
+        pytest.param(torch.float16, "fp8", (16, 24, 16), True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "int8", (70, 16, 8), False, marks=pytest.mark.slow),
+        (torch.float16, "int8", (6, 16, 8), False),
     ],
 )
 def test_a_row_of_a_tree_has_the_bits_of_its_path_alone_in_latent_attention(
     dtype: torch.dtype,
     stored: KVCacheDtype,
     shape: tuple[int, int, int],
-    programs: int,
+    listed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(latent, "PROGRAMS", programs)
+    monkeypatch.setattr(splits, "SPLIT", 64)
+    monkeypatch.setattr(splits, "PROGRAMS", 6)
+    if not listed:
+        monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     torch.manual_seed(0)
     check(DeviceWorld, Latent(shape, dtype, stored, None), TRITON, random.Random(f"{shape}"), most=9)
 

@@ -4,7 +4,7 @@ A program computes one *row tile*: some tokens of one span, each with all query 
 over the keys in *key tiles* of constant size at constant absolute positions, with a running maximum, sum and output in
 fp32 (https://arxiv.org/abs/2205.14135). Every `SPLIT` keys these are merged into the rows' totals and start afresh.
 
-So the splits of a short span can as well be taken by several programs, its *lanes*, which store what they have, and
+So the splits of a short span can as well be taken by several programs (`splits.py`), which store what they have, and
 `_merge_splits` merges it, in the same order and with the same arithmetic (the idea is that of
 https://pytorch.org/blog/flash-decoding). Which way a row goes changes none of its bits. Neither does what else is in
 its tile: a key tile or a split that it does not see leaves its numbers as they are (but for the sign of a zero, which
@@ -27,20 +27,7 @@ import triton.language as tl
 
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import DeviceSpans, RaggedBatch
-
-SPLIT = 512
-"""Keys a split. Changing it changes bits. Few, since a lone request decodes with one program a split and KV head; not
-fewer, since each split costs a merge, and a row of scratch memory where splits lie side by side."""
-
-PROGRAMS = 1024
-"""About how many programs decoding should have: some rounds of the two that fit each multiprocessor of a large GPU,
-which has 130 to 150, so that no long context is left to one program. Does not change bits."""
-
-SHORT = 8
-"""Most tokens of a span whose splits lie side by side: one to decode, and its drafts. Does not change bits."""
-
-SCRATCH_BYTES = 1 << 26
-"""Most memory for splits that lie side by side. Does not change bits."""
+from quire.ops.triton.splits import SHORT, Splits, items_of, list_splits, locate, of_trees, reach
 
 TILE_BYTES = 1 << 14
 """Of a tile's keys, and of its values: with three in flight, they fit the 99 KiB of a consumer card's
@@ -53,70 +40,9 @@ VALUE_UNIT = tl.constexpr(64.0)
 """Weights times value scales are kept this much larger, so that fp16 holds them as well as it would hold values.
 A value scale of fp16 numbers is at most 65504 / 127, so they stay finite."""
 
-SPANS_AT_ONCE = tl.constexpr(256)
 MERGED_AT_ONCE = tl.constexpr(8)
 LOG2_E = 1.4426950408889634
 LOG2 = tl.constexpr(LOG2_E)
-
-
-@triton.jit
-def _find_span(row_starts, spans, tile, TOKENS: tl.constexpr):
-    """The span of a row tile: those of span s begin with tile row_starts[s] // TOKENS + s, which leaves it enough."""
-    count = 0
-    for first in range(0, spans, SPANS_AT_ONCE):
-        span = first + tl.arange(0, SPANS_AT_ONCE)
-        start = tl.load(row_starts + span, mask=span < spans, other=0)
-        count += tl.sum(((span < spans) & (start // TOKENS + span <= tile)).to(tl.int32), 0)
-    return count - 1
-
-
-@triton.jit
-def _locate(row_starts, spans, tiles, lanes, TOKENS: tl.constexpr):
-    """What this program works on: span, lane, the span's first row and the one after its last, the tile's first row.
-
-    The first `tiles` programs are lane 0 of each row tile; after them are the other lanes of each span's first one.
-    """
-    program = tl.program_id(0)
-    if program < tiles:
-        tile = tiles - 1 - program  # the rows of a long span that see most come first
-        span = _find_span(row_starts, spans, tile, TOKENS)
-        lane = 0
-    else:
-        tile = 0
-        span = (program - tiles) // (lanes - 1)
-        lane = (program - tiles) % (lanes - 1) + 1
-    span_first, span_last = tl.load(row_starts + span), tl.load(row_starts + span + 1)
-    first_row = span_first
-    if lane == 0:
-        first_row += (tile - span_first // TOKENS - span) * TOKENS
-    return span, lane, span_first, span_last, first_row
-
-
-@triton.jit
-def _seen(start, rows, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """What rows at positions start .. start + rows - 1 see: first key and the one after the last; so for splits."""
-    low = 0
-    if WINDOW:
-        low = tl.maximum(start - WINDOW + 1, 0)
-    high = start + rows
-    return low, high, low // SPLIT, tl.cdiv(high, SPLIT)
-
-
-@triton.jit
-def _reach(start, rows, row, span, bases, depths, context_lens, path_width, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """What `rows` rows of a span from `start` on see, as `_seen` says it; `row` is the first.
-
-    Before that, the base of the tree that they belong to, or -1. Of a tree, it is what all of its rows see.
-    """
-    base = -1
-    if depths is not None:
-        root = tl.load(bases + span)
-        in_tree = tl.load(depths + row, mask=rows > 0, other=-1) >= 0
-        base = tl.where(in_tree, root, -1)
-        start = tl.where(in_tree, root, start)
-        rows = tl.where(in_tree, tl.minimum(tl.load(context_lens + span) - root, path_width), rows)
-    low, high, first_split, last_split = _seen(start, rows, WINDOW, SPLIT)
-    return base, low, high, first_split, last_split
 
 
 @triton.jit
@@ -228,7 +154,7 @@ def _begin(sinks, head):
     return top, total
 
 
-@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer", "path_width"])
+@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "workers", "short", "layer", "path_width"])
 def _attend(
     q,
     numbers,
@@ -237,6 +163,7 @@ def _attend(
     row_starts,
     starts,
     table_rows,
+    before,
     result,
     split_out,
     split_sums,
@@ -249,9 +176,8 @@ def _attend(
     table_stride,
     spans,
     tiles,
-    lanes,
+    workers,
     short,
-    slots,
     layer,
     scale,
     Q_STRIDE: tl.constexpr,
@@ -269,141 +195,128 @@ def _attend(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One row tile of one KV head: all its splits, or every lanes-th of them. Programs (see `_locate`, KV head).
+    """A row tile of one KV head with all its splits, or some of the listed splits; programs (see `items_of`, KV head).
 
-    Layouts: split_out [spans, short, heads, slots, HEAD_DIM]; split_sums, of maxima and sums, [.., slots, 2].
+    Layouts: split_out [items, short, heads, HEAD_DIM]; split_sums, of maxima and sums, [items, short, heads, 2].
     `scale` contains the factor log2(e), since weights are powers of 2.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
     kv_head = tl.program_id(1)
-    span, lane, span_first, span_last, first_row = _locate(row_starts, spans, tiles, lanes, TOKENS)
-    if first_row >= span_last:
-        return
-    start = tl.load(starts + span) + first_row - span_first
-    tokens = tl.minimum(span_last - first_row, TOKENS)
-    base, low, high, first_split, last_split = _reach(
-        start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
-    )
-    side_by_side = (span_last - span_first <= short) & (last_split - first_split > 1)
-    stride = 1
-    if side_by_side:
-        stride = lanes
-    elif lane > 0:
-        return
+    first_item, last_item = items_of(before, spans, tiles)
+    for item in range(first_item, last_item, workers):
+        span, span_first, span_last, first_row, listed = locate(row_starts, before, spans, tiles, item, TOKENS)
+        start = tl.load(starts + span) + first_row - span_first
+        tokens = tl.minimum(span_last - first_row, TOKENS)
+        base, low, high, first_split, last_split = reach(
+            start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
+        )
+        last_split = tl.where(tokens > 0, last_split, first_split)
+        if listed >= 0:
+            first_split += listed
+            last_split = first_split + 1
 
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
-    token, head = row // GROUP, kv_head * GROUP + row % GROUP
-    is_row = token < tokens
-    in_tile = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    q_at = (first_row + token).to(tl.int64) * Q_STRIDE + head * Q_HEAD_STRIDE
-    queries = tl.load(q + q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
-    position = (start + token)[:, None]
-    if paths is not None:
-        turns = tl.where(base < 0, 0, tokens)
-        depth = tl.load(depths + first_row + token, mask=is_row, other=0)
-        position = tl.where(base < 0, start + token, base + depth)[:, None]
-    table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
-
-    all_top, all_total = _begin(sinks, head)
-    all_out = tl.zeros((ROWS, DIM), tl.float32)
-    for split in range(first_split + lane, last_split, stride):
-        top = tl.full((ROWS,), LOWEST, tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        out = tl.zeros((ROWS, DIM), tl.float32)
-        first = tl.maximum(split * TILES_PER_SPLIT, low // KEYS)
-        last = tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+        row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
+        token, head = row // GROUP, kv_head * GROUP + row % GROUP
+        is_row = token < tokens
+        in_tile = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+        q_at = (first_row + token).to(tl.int64) * Q_STRIDE + head * Q_HEAD_STRIDE
+        queries = tl.load(q + q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
+        position = (start + token)[:, None]
         if paths is not None:
-            beyond = last
-            last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
-        # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
-        block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
-        for key_tile in range(first, last):
-            key = key_tile * KEYS + tl.arange(0, KEYS)
-            there = (key >= low) & (key < high)
-            plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
-            block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-            seen = key[None, :] <= position
-            if WINDOW:
-                seen &= key[None, :] > position - WINDOW
-            top, total, out = _take_in(
-                *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
-                *(HEAD_DIM, PLANE, QUANTIZED, DIM),
-            )
-        if paths is not None:
-            for turn in range(turns):
-                path = paths + (first_row + turn).to(tl.int64) * path_width
-                end = base + tl.load(depths + first_row + turn) + 1
-                mine = (token == turn)[:, None]
-                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(beyond, tl.cdiv(end, KEYS))):
-                    key = key_tile * KEYS + tl.arange(0, KEYS)
-                    there = (key >= low) & (key < end)
-                    place = _place_of(path, base, key, there)
-                    block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
-                    plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
-                    seen = mine & (key[None, :] <= position)
-                    if WINDOW:
-                        seen &= key[None, :] > position - WINDOW
-                    top, total, taken = _take_in(
-                        *(top, total, out, queries, numbers, scales, plane, place % BLOCK_SIZE, there, seen, scale),
-                        *(HEAD_DIM, PLANE, QUANTIZED, DIM),
-                    )
-                    out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
-        if side_by_side:
-            slot = ((span * short + token) * (KV_HEADS * GROUP) + head) * slots + split - first_split
-            tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
-            tl.store(split_sums + slot * 2, top, mask=is_row)
-            tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
-        else:
-            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-    if not side_by_side:
-        at = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
-        tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
+            turns = tl.where(base < 0, 0, tokens)
+            depth = tl.load(depths + first_row + token, mask=is_row, other=0)
+            position = tl.where(base < 0, start + token, base + depth)[:, None]
+        table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
+
+        all_top, all_total = _begin(sinks, head)
+        all_out = tl.zeros((ROWS, DIM), tl.float32)
+        for split in range(first_split, last_split):
+            top = tl.full((ROWS,), LOWEST, tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            out = tl.zeros((ROWS, DIM), tl.float32)
+            first = tl.maximum(split * TILES_PER_SPLIT, low // KEYS)
+            last = tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+            if paths is not None:
+                beyond = last
+                last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
+            # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
+            block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
+            for key_tile in range(first, last):
+                key = key_tile * KEYS + tl.arange(0, KEYS)
+                there = (key >= low) & (key < high)
+                plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
+                block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
+                seen = key[None, :] <= position
+                if WINDOW:
+                    seen &= key[None, :] > position - WINDOW
+                top, total, out = _take_in(
+                    *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
+                    *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+                )
+            if paths is not None:
+                for turn in range(turns):
+                    path = paths + (first_row + turn).to(tl.int64) * path_width
+                    end = base + tl.load(depths + first_row + turn) + 1
+                    mine = (token == turn)[:, None]
+                    for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(beyond, tl.cdiv(end, KEYS))):
+                        key = key_tile * KEYS + tl.arange(0, KEYS)
+                        there = (key >= low) & (key < end)
+                        place = _place_of(path, base, key, there)
+                        block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+                        plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
+                        seen = mine & (key[None, :] <= position)
+                        if WINDOW:
+                            seen &= key[None, :] > position - WINDOW
+                        top, total, taken = _take_in(
+                            *(top, total, out, queries, numbers, scales, plane, place % BLOCK_SIZE, there, seen, scale),
+                            *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+                        )
+                        out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
+            if listed >= 0:
+                slot = (item * short + token) * (KV_HEADS * GROUP) + head
+                tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
+                tl.store(split_sums + slot * 2, top, mask=is_row)
+                tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
+            else:
+                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+        if listed < 0:
+            at = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
+            tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
 
 
-@triton.jit(do_not_specialize=["short", "slots", "path_width"])
+@triton.jit(do_not_specialize=["short"])
 def _merge_splits(
     split_out,
     split_sums,
+    before,
     row_starts,
-    starts,
     result,
     sinks,
-    bases,
-    depths,
-    context_lens,
-    path_width,
     short,
-    slots,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    SPLIT: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One head of one token whose splits lie side by side; programs (span * short + token, head)."""
+    """One head of one token of a span that has listed splits; programs (span * short + token, head)."""
     head = tl.program_id(1)
     span, token = tl.program_id(0) // short, tl.program_id(0) % short
     first_row = tl.load(row_starts + span)
     rows = tl.load(row_starts + span + 1) - first_row
-    start = tl.load(starts + span)
-    _, _, _, first_split, last_split = _reach(
-        start, rows, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
-    )
-    splits = last_split - first_split
-    if (token >= rows) | (rows > short) | (splits <= 1):
+    first_item = tl.load(before + span)
+    items = tl.load(before + span + 1) - first_item
+    if (token >= rows) | (items == 0):
         return
 
     one, dim = tl.arange(0, 1), tl.arange(0, DIM)
-    first_slot = (tl.program_id(0) * HEADS + head) * slots
     top, total = _begin(sinks, head + one)
     out = tl.zeros((1, DIM), tl.float32)
-    for first in range(0, splits, MERGED_AT_ONCE):
+    for first in range(0, items, MERGED_AT_ONCE):
         # Written out, so that all their loads are under way together; a split beyond the last changes nothing.
         for split in tl.static_range(MERGED_AT_ONCE):
-            slot = first_slot + first + split + one
-            there = slot < first_slot + splits
+            there = first + split + one < items
+            slot = ((first_item + first + split + one) * short + token) * HEADS + head
             at = split_out + slot[:, None] * HEAD_DIM + dim[None, :]
             other_out = tl.load(at, mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
             other_top = tl.load(split_sums + slot * 2, mask=there, other=LOWEST)
@@ -420,10 +333,7 @@ class _Plan(NamedTuple):
         rows, keys, dim: of a row tile (tokens times group), of a key tile, and of a head, padded: powers of two.
         warps, stages: of a program, and how many key tiles it has in flight.
         tiles: row tiles, or more.
-        lanes: programs that share the splits of a short span; 1: none do.
-        short: most tokens of such a span.
-        slots: most splits of such a span.
-        split_out, split_sums: scratch memory, fp32: see `_attend`.
+        splits: of short spans, for the programs that share them.
     """
 
     rows: int
@@ -432,11 +342,7 @@ class _Plan(NamedTuple):
     warps: int
     stages: int
     tiles: int
-    lanes: int
-    short: int
-    slots: int
-    split_out: torch.Tensor
-    split_sums: torch.Tensor
+    splits: Splits
 
 
 def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, deterministic: bool) -> _Plan:
@@ -445,15 +351,7 @@ def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | N
     dim = max(16, _power_of_two(head_dim))
     head_bytes = dim * q.element_size()
     rows = _row_tile(group, -(-tokens // count) * group, head_bytes, deterministic)
-
     short = min(SHORT, rows // group, max(1, tokens // count))
-    slots = -(-spans.block_tables.shape[1] * kv.block_size // SPLIT)
-    if window is not None:
-        deepest = 1 if spans.trees is None else spans.trees.paths.shape[1]
-        slots = min(slots, (window + max(short, deepest) - 3) // SPLIT + 2)
-    short = min(short, SCRATCH_BYTES // (4 * count * heads * slots * (head_dim + 2)))
-    lanes = min(slots, -(-PROGRAMS // (count * kv.kv_heads))) if short else 1
-    scratch = count * short * heads * slots if lanes > 1 else 0
     return _Plan(
         rows=rows,
         keys=min(64, max(16, TILE_BYTES // head_bytes)),
@@ -461,11 +359,7 @@ def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | N
         warps=8 if rows * max(head_bytes, 256) > 64 * 256 else 4,  # the sums of 16 rows of 128 numbers fill a warp
         stages=max(1, min(3, 1024 // head_bytes)),
         tiles=tokens // (rows // group) + count,
-        lanes=lanes,
-        short=short if lanes > 1 else 0,
-        slots=slots,
-        split_out=q.new_empty(scratch * head_dim, dtype=torch.float32),
-        split_sums=q.new_empty(scratch * 2, dtype=torch.float32),
+        splits=list_splits(spans, kv.block_size, window, short, kv.kv_heads, heads, head_dim),
     )
 
 
@@ -480,19 +374,6 @@ def _row_tile(group: int, rows_per_span: int, head_bytes: int, deterministic: bo
     elif not deterministic and rows_per_span >= 512 and head_bytes <= 256:
         rows = 128
     return max(rows, _power_of_two(group))
-
-
-def of_trees(spans: DeviceSpans) -> dict[str, Any]:
-    """The arguments of kernels that say how rows of trees follow their paths; None where there are no trees."""
-    if spans.trees is None:
-        return {"bases": None, "depths": None, "context_lens": None, "path_width": 0}
-    trees = spans.trees
-    return {
-        "bases": trees.bases,
-        "depths": trees.depths,
-        "context_lens": spans.context_lens,
-        "path_width": trees.paths.shape[1],
-    }
 
 
 def _power_of_two(n: int) -> int:
@@ -526,17 +407,15 @@ def attend(
     tokens, heads, head_dim = q.shape
     key = ("triton attention", q.shape, q.dtype, kv.kv_heads, window, deterministic)
     plan = batch.once(key, lambda: _make_plan(q, kv, spans, window, deterministic))
+    splits, count = plan.splits, len(spans.starts)
     result = q.new_empty(tokens, heads * head_dim)
     shape: dict[str, Any] = {
         "HEAD_DIM": head_dim,
-        "WINDOW": window or 0,
         "QUANTIZED": kv.scales is not None,
-        "SPLIT": SPLIT,
         "DIM": plan.dim,
         "enable_fp_fusion": False,  # both kernels merge, and must agree
     }
-    trees, count = of_trees(spans), len(spans.starts)
-    _attend[(plan.tiles + count * (plan.lanes - 1), kv.kv_heads)](
+    _attend[(plan.tiles + splits.workers, kv.kv_heads)](
         q,
         kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
         kv.scales,
@@ -544,17 +423,17 @@ def attend(
         spans.row_starts,
         spans.starts,
         spans.table_rows,
+        splits.before,
         result,
-        plan.split_out,
-        plan.split_sums,
+        splits.out,
+        splits.sums,
         sinks,
         paths=spans.trees and spans.trees.paths,
         table_stride=spans.block_tables.stride(0),
         spans=count,
         tiles=plan.tiles,
-        lanes=plan.lanes,
-        short=plan.short,
-        slots=plan.slots,
+        workers=splits.step,
+        short=splits.short,
         layer=layer,
         scale=scale * LOG2_E,
         Q_STRIDE=q.stride(0),
@@ -564,26 +443,26 @@ def attend(
         GROUP=heads // kv.kv_heads,
         PLANE=kv.numbers.stride(3),
         BLOCK_SIZE=kv.block_size,
+        WINDOW=window or 0,
+        SPLIT=splits.keys,
         ROWS=plan.rows,
         KEYS=plan.keys,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        **trees,
+        **of_trees(spans),
         **shape,
     )
-    if plan.lanes > 1:
-        _merge_splits[(count * plan.short, heads)](
-            plan.split_out,
-            plan.split_sums,
-            spans.row_starts,
-            spans.starts,
-            result,
-            sinks,
-            short=plan.short,
-            slots=plan.slots,
+    merge_splits(splits, spans, heads, result, sinks, num_warps=1, **shape)
+    return result
+
+
+def merge_splits(
+    splits: Splits, spans: DeviceSpans, heads: int, result: torch.Tensor, sinks: torch.Tensor | None, **shape: Any
+) -> None:
+    """Writes the rows of `result` whose splits are listed; `shape`: the other arguments of `_merge_splits`."""
+    if splits.workers:
+        _merge_splits[(len(spans.starts) * splits.short, heads)](
+            *(splits.out, splits.sums, splits.before, spans.row_starts, result, sinks, splits.short),
             HEADS=heads,
-            num_warps=1,
-            **trees,
             **shape,
         )
-    return result

@@ -1,6 +1,6 @@
 """Latent attention over the paged cache, in Triton: see `quire.ops.latent` for what is computed.
 
-Attention is done as `quire.ops.triton.attention` does it, with its splits, lanes and merges. A program has some tokens
+Attention is done as `quire.ops.triton.attention` does it, with its splits and merges. A program has some tokens
 of one span with all their heads (or, where these are many, with 64 of them), and loads each row of the cache once for
 all of them: as a key it is multiplied in two parts, the compressed vector and the rotated key, and the first part,
 where it lies, is multiplied once more as the value.
@@ -23,27 +23,18 @@ from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.triton.attention import (
     LOG2_E,
     LOWEST,
-    PROGRAMS,
-    SHORT,
-    SPLIT,
     VALUE_UNIT,
     _blocks,
     _finish,
-    _locate,
     _merge,
-    _merge_splits,
     _place_of,
     _power_of_two,
-    _reach,
     _widen,
-    of_trees,
+    merge_splits,
 )
 from quire.ops.triton.cache import _quantized
 from quire.ops.triton.rows import inverse_rms, normalized
-
-SCRATCH_BYTES = 1 << 27
-"""Most memory for splits that lie side by side: those of some 60 tokens, with 16 heads and up to 32,768 keys. Does not
-change bits."""
+from quire.ops.triton.splits import SHORT, Splits, items_of, list_splits, locate, of_trees, reach
 
 ROTATED = 1024
 """Numbers that a program of `rotate_interleaved` turns: with 4 warps, 8 a thread."""
@@ -213,7 +204,7 @@ def _take_in(
     return highest, total, out
 
 
-@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "lanes", "short", "slots", "layer", "path_width"])
+@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "workers", "short", "layer", "path_width"])
 def _attend_latent(
     q,
     numbers,
@@ -222,6 +213,7 @@ def _attend_latent(
     row_starts,
     starts,
     table_rows,
+    before,
     result,
     split_out,
     split_sums,
@@ -233,9 +225,8 @@ def _attend_latent(
     table_stride,
     spans,
     tiles,
-    lanes,
+    workers,
     short,
-    slots,
     layer,
     scale,
     BLOCK_STRIDE: tl.constexpr,
@@ -252,95 +243,117 @@ def _attend_latent(
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
 ):
-    """One row tile of GROUP heads: all its splits, or every lanes-th of them. Programs (see `_locate`, heads).
+    """A row tile of GROUP heads with all its splits, or some of the listed ones; programs (see `items_of`, heads).
 
-    Layouts: split_out [spans, short, HEADS, slots, WIDTH]; split_sums, of maxima and sums, [.., slots, 2].
+    Layouts: split_out [items, short, HEADS, WIDTH]; split_sums, of maxima and sums, [items, short, HEADS, 2].
     `scale` contains the factor log2(e), since weights are powers of 2.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
     ROW: tl.constexpr = WIDTH + ROPE
-    span, lane, span_first, span_last, first_row = _locate(row_starts, spans, tiles, lanes, TOKENS)
-    if first_row >= span_last:
-        return
-    start = tl.load(starts + span) + first_row - span_first
-    tokens = tl.minimum(span_last - first_row, TOKENS)
-    base, low, high, first_split, last_split = _reach(
-        start, tokens, first_row, span, bases, depths, context_lens, path_width, 0, SPLIT
-    )
-    side_by_side = (span_last - span_first <= short) & (last_split - first_split > 1)
-    stride = 1
-    if side_by_side:
-        stride = lanes
-    elif lane > 0:
-        return
+    first_item, last_item = items_of(before, spans, tiles)
+    for item in range(first_item, last_item, workers):
+        span, span_first, span_last, first_row, listed = locate(row_starts, before, spans, tiles, item, TOKENS)
+        start = tl.load(starts + span) + first_row - span_first
+        tokens = tl.minimum(span_last - first_row, TOKENS)
+        base, low, high, first_split, last_split = reach(
+            start, tokens, first_row, span, bases, depths, context_lens, path_width, 0, SPLIT
+        )
+        last_split = tl.where(tokens > 0, last_split, first_split)
+        if listed >= 0:
+            first_split += listed
+            last_split = first_split + 1
 
-    row, dim, rope_dim = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
-    token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
-    is_row = (token < tokens) & (head < HEADS)
-    in_tile = is_row[:, None] & (dim < WIDTH)[None, :]
-    q_at = q + ((first_row + token).to(tl.int64) * HEADS + head) * ROW
-    queries = tl.load(q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
-    in_rope = is_row[:, None] & (rope_dim < ROPE)[None, :]
-    rope_queries = tl.load(q_at[:, None] + WIDTH + rope_dim[None, :], mask=in_rope, other=0.0)
-    position = (start + token)[:, None]
-    if paths is not None:
-        turns = tl.where(base < 0, 0, tokens)
-        depth = tl.load(depths + first_row + token, mask=is_row, other=0)
-        position = tl.where(base < 0, start + token, base + depth)[:, None]
-    table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
+        row, dim, rope_dim = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
+        token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
+        is_row = (token < tokens) & (head < HEADS)
+        in_tile = is_row[:, None] & (dim < WIDTH)[None, :]
+        q_at = q + ((first_row + token).to(tl.int64) * HEADS + head) * ROW
+        queries = tl.load(q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
+        in_rope = is_row[:, None] & (rope_dim < ROPE)[None, :]
+        rope_queries = tl.load(q_at[:, None] + WIDTH + rope_dim[None, :], mask=in_rope, other=0.0)
+        position = (start + token)[:, None]
+        if paths is not None:
+            turns = tl.where(base < 0, 0, tokens)
+            depth = tl.load(depths + first_row + token, mask=is_row, other=0)
+            position = tl.where(base < 0, start + token, base + depth)[:, None]
+        table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
 
-    all_top = tl.full((ROWS,), LOWEST, tl.float32)
-    all_total = tl.zeros((ROWS,), tl.float32)
-    all_out = tl.zeros((ROWS, DIM), tl.float32)
-    for split in range(first_split + lane, last_split, stride):
-        top = tl.full((ROWS,), LOWEST, tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        out = tl.zeros((ROWS, DIM), tl.float32)
-        first = split * TILES_PER_SPLIT
-        last = tl.minimum(first + TILES_PER_SPLIT, tl.cdiv(high, KEYS))
-        if paths is not None:
-            beyond = last
-            last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
-        # A tile's blocks are looked up one tile ahead: otherwise its rows could not be on their way by then.
-        block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
-        for key_tile in range(first, last):
-            key = key_tile * KEYS + tl.arange(0, KEYS)
-            there = key < high
-            plane = block.to(tl.int64) * BLOCK_STRIDE + layer * PLANE
-            block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-            seen = key[None, :] <= position
-            top, total, out = _take_in(
-                *(top, total, out, queries, rope_queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
-                *(WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
-            )
-        if paths is not None:
-            for turn in range(turns):
-                path = paths + (first_row + turn).to(tl.int64) * path_width
-                end = base + tl.load(depths + first_row + turn) + 1
-                mine = (token == turn)[:, None]
-                for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(beyond, tl.cdiv(end, KEYS))):
-                    key = key_tile * KEYS + tl.arange(0, KEYS)
-                    there = key < end
-                    place = _place_of(path, base, key, there)
-                    block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
-                    plane = block.to(tl.int64) * BLOCK_STRIDE + layer * PLANE
-                    seen = mine & (key[None, :] <= position)
-                    top, total, taken = _take_in(
-                        *(top, total, out, queries, rope_queries, numbers, scales, plane, place % BLOCK_SIZE, there),
-                        *(seen, scale, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
-                    )
-                    out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
-        if side_by_side:
-            slot = ((span * short + token) * HEADS + head) * slots + split - first_split
-            tl.store(split_out + slot[:, None] * WIDTH + dim[None, :], out, mask=in_tile)
-            tl.store(split_sums + slot * 2, top, mask=is_row)
-            tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
-        else:
-            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-    if not side_by_side:
-        at = ((first_row + token).to(tl.int64) * HEADS + head) * WIDTH
-        tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
+        all_top = tl.full((ROWS,), LOWEST, tl.float32)
+        all_total = tl.zeros((ROWS,), tl.float32)
+        all_out = tl.zeros((ROWS, DIM), tl.float32)
+        for split in range(first_split, last_split):
+            top = tl.full((ROWS,), LOWEST, tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            out = tl.zeros((ROWS, DIM), tl.float32)
+            first = split * TILES_PER_SPLIT
+            last = tl.minimum(first + TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+            if paths is not None:
+                beyond = last
+                last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
+            # A tile's blocks are looked up one tile ahead: otherwise its rows could not be on their way by then.
+            block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
+            for key_tile in range(first, last):
+                key = key_tile * KEYS + tl.arange(0, KEYS)
+                there = key < high
+                plane = block.to(tl.int64) * BLOCK_STRIDE + layer * PLANE
+                block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
+                seen = key[None, :] <= position
+                top, total, out = _take_in(
+                    *(
+                        top,
+                        total,
+                        out,
+                        queries,
+                        rope_queries,
+                        numbers,
+                        scales,
+                        plane,
+                        key % BLOCK_SIZE,
+                        there,
+                        seen,
+                        scale,
+                    ),
+                    *(WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
+                )
+            if paths is not None:
+                for turn in range(turns):
+                    path = paths + (first_row + turn).to(tl.int64) * path_width
+                    end = base + tl.load(depths + first_row + turn) + 1
+                    mine = (token == turn)[:, None]
+                    for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(beyond, tl.cdiv(end, KEYS))):
+                        key = key_tile * KEYS + tl.arange(0, KEYS)
+                        there = key < end
+                        place = _place_of(path, base, key, there)
+                        block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+                        plane = block.to(tl.int64) * BLOCK_STRIDE + layer * PLANE
+                        seen = mine & (key[None, :] <= position)
+                        top, total, taken = _take_in(
+                            *(
+                                top,
+                                total,
+                                out,
+                                queries,
+                                rope_queries,
+                                numbers,
+                                scales,
+                                plane,
+                                place % BLOCK_SIZE,
+                                there,
+                            ),
+                            *(seen, scale, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
+                        )
+                        out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
+            if listed >= 0:
+                slot = (item * short + token) * HEADS + head
+                tl.store(split_out + slot[:, None] * WIDTH + dim[None, :], out, mask=in_tile)
+                tl.store(split_sums + slot * 2, top, mask=is_row)
+                tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
+            else:
+                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+        if listed < 0:
+            at = ((first_row + token).to(tl.int64) * HEADS + head) * WIDTH
+            tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
 
 
 class _Tile(NamedTuple):
@@ -359,40 +372,25 @@ class _Plan(NamedTuple):
         tile: what a program works on at a time.
         group: heads of a row tile.
         tiles: row tiles of each group of heads, or more.
-        lanes: programs that share the splits of a short span; 1: none do.
-        short: most tokens of such a span.
-        slots: most splits of such a span.
-        split_out, split_sums: scratch memory, fp32: see `_attend_latent`.
+        splits: of short spans, for the programs that share them.
     """
 
     tile: _Tile
     group: int
     tiles: int
-    lanes: int
-    short: int
-    slots: int
-    split_out: torch.Tensor
-    split_sums: torch.Tensor
+    splits: Splits
 
 
 def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, width: int) -> _Plan:
     tokens, heads, _ = q.shape
     tile = _tile(q)
     count, group = len(spans.starts), min(heads, tile.rows)
-    slots = -(-spans.block_tables.shape[1] * kv.block_size // SPLIT)
     short = min(SHORT, tile.rows // group, max(1, tokens // count))
-    short = min(short, SCRATCH_BYTES // (4 * count * heads * slots * (width + 2)))
-    lanes = min(slots, -(-PROGRAMS // (count * -(-heads // group)))) if short else 1
-    scratch = count * short * heads * slots if lanes > 1 else 0
     return _Plan(
         tile=tile,
         group=group,
         tiles=tokens // (tile.rows // group) + count,
-        lanes=lanes,
-        short=short if lanes > 1 else 0,
-        slots=slots,
-        split_out=q.new_empty(scratch * width, dtype=torch.float32),
-        split_sums=q.new_empty(scratch * 2, dtype=torch.float32),
+        splits=list_splits(spans, kv.block_size, None, short, -(-heads // group), heads, width),
     )
 
 
@@ -435,15 +433,14 @@ def attend_latent(
     tokens, heads, size = q.shape
     key = ("triton latent attention", q.shape, q.dtype, width)
     plan = batch.once(key, lambda: _make_plan(q, kv, spans, width))
+    splits, groups = plan.splits, -(-heads // plan.group)
     result = q.new_empty(tokens, heads, width)
     shape: dict[str, Any] = {
         "QUANTIZED": kv.scales is not None,
-        "SPLIT": SPLIT,
         "DIM": max(16, _power_of_two(width)),
         "enable_fp_fusion": False,  # both kernels merge, and must agree
     }
-    trees, count = of_trees(spans), len(spans.starts)
-    _attend_latent[(plan.tiles + count * (plan.lanes - 1), -(-heads // plan.group))](
+    _attend_latent[(plan.tiles + splits.workers, groups)](
         q,
         kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
         kv.scales,
@@ -451,16 +448,16 @@ def attend_latent(
         spans.row_starts,
         spans.starts,
         spans.table_rows,
+        splits.before,
         result,
-        plan.split_out,
-        plan.split_sums,
+        splits.out,
+        splits.sums,
         paths=spans.trees and spans.trees.paths,
         table_stride=spans.block_tables.stride(0),
-        spans=count,
+        spans=len(spans.starts),
         tiles=plan.tiles,
-        lanes=plan.lanes,
-        short=plan.short,
-        slots=plan.slots,
+        workers=splits.step,
+        short=splits.short,
         layer=layer,
         scale=scale * LOG2_E,
         BLOCK_STRIDE=kv.data.stride(0),
@@ -470,29 +467,14 @@ def attend_latent(
         BLOCK_SIZE=kv.block_size,
         WIDTH=width,
         ROPE=size - width,
+        SPLIT=splits.keys,
         ROWS=plan.tile.rows,
         KEYS=plan.tile.keys,
         ROPE_DIM=max(16, _power_of_two(size - width)),
         num_warps=plan.tile.warps,
         num_stages=plan.tile.stages,
-        **trees,
+        **of_trees(spans),
         **shape,
     )
-    if plan.lanes > 1:
-        _merge_splits[(count * plan.short, heads)](
-            plan.split_out,
-            plan.split_sums,
-            spans.row_starts,
-            spans.starts,
-            result,
-            None,
-            short=plan.short,
-            slots=plan.slots,
-            HEADS=heads,
-            HEAD_DIM=width,
-            WINDOW=0,
-            num_warps=4,
-            **trees,
-            **shape,
-        )
+    merge_splits(splits, spans, heads, result, None, HEAD_DIM=width, num_warps=4, **shape)
     return result
