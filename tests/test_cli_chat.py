@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import select
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.cli.chat import Chat, _history
+from quire.cli.conversation import Chat
+from quire.cli.keyboard import line_editing, typed
 from quire.cli.main import main
 from quire.cli.talk import LocalTalker
+from quire.errors import ConfigError
 
 FIELDS: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 
@@ -131,6 +134,163 @@ def test_reset_and_system_start_anew(chat: Chat) -> None:
     assert chat.messages == []
 
 
+def test_retry_edit_and_undo_change_the_last_turn(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.take("/retry")
+    assert "nothing was said yet" in capsys.readouterr().err
+    chat.take("first")
+    first = list(chat.messages)
+    chat.take("def f(x):")
+    answered = list(chat.messages)
+    chat.take("/retry")
+    assert chat.messages == answered, "at temperature 0 the same answer comes again, in the place of the old one"
+    chat.take("/set temperature 1.5")
+    chat.take("/set seed 5")
+    capsys.readouterr()
+    chat.take("/retry")
+    assert "seed=5 is set" in capsys.readouterr().err
+    assert chat.messages[:3] == answered[:3] and len(chat.messages) == 4
+    chat.take("/edit class A:")
+    assert [message["content"] for message in chat.messages[:3:2]] == ["first", "class A:"] and len(chat.messages) == 4
+    chat.take("/undo")
+    assert chat.messages == first
+    chat.take("/undo")
+    assert chat.messages == []
+    assert "Taken back: class A:" in capsys.readouterr().err
+
+
+def test_edit_opens_an_editor_with_the_message(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("VISUAL", raising=False)
+    chat.take("one\ntwo")
+    monkeypatch.delenv("EDITOR", raising=False)
+    chat.take("/edit")
+    assert "set $EDITOR to edit a message of several lines" in capsys.readouterr().err
+    monkeypatch.setenv("EDITOR", "sed -i s/two/three/")
+    chat.take("/edit")
+    assert chat.messages[0]["content"] == "one\nthree"
+    before = list(chat.messages)
+    chat.take("/edit")
+    assert "The message is as it was" in capsys.readouterr().err
+    for editor, words in (("false", "ended with exit code 1"), ("no-such-editor", "could not be used")):
+        monkeypatch.setenv("EDITOR", editor)
+        chat.take("/edit")
+        assert words in capsys.readouterr().err
+    assert chat.messages == before
+
+
+def test_a_question_that_failed_can_be_asked_again_and_the_old_answer_stays_until_there_is_a_new_one(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.take("x " * 500)
+    assert chat.messages == [] and "maximum context length" in capsys.readouterr().err
+    chat.take("/edit hello")
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+    before = list(chat.messages)
+    chat.take("/edit " + "x " * 500)
+    assert chat.messages == before
+    chat.take("/retry")
+    assert chat.messages == before, "what is answered again is the last message of the conversation"
+
+
+def test_a_conversation_can_be_saved_and_loaded(
+    chat: Chat, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.take("/system Be brief.")
+    chat.take("/set logit_bias 5:-1.5")
+    chat.take("hello")
+    file = tmp_path / "my chat.json"
+    chat.take(f"/save {file}")
+    chat.take("and now?")
+    chat.take(f"/save {file}")
+    saved = json.loads(file.read_text())
+    assert saved["messages"] == chat.messages and saved["sampling"] == FIELDS | {"logit_bias": {"5": -1.5}}
+    other = Chat(LocalTalker(llm), {"top_k": 3})
+    other.take(f"/load {file}")
+    assert (other.messages, other.system) == (chat.messages, "Be brief.")
+    other.take("go on")
+    chat.take("go on")
+    assert other.messages == chat.messages, "the same settings, so the same answer"
+    other.take("/reset")
+    assert other.messages == chat.messages[:1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my chat.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("hello", "holds no conversation that /save wrote"),
+        ("[]", "holds no conversation that /save wrote"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "has the role 'robot'"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "has the content 5"),
+        ('{"messages": [], "sampling": {"temprature": 1}}', "did you mean 'temperature'"),
+        ('{"messages": [], "sampling": {"n": 2}}', "a chat has one answer at a time"),
+    ],
+)
+def test_a_file_that_holds_no_conversation_changes_nothing_and_is_not_written_over(
+    chat: Chat, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.take("hello")
+    before, fields, file = list(chat.messages), dict(chat.fields), tmp_path / "file"
+    file.write_text(content)
+    chat.take(f"/load {file}")
+    assert words in capsys.readouterr().err and (chat.messages, chat.fields) == (before, fields)
+    if "messages" not in content:
+        chat.take(f"/save {file}")
+        assert "is there already" in capsys.readouterr().err and file.read_text() == content
+    chat.take("/save")
+    chat.take(f"/save {tmp_path}/no/chat.json")
+    chat.take(f"/load {tmp_path}/no/chat.json")
+    err = capsys.readouterr().err
+    assert "needs the name of a file" in err and "cannot be written: No such file" in err and "cannot be read" in err
+
+
+def test_tab_completes_commands_parameters_and_files(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file[1].json").touch()
+    assert chat.complete("/re") == ["/retry", "/reset", "/reasoning"] and chat.complete("/ex") == ["/exit"]
+    assert chat.complete("/set temp") == ["temperature "] and chat.complete("/set temperature 0") == []
+    assert chat.complete("/reasoning o") == ["on", "off"]
+    assert chat.complete(f"/save {tmp_path}/f") == [f"{tmp_path}/file[1].json", f"{tmp_path}/folder/"]
+    assert chat.complete(f"/load {tmp_path}/file[") == [f"{tmp_path}/file[1].json"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert chat.complete("/load ~/fo") == ["~/folder/"]
+    assert chat.complete("hel") == [] and chat.complete("/system /s") == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("a\nb\n", [("a", False), ("b", False)]),
+        ("a\\\nb\\\n\nc", [("a\nb\n", False), ("c", False)]),
+        ('"""a\n\n/b\\\nc"""\nd', [("a\n\n/b\\\nc", True), ("d", False)]),
+        ('"""\n  a\n"""\n', [("  a", True)]),
+        ('"""/etc is a folder"""', [("/etc is a folder", True)]),
+        ('say """x"""', [('say """x"""', False)]),
+    ],
+)
+def test_a_message_may_have_several_lines(
+    lines: str, expected: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert [tuple(each) for each in typed()] == expected
+
+
+@pytest.mark.parametrize("lines", ['"""a\nb\n', "a\\"])
+def test_input_that_ends_within_a_message_is_refused(lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    with pytest.raises(ConfigError, match="ends within a message"):
+        list(typed())
+
+
+def test_a_quoted_message_may_look_like_a_command(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.take("/etc/passwd")
+    assert "stands between" in capsys.readouterr().err
+    assert chat.take("/exit", quoted=True) and chat.messages[0]["content"] == "/exit"
+
+
 def test_stats_tell_of_the_last_answer_and_the_session(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     chat.take("/stats")
     assert "last answer" not in capsys.readouterr().err
@@ -148,7 +308,7 @@ def test_set_alone_shows_what_is_set(chat: Chat, capsys: pytest.CaptureFixture[s
 def test_help_names_every_command(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     chat.take("/help")
     out = capsys.readouterr().out
-    assert all(name in out for name in ("/set", "/system", "/reset", "/stats", "/help", "/exit"))
+    assert all(name in out for name in (*chat.commands, "/exit"))
     assert max(len(line) for line in out.splitlines()) < 80
 
 
@@ -206,7 +366,7 @@ def test_a_user_without_a_home_can_chat(
     monkeypatch.setattr(Path, "expanduser", no_home)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal, raising=False)
-    with _history():
+    with line_editing(lambda line: []):
         pass
     assert ("is not kept: Could not determine home" in capsys.readouterr().err) is terminal
 
@@ -218,7 +378,7 @@ class Terminal:
         self.master, slave = pty.openpty()
         command = [sys.executable, "-m", "quire.cli.main", "chat", "demo", "--quiet", "--threads", "1", "--ignore-eos"]
         command.append("--check-invariants")
-        environment = os.environ | {"HOME": str(home), "TERM": "dumb"}
+        environment = os.environ | {"HOME": str(home), "TERM": "dumb", "EDITOR": "", "VISUAL": ""}
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
         )
@@ -246,10 +406,22 @@ def test_ctrl_c_stops_the_answer_ctrl_d_leaves_and_lines_are_kept(tmp_path: Path
         terminal.expect("def f(x):\r\n")
         terminal.expect(" ")  # the answer has begun, and would go on to the end of the context
         terminal.process.send_signal(signal.SIGINT)
-        terminal.expect("(stopped)")
+        terminal.expect("(interrupted; what came stays")
         terminal.expect("> ")
-        terminal.type("/stats\r")
+        terminal.type("/sta\t\r")
         terminal.expect("last answer")
+        terminal.expect("> ")
+        terminal.type("/set max_tokens 4\r")
+        terminal.expect("max_tokens is 4")
+        terminal.type("/edit\r")
+        terminal.expect("def f(x):")  # the last message, to be changed
+        terminal.type(" pass\r")
+        terminal.expect("stopped after max_tokens=4")
+        terminal.type('"""one\rtwo"""\r')
+        terminal.expect("... ")
+        terminal.expect("stopped after max_tokens=4")
+        terminal.type("/retry\r")
+        terminal.expect("stopped after max_tokens=4")
         terminal.expect("> ")
         terminal.type("\x04")
         assert terminal.process.wait(timeout=60) == 0

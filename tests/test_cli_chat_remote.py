@@ -13,11 +13,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.cli.chat import Chat
+from quire.cli.conversation import Chat
 from quire.cli.main import main
 from quire.cli.remote import MAX_BODY_BYTES, RemoteTalker
 from quire.errors import ConfigError, RemoteError
@@ -44,6 +45,7 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         events: what a chat is answered with; a callable among them is called with the handler.
+        answers: what the first chats are answered with, in place of these.
         refusals: (status, body) of the next answers to a chat.
         num_loading: how many times `/v1/models` still answers 503.
         seen: bodies of the chats. headers: of every request.
@@ -55,6 +57,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.events: list[Any] = ANSWER
+        self.answers: list[list[Any]] = []
         self.refusals: list[tuple[int, bytes]] = []
         self.extra_headers: dict[str, str] = {}
         self.models: Any = {"data": [{"id": "first", "max_model_len": 64}, {"id": "second"}]}
@@ -103,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in server.extra_headers.items():
             self.send_header(name, value)
         self.end_headers()
-        for event in server.events:
+        for event in server.answers.pop(0) if server.answers else server.events:
             if callable(event):
                 event(self)
                 continue
@@ -195,6 +198,51 @@ def test_an_answer_that_ends_at_a_limit_says_which(
     assert words in capsys.readouterr().err
 
 
+def tool_delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"tool_calls": [fields]}}]}
+
+
+def test_reasoning_and_tool_calls_of_a_server_are_those_of_a_model_here(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = tmp_path / "tools.py"
+    tools.write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
+    thought = [{"choices": [{"index": 0, "delta": {name: "I add"}}]} for name in ("reasoning", "reasoning_content")]
+    calls = [
+        tool_delta(index=0, id="x1", type="function", function={"name": "add", "arguments": ""}),
+        tool_delta(index=0, function={"arguments": '{"a": 1, '}),
+        tool_delta(index=0, function={"arguments": '"b": 2}'}),
+        tool_delta(id="x2", function={"name": "add", "arguments": '{"a": "x"}'}),  # all at once, without a number
+    ]
+    ended = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+    server.answers = [[*thought, *calls, ended, {"choices": [], "usage": USAGE}, "[DONE]"]]
+    flags = ["--tools", str(tools), "--yes", "--tool-choice", "required"]
+    assert run(server, "What is 1 + 2?\n", monkeypatch, *flags) == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello\n" and "(thought for 3 words" in err  # "I addI add"
+    assert '╭ add\n│ {"a": 1, "b": 2}\n╰' in err and "→ 3\n" in err
+    first, second = server.seen
+    assert first["tools"][0]["function"]["name"] == "add"
+    assert (first["tool_choice"], second["tool_choice"]) == ("required", "auto")
+    user, called, *results = second["messages"]
+    assert user["content"] == "What is 1 + 2?" and called["content"] is None
+    assert called["reasoning_content"] == "I addI add"
+    assert [call["id"] for call in called["tool_calls"]] == ["x1", "x2"]
+    assert [each["tool_call_id"] for each in results] == ["x1", "x2"]
+    assert results[0]["content"] == "3" and results[1]["content"].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "call", [{"index": 1, "function": {"name": "a"}}, {"index": 0, "function": {"arguments": "{}"}}, {"index": -1}]
+)
+def test_calls_that_are_not_numbered_in_order_are_no_answer(
+    server: Server, chat: Chat, call: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.events = [tool_delta(**call), delta(None, "tool_calls"), "[DONE]"]
+    chat.take("Hi")
+    assert "no part of an answer: a call numbered" in capsys.readouterr().err and chat.messages == []
+
+
 def test_fields_that_the_server_ignores_are_named_once(
     server: Server, chat: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,7 +265,7 @@ def test_ctrl_c_stops_the_answer_by_closing_the_connection(
     server.events = [delta("Hel"), interrupt]
     assert chat.take("Hi")
     assert server.hung_up.wait(30)
-    assert "(stopped)" in capsys.readouterr().err
+    assert "(interrupted" in capsys.readouterr().err
     server.events = ANSWER
     assert chat.take("again")
     assert capsys.readouterr().out == "Hello\n"

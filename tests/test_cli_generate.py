@@ -53,6 +53,12 @@ def test_one_prompt_gives_its_text_and_nothing_else_on_standard_output(
     assert main(["generate", "demo", PROMPTS[0], *FLAGS, "--preset", "chat"]) == 0
     out, err = capsys.readouterr()
     assert out == expected[PROMPTS[0]] + "\n"
+    plan, closing = err.splitlines()
+    assert plan.startswith("demo: ") and "KV cache" in plan and "preset chat" in plan and "(-v shows more)" in plan
+    assert closing.startswith("6 tokens in ")
+    assert main(["generate", "demo", PROMPTS[0], *FLAGS, "--preset", "chat", "-v"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected[PROMPTS[0]] + "\n"
     for part in ("preset chat: max_num_seqs=16", "Memory plan", "time to first token", "prefill", "decode", "cached"):
         assert part in err
     assert "length 1" in err
@@ -408,7 +414,7 @@ def test_drafts_change_no_text_and_are_counted_in_the_table_and_in_each_line(
     speculation = ["--speculative-config", '{"method": "ngram", "adaptive": false}']
     lines = []
     for more in ([], speculation, [*speculation, "--no-speculate"]):
-        assert main(["generate", "demo", prompt, *flags, *more]) == 0
+        assert main(["generate", "demo", prompt, *flags, *more, "--verbose"]) == 0
         lines.append(json.loads(file.read_text()))
     texts = [line["outputs"][0]["text"] for line in lines]
     assert texts[0] == texts[1] == texts[2]

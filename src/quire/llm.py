@@ -285,24 +285,36 @@ class LLM(_Base):
         """
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
         chats: Any = [messages] if one else messages
+        asked = _params_list(params, len(chats))
         wanted = reply_request(tools, tool_choice, parallel_tool_calls)
-        asked = [each or SamplingParams() for each in _params_list(params, len(chats))]
-        rendered = [
-            self._render(chat, template_variables, msgspec.structs.replace(wanted, structured=each.structured_outputs))
-            for chat, each in zip(chats, asked, strict=True)
-        ]
-        return self._answer_chats(rendered, asked, progress)
+        return self._answer_chats(self._render_chats(chats, asked, wanted, template_variables), progress)
+
+    def _render_chats(
+        self,
+        chats: Sequence[Sequence[Message]],
+        params: Sequence[SamplingParams | None],
+        wanted: ReplyRequest,
+        template_variables: Mapping[str, Any],
+    ) -> list[tuple[RenderedChat, SamplingParams]]:
+        """Each chat, and how its reply is sampled: in the form that the chat's tools and parameters ask for."""
+        rendered = []
+        for chat, given in zip(chats, params, strict=True):
+            each = given or SamplingParams()
+            reply = msgspec.structs.replace(wanted, structured=each.structured_outputs)
+            one = self._render(chat, template_variables, reply)
+            rendered.append((one, msgspec.structs.replace(each, structured_outputs=one.structured)))
+        return rendered
+
+    def _prepare_chats(self, rendered: Sequence[tuple[RenderedChat, SamplingParams]]) -> list[Prepared]:
+        self._check_open()
+        prepared = self._frontend.prepare_all([chat.token_ids for chat, _ in rendered], [each for _, each in rendered])
+        return [dataclasses.replace(one, reply=chat.reply) for one, (chat, _) in zip(prepared, rendered, strict=True)]
 
     @_one_thread
     def _answer_chats(
-        self, rendered: Sequence[RenderedChat], params: Sequence[SamplingParams], progress: bool
+        self, rendered: Sequence[tuple[RenderedChat, SamplingParams]], progress: bool
     ) -> list[RequestOutput]:
-        self._check_open()
-        pairs = list(zip(rendered, params, strict=True))
-        bound = [msgspec.structs.replace(each, structured_outputs=chat.structured) for chat, each in pairs]
-        prepared = self._frontend.prepare_all([chat.token_ids for chat in rendered], bound)
-        replies = zip(prepared, rendered, strict=True)
-        return self._run_all([dataclasses.replace(one, reply=chat.reply) for one, chat in replies], progress)
+        return self._run_all(self._prepare_chats(rendered), progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, handing out its output whenever it has grown.
@@ -367,6 +379,30 @@ class LLM(_Base):
         """
         self._check_open()
         prepared = self._frontend.prepare(prompt, params)
+        with self._interrupts.held():
+            return self._frontend.submit(prepared, request_id).request_id
+
+    def add_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        **template_variables: Any,
+    ) -> str:
+        """Queue one chat; `step` makes it run. Arguments and errors are those of `chat`, the id that of `add_request`.
+
+        `outputs[0].events` grows as the reply does: reasoning, content and tool calls, in the order in which they come.
+        """
+        wanted = reply_request(tools, tool_choice, parallel_tool_calls)
+        return self._add_chat(self._render_chats([messages], [params], wanted, template_variables), request_id)
+
+    @_one_thread
+    def _add_chat(self, rendered: Sequence[tuple[RenderedChat, SamplingParams]], request_id: str | None) -> str:
+        [prepared] = self._prepare_chats(rendered)
         with self._interrupts.held():
             return self._frontend.submit(prepared, request_id).request_id
 

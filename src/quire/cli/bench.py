@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         from quire.cli.start import start
 
-        llm = stack.enter_context(start(given, quiet=False))
+        llm = stack.enter_context(start(given))
         report = Report(lines, args.random or given.engine["model"], llm, time.perf_counter() - began)
         refused = _run_cells(llm, cells, args.repeat, report)
     return int(len(refused) == len(cells) or bool(refused and args.cells))

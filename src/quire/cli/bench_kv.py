@@ -178,7 +178,7 @@ def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[Prefi
     if "disk" in sources:
         folder = options.get("disk_kv_path") or stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-kv-"))
         options["disk_kv_path"] = folder
-    llm = stack.enter_context(start(Given(options, {}, given.preset), quiet=True))
+    llm = stack.enter_context(start(Given(options, {}, given.preset), say="nothing"))
     if "disk" in sources and llm._engine.tiers.disk is None:
         raise ConfigError(next(note for note in llm.notes if note.startswith("disk_kv_path")))
     timer = PrefixTimer(llm, transports)

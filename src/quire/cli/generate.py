@@ -2,7 +2,7 @@
 
 The first argument is the model unless --model names it; the others are prompts. Without any, the prompt is read
 from standard input. Texts go to standard output, those of several prompts each under a heading and behind its
-prompt; notes, progress and tables go to standard error."""
+prompt; progress and notes go to standard error, in one line each unless -v asks for all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.inputs import Job, read_jsonl, read_stdin, refuse_same_file, text_jobs
 from quire.cli.options import add_engine_options, add_sampling_options, given_options
+from quire.cli.start import add_detail_options, detail, start
 from quire.errors import ChatTemplateError, CheckpointNotFoundError, ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE.jsonl", help="write JSON lines as prompts finish; - is standard output"
     )
-    parser.add_argument("--quiet", action="store_true", help="no notes, progress or closing table")
+    add_detail_options(parser, "no notes and no progress")
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -70,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
     _check_files(args)
     jobs = _jobs(args, words, given.sampling | _form(args))
 
-    from quire.cli.report import closing_rows
-    from quire.cli.start import start
+    from quire.cli.report import closing_line, closing_rows
     from quire.cli.terminal import note, print_table
     from quire.cli.views import choose_view
 
@@ -79,13 +79,15 @@ def run(args: argparse.Namespace) -> int:
     if logprobs and not args.output and not args.quiet:
         note("log-probabilities are only written to JSON lines: add --output FILE.jsonl, or --output -")
     # The view comes first: an output file that cannot be written is refused before the model is loaded.
-    with choose_view(jobs, args.output, args.quiet) as view, start(given, args.quiet) as llm:
+    with choose_view(jobs, args.output, args.quiet) as view, start(given, detail(args)) as llm:
         began = time.monotonic()
         outputs = complete(llm, jobs, view)
         seconds = time.monotonic() - began
         view.close()
-        if not args.quiet:
+        if args.verbose:
             print_table("Summary", closing_rows(outputs, llm.stats, seconds))
+        elif not args.quiet:
+            note(closing_line(outputs, seconds))
     return int(any(choice.finish_reason == "error" for output in outputs for choice in output.outputs))
 
 

@@ -16,15 +16,19 @@ import httpx2
 import msgspec
 
 from quire.cli.report import rate
-from quire.cli.talk import Answer, Messages, Show
+from quire.cli.talk import NO_TOOLS, Answer, Messages, Show, ToolUse
 from quire.cli.terminal import loading, note, visible
 from quire.errors import ConfigError, PromptTooLongError, RemoteError, RequestError
+from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
 
 MAX_BODY_BYTES = 1 << 20
 """An answer that is no stream and longer than this is none that we asked for."""
 
 MAX_MESSAGE = 500
 """Characters of a server's error message that are shown."""
+
+MAX_CALLS = 128
+"""Tool calls of one answer."""
 
 CONNECT_SECONDS, REPLY_SECONDS = 10.0, 30.0
 SILENCE_SECONDS = 300.0
@@ -57,8 +61,22 @@ class _ErrorBody(msgspec.Struct):
     error: _Error | str
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # as older servers call it; newer ones may send both
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -68,12 +86,14 @@ class _Choice(msgspec.Struct):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -174,17 +194,18 @@ class RemoteTalker:
 
     # -- answers -------------------------------------------------------------------------------------------
 
-    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show) -> Answer:
+    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show, use: ToolUse = NO_TOOLS) -> Answer:
         request = _encoded(
             {
                 **fields,
+                **({"tools": use.tools, "tool_choice": use.choice} if use.tools else {}),
                 "model": self.model,
                 "messages": messages,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
         )
-        answer = Answer(text="", reason="error", error="the connection ended before the answer did")
+        answer = Answer(reason="error", error="the connection ended before the answer did")
         began = time.monotonic()
         try:
             if not self._stream(request, answer, began, show):
@@ -197,7 +218,7 @@ class RemoteTalker:
             self._client = self._connect()
             answer.reason, answer.error = "abort", None
         except RemoteError as error:
-            if not answer.text:
+            if not answer.reply.content:
                 raise
             answer.error = str(error)
         answer.seconds = time.monotonic() - began
@@ -282,17 +303,40 @@ def _take(chunk: _Chunk, answer: Answer, began: float, show: Show) -> None:
         answer.reason, answer.error = "error", _shown(chunk.error)
         return
     for choice in chunk.choices[:1]:
-        if choice.delta is not None and choice.delta.content:
+        for event in _events(choice.delta, answer.reply) if choice.delta is not None else ():
             if answer.first_seconds is None:
                 answer.first_seconds = time.monotonic() - began
-            answer.text += choice.delta.content
-            show(choice.delta.content)
+            answer.reply.add(event)
+            show(event)
         if choice.finish_reason is not None:
-            answer.reason, answer.error = choice.finish_reason, None
+            ended = choice.finish_reason
+            answer.reason, answer.error = "stop" if ended == "tool_calls" else ended, None
     if chunk.usage is not None:
-        details = chunk.usage.prompt_tokens_details
+        prompt, completion = chunk.usage.prompt_tokens_details, chunk.usage.completion_tokens_details
         answer.prompt_tokens, answer.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-        answer.cached_tokens = None if details is None else details.cached_tokens
+        answer.cached_tokens = None if prompt is None else prompt.cached_tokens
+        answer.reasoning_tokens = None if completion is None else completion.reasoning_tokens
+
+
+def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
+    """What a delta adds to the reply so far; of calls, the next one or more of the last one.
+
+    Raises:
+        RemoteError: calls are not numbered one after the other, or there are too many of them.
+    """
+    if thought := delta.reasoning or delta.reasoning_content:
+        yield ReasoningText(thought)
+    if delta.content:
+        yield ContentText(delta.content)
+    for call in delta.tool_calls or ():
+        count, function = len(reply.tool_calls), call.function or _Function()
+        index = call.index if call.index is not None else count if function.name else count - 1
+        if index == count and function.name and count < MAX_CALLS:
+            yield ToolCallBegin(index, call.id or f"call_{index}", function.name)
+        elif index != count - 1 or not count:
+            raise RemoteError(f"the server sent something that is no part of an answer: a call numbered {index}")
+        if function.arguments:
+            yield ToolCallArguments(index, function.arguments)
 
 
 def _base(url: str) -> str:

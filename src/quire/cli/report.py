@@ -1,4 +1,4 @@
-"""The closing table of a batch."""
+"""What a batch took, as a table or on one line."""
 
 from __future__ import annotations
 
@@ -34,6 +34,22 @@ def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: 
         ("preemptions", f"{stats.preemptions:,}"),
         ("finished by", ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())),
     ]
+
+
+def closing_line(outputs: Sequence[RequestOutput], seconds: float) -> str:
+    """The same on one line: what a user looks for after a prompt or two."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.cached_tokens for output in outputs)
+    made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    failed = sum(choice.finish_reason == "error" for output in outputs for choice in output.outputs)
+    clamped = sum(output.clamped_from is not None for output in outputs)
+    parts = [
+        f"{made:,} tokens in {seconds:.2f} s ({made / seconds:,.0f} a second)" if seconds > 0 else f"{made:,} tokens",
+        f"{prompt:,} prompt tokens" + (f" ({cached:,} cached)" if cached else ""),
+        *([f"max_tokens clamped for {clamped:,}, to what the context had left"] if clamped else []),
+        *([f"{failed:,} ended with an error"] if failed else []),
+    ]
+    return ", ".join(parts)
 
 
 def rate(tokens: int, seconds: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+from typing import TYPE_CHECKING, Literal
 
 from quire.cli.options import Given
 from quire.cli.terminal import loading, note, print_table
@@ -12,14 +13,34 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 
-def start(given: Given, quiet: bool) -> LLM:
-    """The model, ready. Unless `quiet`, what the preset set, the memory plan and notes go to standard error.
+Detail = Literal["nothing", "line", "all"]
+"""How much is said of what was decided."""
+
+
+def add_detail_options(parser: argparse.ArgumentParser, quiet: str) -> None:
+    """Add `--quiet` and `--verbose`.
+
+    Args:
+        quiet: what the first one leaves out.
+    """
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--quiet", action="store_true", help=quiet)
+    group.add_argument("-v", "--verbose", action="store_true", help="show the memory plan and all notes")
+
+
+def detail(args: argparse.Namespace) -> Detail:
+    """What these options ask for."""
+    return "nothing" if args.quiet else "all" if args.verbose else "line"
+
+
+def start(given: Given, say: Detail = "all") -> LLM:
+    """The model, ready. What the preset set, the memory plan and notes go to standard error, in one line or in full.
 
     Raises:
         ConfigError, CheckpointError: and what derives from them, when it cannot start.
     """
     config = EngineConfig.from_options(given.engine, given.preset)  # before torch is imported: a mistake shows at once
-    if given.preset and not quiet:
+    if given.preset and say == "all":
         settings = ", ".join(f"{name}={value}" for name, value in given.preset_options.items())
         note(f"preset {given.preset}: {settings or 'all of it is overridden'}")
     with loading(config.model) as on_load:
@@ -29,8 +50,25 @@ def start(given: Given, quiet: bool) -> LLM:
 
         options = {name: value for name, value in given.engine.items() if name != "model"}
         llm = LLM(config.model, preset=given.preset, on_load=on_load, **options)
-    if not quiet:
+    if say == "line":
+        note(_line(llm, config.model, given.preset))
+    elif say == "all":
         for text in llm.notes:
             note(text)
         print_table(f"Memory plan of {config.model}", llm.memory_plan.table())
     return llm
+
+
+def _line(llm: LLM, name: str, preset: str | None) -> str:
+    """What was decided, on one line."""
+    from quire.runner.memory_plan import format_size
+
+    plan, notes = llm.memory_plan, len(llm.notes)
+    parts = [
+        f"{name}: {llm.model.precision}, weights {format_size(plan.weights)}",
+        f"KV cache {format_size(plan.kv_bytes)}",
+        f"context {llm.max_model_len:,} tokens",
+        *([f"preset {preset}"] if preset else []),
+        *([f"{notes} notes" if notes > 1 else "1 note"] if notes else []),
+    ]
+    return ", ".join(parts) + " (-v shows more)"

@@ -6,19 +6,35 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.cli.options import sampling_params
 from quire.cli.report import rate, verified
+from quire.text.reply import Reply, ReplyEvent
 
 if TYPE_CHECKING:
     from quire.llm import LLM
 
 Messages = Sequence[Mapping[str, Any]]
-Show = Callable[[str], None]
-"""Is given the text of an answer, piece by piece."""
+Show = Callable[[ReplyEvent], None]
+"""Is given what an answer is made of, piece by piece."""
+
+
+class ToolUse(NamedTuple):
+    """The functions that an answer may call.
+
+    Attributes:
+        tools: as OpenAI spells them.
+        choice: "auto", "required" or "none".
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: str = "auto"
+
+
+NO_TOOLS = ToolUse()
 
 
 @dataclass(kw_only=True)
@@ -26,19 +42,21 @@ class Answer:
     """One answer, or the part of it that came.
 
     Attributes:
+        reply: its reasoning, content and tool calls.
         reason: why it ended: "stop", "length", "abort" (Ctrl-C) or "error".
         error: what went wrong, with the reason "error".
-        prompt_tokens, cached_tokens, output_tokens: None where a server did not tell.
+        prompt_tokens, cached_tokens, output_tokens, reasoning_tokens: None where a server did not tell.
         first_seconds: from the question to the first text; None if there was none.
         seconds: from the question to the end.
     """
 
-    text: str
+    reply: Reply = field(default_factory=Reply)
     reason: str
     error: str | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    reasoning_tokens: int | None = None
     first_seconds: float | None = None
     seconds: float = 0.0
 
@@ -63,8 +81,8 @@ class Talker(Protocol):
     more_context: str
     refused: tuple[str, ...]
 
-    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show) -> Answer:
-        """Answer, showing the text as it comes. Ctrl-C ends the answer, and its reason is then "abort".
+    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show, use: ToolUse = NO_TOOLS) -> Answer:
+        """Answer, showing what comes as it comes. Ctrl-C ends the answer, and its reason is then "abort".
 
         Raises:
             QuireError: nothing came, for this reason. A PromptTooLongError if the conversation does not fit.
@@ -84,21 +102,27 @@ class LocalTalker:
         self.llm = llm
         self.context: int | None = llm.max_model_len
 
-    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show) -> Answer:
-        request = self.llm.add_request(self.llm.render_chat(messages), sampling_params(fields))
+    def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show, use: ToolUse = NO_TOOLS) -> Answer:
+        tools = {"tools": use.tools, "tool_choice": use.choice} if use.tools else {}
+        request = self.llm.add_chat(messages, sampling_params(fields), **tools)  # type: ignore[arg-type]
+        shown = 0
         with _interrupt() as interrupted:
             while True:
                 for output in self.llm.abort(request) if interrupted() else self.llm.step():
                     [choice] = output.outputs
-                    show(choice.delta)
+                    events = choice.events or []
+                    for event in events[shown:]:
+                        show(event)
+                    shown = len(events)
                     if output.finished:
                         return Answer(
-                            text=choice.text,
+                            reply=choice.reply,
                             reason=choice.finish_reason or "error",
                             error=choice.error,
                             prompt_tokens=len(output.prompt_token_ids),
                             cached_tokens=output.cached_tokens,
                             output_tokens=len(choice.token_ids),
+                            reasoning_tokens=choice.reasoning_tokens,
                             first_seconds=output.metrics.time_to_first_token,
                             seconds=output.metrics.total_seconds,
                         )

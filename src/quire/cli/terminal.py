@@ -30,6 +30,12 @@ def note(text: str) -> None:
     to.print(text, style="dim", soft_wrap=True)
 
 
+def tell(text: str) -> None:
+    """Say something that is not part of a conversation, on standard error."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+
+
 def print_table(title: str, rows: Iterable[tuple[str, str]], stderr: bool = True) -> None:
     """Two columns: a box on a terminal, plain lines elsewhere."""
     rows = list(rows)

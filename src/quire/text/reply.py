@@ -71,13 +71,17 @@ class Reply:
         """What the events add up to."""
         reply = cls()
         for event in events:
-            match event:
-                case ReasoningText(text):
-                    reply.reasoning += text
-                case ContentText(text):
-                    reply.content += text
-                case ToolCallBegin(_, id, name):
-                    reply.tool_calls.append(ToolCall(id, name))
-                case ToolCallArguments(index, text):
-                    reply.tool_calls[index].arguments += text
+            reply.add(event)
         return reply
+
+    def add(self, event: ReplyEvent) -> None:
+        """Take in one more event."""
+        match event:
+            case ReasoningText(text):
+                self.reasoning += text
+            case ContentText(text):
+                self.content += text
+            case ToolCallBegin(_, id, name):
+                self.tool_calls.append(ToolCall(id, name))
+            case ToolCallArguments(index, text):
+                self.tool_calls[index].arguments += text
