@@ -36,6 +36,8 @@ SIZES: dict[str, Any] = {
 CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
@@ -118,6 +120,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "hy_v3": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+    },
     "mistral4": LATENT,
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
 }
@@ -208,7 +218,7 @@ def save_checkpoint(
             else:
                 parameter.normal_(0, 0.25)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.models.model import Model, layers_of
 from quire.ops import KVCache, KVShape
 from quire.ops.kv_cache import LAYOUT
-from quire.ops.states import TILE, StateCache
+from quire.ops.recurrent import RecurrentCache
+from quire.ops.states import TILE
 
 
 class Split(NamedTuple):
@@ -95,7 +96,7 @@ class Layout:
 
 def layout_id(cache: KVCache, model: Model, group: int) -> str:
     """What lies where in a block of any KV group, in words."""
-    if isinstance(cache, StateCache):
+    if isinstance(cache, RecurrentCache):
         return (
             f"{LAYOUT}|{cache.block_size}|{model.config.recurrent} of {len(model.config.groups[group].layers)}|{TILE}"
         )

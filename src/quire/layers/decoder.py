@@ -11,13 +11,13 @@ import torch
 
 from quire.layers.attention import Attention, QKNorm, QueryScaling
 from quire.layers.beside_experts import MLPBesideExperts, beside_shapes
-from quire.layers.delta_net import DeltaNetConfig, GatedDeltaNet
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, mlp_shapes
 from quire.layers.norm import RMSNorm
 from quire.layers.per_layer_input import PerLayerGate, gate_shapes
+from quire.layers.recurrent import RecurrentConfig, RecurrentLayer
 from quire.layers.shared_kv import SharedKVAttention
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
@@ -74,7 +74,7 @@ class LayerConfig:
         query_scaling: by position; None: there is none.
         sinks: each query head has a score that belongs to no key.
         gated: attention's result has a gate of its own.
-        recurrent: a gated delta net in place of attention; None: there is attention.
+        recurrent: what keeps a state, or rows of its own, in place of attention; None: there is attention.
         experts: in place of the MLP; None: there are none.
         value_norm, value_is_key: see `Attention`.
         kv_source: the layer whose keys and values this one reads, in place of its own; None: it has its own.
@@ -101,7 +101,7 @@ class LayerConfig:
     query_scaling: QueryScaling | None = None
     sinks: bool = False
     gated: bool = False
-    recurrent: DeltaNetConfig | None = None
+    recurrent: RecurrentConfig | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     value_norm: bool = False
@@ -308,10 +308,10 @@ def _shared(output: Linear, down: Linear) -> SharedLayer | None:
 
 def _attention(
     config: LayerConfig, weights: LayerWeights, layer: int, window: int | None
-) -> Attention | LatentAttention | SharedKVAttention | GatedDeltaNet:
+) -> Attention | LatentAttention | SharedKVAttention | RecurrentLayer:
     """The attention of a layer, of the kind that it has, or what is in its place."""
     if config.recurrent:
-        return GatedDeltaNet(config.recurrent, weights, layer, config.rms_norm_eps)
+        return config.recurrent.layer(weights, layer, config.rms_norm_eps)
     if config.kv_source is not None:
         shape, bias, eps = (config.num_heads, config.head_dim), config.qkv_bias, config.rms_norm_eps
         scale = config.scale or config.head_dim**-0.5

@@ -51,6 +51,25 @@ class DeltaNetConfig:
         key_heads, heads = own_heads(self.key_heads, group), own_heads(self.heads, group)
         return StateShape(layers, key_heads, heads, self.key_dim, self.value_dim, self.taps, dtype, block_size)
 
+    def layer(self, weights: LayerWeights, layer: int, eps: float) -> GatedDeltaNet:
+        """See `RecurrentConfig`."""
+        return GatedDeltaNet(self, weights, layer, eps)
+
+    @property
+    def parts(self) -> tuple[int, str]:
+        """See `RecurrentConfig`."""
+        return self.key_heads, "key heads"
+
+    @property
+    def width(self) -> int:
+        """See `RecurrentConfig`."""
+        return self.heads * self.value_dim
+
+    @property
+    def row(self) -> int:
+        """See `RecurrentConfig`."""
+        return 2 * self.key_heads * self.key_dim + 2 * self.width
+
 
 class GatedDeltaNet:
     """The layer. Ranks share its heads; what decays and betas are made of, every rank computes for all of them.

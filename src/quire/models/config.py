@@ -13,8 +13,8 @@ from typing import Literal
 from quire.errors import ConfigError, ModelConfigError
 from quire.layers.attention import QKNorm
 from quire.layers.decoder import PRE_NORMS, LayerConfig, NormNames
-from quire.layers.delta_net import DeltaNetConfig
 from quire.layers.experts import ExpertsConfig
+from quire.layers.recurrent import RecurrentConfig
 from quire.layers.rotary import RopeConfig, RopeKind
 from quire.models.fields import Fields
 from quire.models.identify import quantizer
@@ -148,7 +148,7 @@ class DecoderConfig:
         return layer_groups(windows, heads, without, self.recurrent_layers)
 
     @property
-    def recurrent(self) -> DeltaNetConfig | None:
+    def recurrent(self) -> RecurrentConfig | None:
         """What some layers have in place of attention; None: none has."""
         return next((layer.recurrent for layer in self.layers or () if layer.recurrent), None)
 

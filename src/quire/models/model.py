@@ -18,7 +18,7 @@ from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.quantized import BLOCK
-from quire.ops.states import StateCache, StateShape
+from quire.ops.recurrent import RecurrentShape
 from quire.parallel.group import Group, OneRank, Split, own_heads
 
 
@@ -110,13 +110,13 @@ class ModelSizes:
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
         return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
 
-    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | StateShape]:
+    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | RecurrentShape]:
         """What each group keeps of a token; of recurrent layers, in blocks of so many tokens."""
         return [self._kept(group, len(group.layers), kv_cache_dtype, block_size) for group in self.groups]
 
     def _kept(
         self, group: LayerGroup, layers: int, kv_cache_dtype: KVCacheDtype, block_size: int
-    ) -> KVShape | StateShape:
+    ) -> KVShape | RecurrentShape:
         """What so many layers of a group keep of a token."""
         if group.recurrent and self.config.recurrent is not None:
             return self.config.recurrent.state_shape(layers, block_size, self.dtype, self.stage)
@@ -224,7 +224,7 @@ class Model(ModelSizes):
         }
         self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
 
-    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | StateShape]:
+    def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | RecurrentShape]:
         """See `ModelSizes`. All stages have the same blocks, as large as the one with most layers of a group needs."""
         if self.stages == 1:
             return super().kv_shapes(kv_cache_dtype, block_size)
@@ -271,8 +271,8 @@ class Model(ModelSizes):
         """
         caches: list[KVCache] = []
         for count, shape in zip(num_blocks, self.kv_shapes(kv_cache_dtype, block_size), strict=True):
-            if isinstance(shape, StateShape):
-                caches.append(StateCache(count, shape, self.kernels.device))
+            if isinstance(shape, RecurrentShape):
+                caches.append(shape.cache(count, self.kernels.device))
                 caches[-1].pulse = caches[0].pulse
                 continue
             size = count, shape.layers, shape.kv_heads, shape.head_dim, block_size

@@ -43,7 +43,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     else:
         config = read_hybrid(Fields(fields.picked(fields.names() - {"num_experts"}), fields.source), generation)
     net = config.recurrent
-    if net is None:
+    if not isinstance(net, DeltaNetConfig):
         return config
     each = net.heads // net.key_heads
     parts = [(name, net.key_dim) for name in "qk"] + [(name, each * net.value_dim) for name in "vz"]
@@ -60,7 +60,7 @@ def read_qwen3_5(fields: Fields, generation: Fields, experts: ExpertsConfig | No
     """Qwen3.5's text models, whose products of a delta net lie otherwise; raises ModelConfigError."""
     config = read_hybrid(fields, generation, experts)
     net = config.recurrent
-    if net is None:
+    if not isinstance(net, DeltaNetConfig):
         return config
     keys = net.key_heads * net.key_dim
     parts = _projections([("q", keys), ("k", keys), ("v", net.heads * net.value_dim)])

@@ -47,6 +47,8 @@ ARCHITECTURES = {
     "HYV3ForCausalLM": "quire.models.hy_v3",
     "KimiK25ForConditionalGeneration": "quire.models.kimi_k25",
     "Kimi_K25ForConditionalGeneration": "quire.models.kimi_k25",
+    "Lfm2ForCausalLM": "quire.models.lfm2",
+    "Lfm2MoeForCausalLM": "quire.models.lfm2_moe",
     "LlamaForCausalLM": "quire.models.llama",
     "MiniMaxM2ForCausalLM": "quire.models.minimax_m2",
     "Ministral3ForCausalLM": "quire.models.ministral3",
@@ -197,11 +199,11 @@ def check_ranks(
     heads, counts = layer.num_heads, sorted({each.num_kv_heads for each in layers})
     allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in counts)]
     net = config.recurrent
-    if net is not None:
-        allowed = [n for n in allowed if not net.key_heads % n]
+    parts, called = (0, "") if net is None else net.parts
+    allowed = [n for n in allowed if not parts % n]
     if size not in allowed:
         kv_heads = " or ".join(map(str, counts))
-        recurrent = "" if net is None else f", and the {net.key_heads} key heads of its recurrent layers"
+        recurrent = f", and the {parts} {called} of its recurrent layers" if parts else ""
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values){recurrent}; allowed: {', '.join(map(str, allowed))}"
@@ -224,7 +226,7 @@ def check_ranks(
     # What each rank brings to an exchange has an equal part of the room: two matrices, or rows and where they go.
     passed_on = 2 * layer.hidden_size if stages > 1 else layer.hidden_size + 3 * turns if replicas > 1 else 0
     exchanged = size * stages * replicas * passed_on
-    states = net.heads * net.value_dim if net else 0
+    states = net.width if net else 0
     widest = max(layer.hidden_size, heads * values, states, dense, inner, exchanged)
     return widest, max(config.vocab_size, turns * layer.hidden_size)
 

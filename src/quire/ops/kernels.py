@@ -22,6 +22,7 @@ from quire.ops import (
     latent,
     logit_edits,
     sampling,
+    short_conv,
     states,
     step_inputs,
 )
@@ -34,6 +35,7 @@ from quire.ops.mxfp4 import Mxfp4Product, Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
+from quire.ops.short_conv import ConvCache, ShortConvWeights
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
@@ -356,6 +358,12 @@ class Kernels:
     ) -> torch.Tensor:
         """See `states.delta_net`."""
         return states.delta_net(x, ab, weights, cache, batch, layer)
+
+    def short_conv(
+        self, x: torch.Tensor, weights: ShortConvWeights, cache: ConvCache, batch: RaggedBatch, layer: int
+    ) -> torch.Tensor:
+        """See `short_conv.short_conv`."""
+        return short_conv.short_conv(x, weights, cache, batch, layer)
 
     # -- sampling ------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch, Trees
+from quire.ops.short_conv import ConvCache, ConvShape, ShortConvWeights
 from quire.ops.states import DeltaNetWeights, StateCache, StateShape
 from quire.parallel.group import OneRank, share
 
@@ -88,6 +89,7 @@ def run(kernels: Kernels) -> list[Check]:
     checks += [check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
     if type(kernels).delta_net is not Kernels.delta_net:  # plain torch takes seconds, a row at a time
         checks.append(check_delta_net(kernels, torch.bfloat16))
+        checks.append(check_short_conv(kernels, torch.bfloat16))
     checks += [check_trees(kernels, dtype, cache) for dtype, cache in CACHES]
     return checks + [check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
 
@@ -260,6 +262,11 @@ def check_latent_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype:
 def check_delta_net(kernels: Kernels, dtype: torch.dtype) -> Check:
     """As `check_attention`, of a gated delta net."""
     return _check_chunks("gated delta net", _DeltaNet, kernels, dtype, "auto")
+
+
+def check_short_conv(kernels: Kernels, dtype: torch.dtype) -> Check:
+    """As `check_attention`, of a gated short convolution."""
+    return _check_chunks("short convolution", _ShortConv, kernels, dtype, "auto")
 
 
 def _check_chunks(
@@ -463,6 +470,32 @@ class _DeltaNet(_Attention):
             raise TypeError(f"a cache of states is needed, not {type(kv).__name__}")
         x, ab = rows[:, : -self.rates], rows[:, -self.rates :].float()
         return self.kernels.delta_net(x, ab, self.weights, kv, batch, 0)
+
+
+class _ShortConv(_Attention):
+    """A gated short convolution: of each token two gates and what is convolved."""
+
+    channels = 200
+    width = 3 * channels
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
+        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
+        self.shape = ConvShape(1, self.channels, dtype, block_size)
+        generator = torch.Generator().manual_seed(4)
+        sizes = (3, self.channels), (self.channels,)
+        self.weights = ShortConvWeights(*(self._draw(*size, generator=generator) for size in sizes))
+
+    def cache(self, filled: int = 0) -> KVCache:
+        """Room for two such requests."""
+        return self.shape.cache(2 * self.blocks + 1)
+
+    def step(
+        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """See `_Attention`: [rows, channels]."""
+        if not isinstance(kv, ConvCache):
+            raise TypeError(f"a cache of inputs is needed, not {type(kv).__name__}")
+        return self.kernels.short_conv(rows, self.weights, kv, batch, 0)
 
 
 def _batch(

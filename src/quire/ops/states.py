@@ -22,16 +22,13 @@ last one. See `core.kv_group` for which blocks are there; of those that are not 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from quire.errors import ConfigError
-from quire.ops.kv_cache import BLOCK_SIZES, KVCache, zeros
 from quire.ops.ragged import RaggedBatch
+from quire.ops.recurrent import Part, RecurrentCache, RecurrentShape, check_no_trees, convolved
 
 TILE = 16
 """Tokens whose rows lie between two states. Changing it changes bits."""
@@ -39,12 +36,9 @@ TILE = 16
 L2_EPS = 1e-6
 """Added to the sum of a key's or query's squares, before its root divides them."""
 
-LINE = 256
-"""Bytes that a layer's part of a block is a multiple of, and so a block of any size is of its tokens."""
-
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
+class StateShape(RecurrentShape):
     """What a block of recurrent layers holds, a layer after another: the state, then its rows.
 
     Attributes:
@@ -69,35 +63,25 @@ class StateShape:
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
-    def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Data types and shapes of a layer's parts of a block: states, keys, updates, decays, inputs."""
+    def parts(self) -> list[Part]:
+        """States, keys, updates, decays, inputs."""
         keys, updates = (self.key_heads, self.key_dim, self.block_size), (self.heads, self.block_size, self.value_dim)
         wide = torch.float32
         return [
-            (wide, (self.heads, self.key_dim, self.value_dim)),
-            (wide, keys),
-            (wide, updates),
-            (wide, (self.heads, self.block_size)),
-            (self.dtype, (self.block_size, self.channels)),
+            Part(wide, (self.heads, self.key_dim, self.value_dim)),
+            Part(wide, keys, 2),
+            Part(wide, updates, 1),
+            Part(wide, (self.heads, self.block_size), 1),
+            Part(self.dtype, (self.block_size, self.channels), 0),
         ]
 
-    @property
-    def layer_bytes(self) -> int:
-        """Of a layer's part of a block."""
-        return -(-sum(_bytes(*part) for part in self.parts) // LINE) * LINE
-
-    @property
-    def bytes_per_token(self) -> int:
-        """A block's bytes, by its tokens."""
-        return self.layers * self.layer_bytes // self.block_size
+    def cache(self, num_blocks: int, device: torch.device | str = "cpu") -> StateCache:
+        """See `RecurrentShape`."""
+        return StateCache(num_blocks, self, device)
 
 
-def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
-
-
-class StateCache(KVCache):
-    """The device's blocks of recurrent layers. Block 0 is null: it stands for blocks that are not there.
+class StateCache(RecurrentCache):
+    """The device's blocks of layers that keep a matrix a head.
 
     Attributes:
         states: [num_blocks, layers, heads, key_dim, value_dim] fp32, after a block's last token.
@@ -108,38 +92,10 @@ class StateCache(KVCache):
     """
 
     def __init__(self, num_blocks: int, shape: StateShape, device: torch.device | str = "cpu") -> None:
-        """Raises ConfigError for a block size that is not offered or a pool without a usable block."""
-        if shape.block_size not in BLOCK_SIZES or num_blocks < 2:
-            raise ConfigError(
-                f"{num_blocks} blocks of {shape.block_size} tokens for recurrent states; there must be at least 2, of "
-                f"one of {list(BLOCK_SIZES)} tokens"
-            )
-        self.num_blocks, self.block_size, self.layers, self.dtype = (
-            num_blocks,
-            shape.block_size,
-            shape.layers,
-            shape.dtype,
-        )
-        self.states_shape, self.draft_kv = shape, None
-        self.pulse = array("q", [0])
-        size = shape.layers * shape.layer_bytes
-        self.memory = zeros(num_blocks * size, device).view(num_blocks, size)
-        self.offsets, views = [], []
-        by_layer, first = self.memory.view(num_blocks, shape.layers, shape.layer_bytes), 0
-        for dtype, part in shape.parts:
-            last = first + torch.Size(part).numel() * dtype.itemsize
-            views.append(by_layer[:, :, first:last].view(dtype).view(num_blocks, shape.layers, *part))
-            self.offsets.append(first)
-            first += _bytes(dtype, part)
-        self.states, self.keys, self.updates, self.decays, self.inputs = views
-
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """The rows of the first `tokens` tokens of each (source, destination, tokens), and no state."""
-        for source, destination, tokens in copies:
-            self.keys[destination, ..., :tokens] = self.keys[source, ..., :tokens]
-            self.updates[destination, :, :, :tokens] = self.updates[source, :, :, :tokens]
-            self.decays[destination, :, :, :tokens] = self.decays[source, :, :, :tokens]
-            self.inputs[destination, :, :tokens] = self.inputs[source, :, :tokens]
+        """Raises what `RecurrentCache` does."""
+        super().__init__(num_blocks, shape, device)
+        self.states_shape = shape
+        self.states, self.keys, self.updates, self.decays, self.inputs = self.views
 
 
 class DeltaNetWeights(NamedTuple):
@@ -196,8 +152,7 @@ def check_batch(x: torch.Tensor, ab: torch.Tensor, cache: StateCache, batch: Rag
         ValueError: it does not, or the batch has trees, whose rows do not continue one another.
     """
     shape = cache.states_shape
-    if batch.trees is not None:
-        raise ValueError("recurrent layers have no rows that do not continue one another; draft without trees")
+    check_no_trees(batch)
     widths = shape.channels + shape.heads * shape.value_dim, 2 * shape.heads
     if (x.shape[1], ab.shape[1]) != widths or len(x) != len(ab) or not 0 <= layer < cache.layers:
         raise ValueError(
@@ -230,18 +185,8 @@ def _prepared(
     layer: int,
 ) -> _Rows:
     """What the rule reads; inputs are stored for the convolutions to come."""
-    shape, size, count = cache.states_shape, cache.block_size, len(x)
-    before = torch.zeros(shape.taps - 1, shape.channels, dtype=x.dtype)
-    for place, position in enumerate(range(start - shape.taps + 1, start)):
-        if position >= 0:
-            before[place] = cache.inputs[table[position // size], layer, position % size]
-    for row, position in enumerate(range(start, start + count)):
-        if block := table[position // size]:
-            cache.inputs[block, layer, position % size] = x[row]
-    wide = torch.cat([before, x]).float()
-    total = wide[:count] * weights.conv[0]
-    for tap in range(1, shape.taps):
-        total = total + wide[tap : tap + count] * weights.conv[tap]
+    shape, count = cache.states_shape, len(x)
+    total = convolved(x, weights.conv, None, cache.inputs[:, layer], table, start)
     total = total * _sigmoid(total)
     keys = shape.key_heads * shape.key_dim
     q, k, v = (part.contiguous() for part in torch.split(total, [keys, keys, shape.heads * shape.value_dim], dim=1))

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.core.kv_group import States, peak_blocks
 from quire.models.model import Model
 from quire.ops import KVShape
-from quire.ops.states import StateShape
+from quire.ops.recurrent import RecurrentShape
 from quire.runner.proposer import Speculation
 
 CACHED = 2
@@ -72,7 +72,7 @@ def retentions(config: EngineConfig, model: Model, speculation: Speculation | No
     keys = sum(shape.bytes_per_token for shape in shapes if isinstance(shape, KVShape))
     kept = []
     for group, shape in zip(model.groups, shapes, strict=True):
-        if isinstance(shape, StateShape):  # a state where keys of as many bytes lie between it and the one before it
+        if isinstance(shape, RecurrentShape):  # where as many bytes of keys lie between states
             uncertain = 1 + spec.num_speculative_tokens if spec else 0
             kept.append(Retention(size + 1, States(-(-shape.bytes_per_token // keys), uncertain)))
         else:

@@ -241,9 +241,8 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     per_token += 3 * 4 * max(each.num_heads * each.head_dim for each in layers)
     apart = layer.qk_norm in ("whole", "turned") or any(each.kv_source is not None for each in layers)
     if (net := model.config.recurrent) is not None:
-        values = net.heads * net.value_dim
-        rows = 2 * net.key_heads * net.key_dim + 2 * values
-        per_token = max(per_token, 4 * layer.hidden_size * itemsize + rows * (itemsize + 4) + 4 * values)
+        room = 4 * layer.hidden_size * itemsize + net.row * (itemsize + 4) + 4 * net.width
+        per_token = max(per_token, room)
     if apart:  # normed apart: copies, and of what is turned in plain torch fp32 ones
         per_token += 4 * 4 * heads
     restored = RESTORED_BYTES if layer.latent and may_expand(model.kernels) else 0

@@ -67,7 +67,7 @@ class DraftModel:
     """
 
     def __init__(self, model: Model, vocab_size: int) -> None:
-        shapes = {dataclasses.replace(shape, layers=1) for shape in model.kv_shapes()}
+        shapes = {dataclasses.replace(shape, layers=1) for shape in model.kv_shapes() if isinstance(shape, KVShape)}
         if len(shapes) > 1:
             raise ConfigError(
                 "speculative_config: the draft model's layers have keys and values of unlike shapes, which cannot "

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from quire.ops.cpu import attention, experts, latent, layer, linear, quantize, recurrent, rows, sampling
+from quire.ops.cpu import attention, experts, latent, layer, linear, quantize, recurrent, rows, sampling, short_conv
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
 from quire.ops.elementwise import Activation
@@ -21,6 +21,7 @@ from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
+from quire.ops.short_conv import ConvCache, ShortConvWeights
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
@@ -40,7 +41,7 @@ class CpuKernels(Kernels):
     def __init__(self, isa: str, deterministic: bool = True) -> None:
         super().__init__(deterministic)
         self.name = isa
-        modules = (attention, experts, latent, layer, linear, quantize, recurrent, rows, sampling)
+        modules = (attention, experts, latent, layer, linear, quantize, recurrent, rows, sampling, short_conv)
         self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})
         self._scratch = Scratch()  # of one product
         self._workspace = Scratch()  # of one layer, or of its experts
@@ -168,6 +169,11 @@ class CpuKernels(Kernels):
         layer: int,
     ) -> torch.Tensor:
         return recurrent.delta_net(self._lib, x, ab, weights, cache, batch, layer, self._workspace)
+
+    def short_conv(
+        self, x: torch.Tensor, weights: ShortConvWeights, cache: ConvCache, batch: RaggedBatch, layer: int
+    ) -> torch.Tensor:
+        return short_conv.short_conv(self._lib, x, weights, cache, batch, layer)
 
     def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
         return sampling.finite_rows(self._lib, x)

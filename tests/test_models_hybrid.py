@@ -1,0 +1,370 @@
+"""LFM2's short convolutions: transformers' logits, the layers themselves, and that nothing changes a bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.errors import ConfigError, ModelConfigError
+from quire.models.quantize import quantize_folder
+from quire.models.random_checkpoint import write_checkpoint
+from quire.models.registry import load_model
+from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels, self_test
+from quire.ops.cpu import library
+from quire.ops.recurrent import RecurrentCache, RecurrentShape
+from quire.ops.short_conv import ConvShape, ShortConvWeights
+from tests import test_determinism as product
+from tests.oracle import (
+    chunked_logits,
+    edit_json,
+    greedy,
+    load_reference,
+    random_prompt,
+    reference_choices,
+    reference_logits,
+    save_checkpoint,
+)
+
+PROMPT = random_prompt(90)
+ORDER = list(range(len(product.prompts())))
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {}),
+    "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_ffn_dim_multiplier": 0.8}),
+    "lfm2-older": (
+        "lfm2",
+        {
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "edit": {
+                "layer_types": ...,
+                "full_attn_idxs": [1],
+                "tie_embedding": False,
+                "tie_word_embeddings": ...,
+                "block_ff_dim": 96,
+                "intermediate_size": ...,
+                "rope_parameters": ...,
+                "rope_theta": 1000000.0,
+            },
+        },
+    ),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "lfm2_moe-plain": (
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "conv_bias": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    architecture, options = FAMILIES[case]
+    folder = save_checkpoint(tmp_path, architecture, **options)
+    reference, model = load_reference(folder), load_model(folder)
+    expected = reference_logits(reference, PROMPT)
+    assert expected.abs().max() > 0.5, "the logits tell models apart"
+    torch.testing.assert_close(chunked_logits(model, PROMPT, 37), expected, rtol=0, atol=1e-4)
+    output = greedy(model, PROMPT, 64)
+    assert output == reference_choices(reference, PROMPT, output)
+
+
+@pytest.mark.parametrize("architecture", ["lfm2"])
+def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
+    exact = reference_logits(load_reference(folder), PROMPT)
+    theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
+    ours = chunked_logits(load_model(folder, "bfloat16"), PROMPT, 37)
+    assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe"])
+def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
+    architecture, options = FAMILIES[case]
+    folder = save_checkpoint(tmp_path / "model", architecture, **options)
+    quantize_folder(folder, tmp_path / "int4", Quantization("int4", 32))
+    here = load_model(folder, quantization="int4", group=32)
+    assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
+
+
+@pytest.mark.parametrize("case", ["lfm2-biases", "lfm2_moe"])
+def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
+    architecture, options = FAMILIES[case]
+    folder = save_checkpoint(tmp_path / "saved", architecture, **options)
+    made = write_checkpoint(tmp_path / "made", json.loads((folder / "config.json").read_text()))
+    assert chunked_logits(load_model(made), PROMPT, 37).isfinite().all()
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "types": ("lfm2", {"layer_types": ["conv"]}, "'layer_types' must be 3 of 'conv' or 'full_attention'"),
+    "no attention": ("lfm2", {"layer_types": ["conv"] * 3}, "at least one is 'full_attention'"),
+    "other types": ("lfm2", {"layer_types": ["mamba", "conv", "full_attention"]}, "'layer_types' must be 3 of"),
+    "taps": ("lfm2", {"conv_L_cache": 40}, "'conv_L_cache' must be a whole number from 2 to 16"),
+    "eps": ("lfm2", {"norm_eps": 1.0}, "'norm_eps'"),
+    "experts": ("lfm2", {"num_experts": 4}, "'num_experts' is 4"),
+    "routing": ("lfm2_moe", {"num_experts_per_tok": 9}, "'num_experts_per_tok'"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder for each architecture, made when it is asked for."""
+    made: dict[str, Path] = {}
+
+    def of(architecture: str) -> Path:
+        if architecture not in made:
+            made[architecture] = save_checkpoint(tmp_path_factory.mktemp(architecture), architecture)
+        return made[architecture]
+
+    return of
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_configuration_that_is_not_supported_is_refused_by_the_fields_name(
+    case: str, saved: Callable[[str], Path]
+) -> None:
+    architecture, edit, words = BAD[case]
+    file = saved(architecture) / "config.json"
+    before = file.read_text()
+    edit_json(file, edit)
+    try:
+        with pytest.raises(ModelConfigError, match=words):
+            load_model(file.parent)
+    finally:
+        file.write_text(before)
+
+
+# -- the layers ----------------------------------------------------------------------------------------------------
+
+IMPLEMENTATIONS = [*library.usable(), "torch"]
+Step = Callable[[Kernels, torch.Tensor, RecurrentCache, RaggedBatch], torch.Tensor]
+
+
+class Kind:
+    """One kind of recurrent layer, with random weights.
+
+    Attributes:
+        width: columns of its input.
+        step: its kernel, of layer 1 of 2.
+    """
+
+    def __init__(self, shape: RecurrentShape, width: int, step: Step) -> None:
+        self.shape, self.width, self.step = shape, width, step
+
+
+def drawn(generator: torch.Generator, *size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=generator)
+
+
+def conv_kind(block_size: int = 16, dtype: torch.dtype = torch.float32) -> Kind:
+    generator = torch.Generator().manual_seed(1)
+    shape = ConvShape(2, 40, dtype, block_size)
+    weights = ShortConvWeights(drawn(generator, 4, 40), drawn(generator, 40))
+    return Kind(shape, 120, lambda kernels, x, cache, batch: kernels.short_conv(x, weights, cache, batch, 1))
+
+
+KINDS = {"short convolution": conv_kind}
+
+
+class Sequences:
+    """Spans of some requests through one layer, as an engine would have them, with blocks anywhere."""
+
+    def __init__(self, kernels: Kernels, kind: Kind, length: int, requests: int = 1, seed: int = 0) -> None:
+        self.kernels, self.kind, self.length = kernels, kind, length
+        shape, generator = kind.shape, torch.Generator().manual_seed(seed)
+        self.x = drawn(generator, requests, length, kind.width).to(shape.dtype)
+        each = -(-length // shape.block_size)
+        self.cache = shape.cache(1 + each * requests)
+        self.cache.memory.fill_(255)  # NaN everywhere: what is read before it is written shows
+        order = list(range(1, 1 + each * requests))
+        random.Random(seed).shuffle(order)
+        self.tables = torch.tensor(order).view(requests, each)
+
+    def step(self, spans: list[tuple[int, int, int]], x: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Spans (request, start, end); `x`: inputs in place of the requests' own."""
+        inputs = x if x is not None else torch.cat([self.x[r, start:end] for r, start, end in spans])
+        starts = [0]
+        for _, start, end in spans:
+            starts.append(starts[-1] + end - start)
+        size = self.kind.shape.block_size
+        width = max(-(-end // size) for _, _, end in spans)
+        batch = RaggedBatch(
+            token_ids=torch.zeros(starts[-1], dtype=torch.int64),
+            positions=torch.cat([torch.arange(start, end) for _, start, end in spans]),
+            slots=torch.zeros(starts[-1], dtype=torch.int64),
+            row_starts=starts,
+            context_lens=[end for _, _, end in spans],
+            block_tables=self.tables[[request for request, _, _ in spans], :width].clone(),
+            block_size=size,
+        )
+        with self.kernels.threads(2), torch.inference_mode():
+            out = self.kind.step(self.kernels, inputs, self.cache, batch)
+        return list(torch.split(out, [end - start for _, start, end in spans]))
+
+    def whole(self, request: int = 0) -> torch.Tensor:
+        [out] = self.step([(request, 0, self.length)])
+        return out
+
+    def random_steps(self, rnd: random.Random) -> list[torch.Tensor]:
+        """All of each request in random spans, beside others in any order, with rejected rows that are no numbers."""
+        places = [0] * len(self.x)
+        found: list[list[torch.Tensor]] = [[] for _ in places]
+        while min(places) < self.length:
+            spans, inputs, kept = [], [], []
+            for request in rnd.sample(range(len(places)), len(places)):
+                start = places[request]
+                if start == self.length or rnd.random() < 0.3:
+                    continue
+                end = min(self.length, start + rnd.choice([1, 1, 2, 5, 16, 17, 40]))
+                last = min(self.length, end + rnd.choice([0, 0, 3, 20]))
+                spans.append((request, start, last))
+                poison = torch.full_like(self.x[request, end:last], float("nan"))
+                inputs.append(torch.cat([self.x[request, start:end], poison]))
+                kept.append(end - start)
+                places[request] = end
+            if spans:
+                outs = self.step(spans, torch.cat(inputs))
+                for (request, _, _), count, out in zip(spans, kept, outs, strict=True):
+                    found[request].append(out[:count])
+        return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_short_convolution_is_gated_twice(name: str) -> None:
+    sequences = Sequences(choose_kernels(name), conv_kind(), 50)
+    generator = torch.Generator().manual_seed(1)
+    conv, bias = drawn(generator, 4, 40).double(), drawn(generator, 40).double()
+    first, last, inner = sequences.x[0].double().chunk(3, dim=1)
+    padded = torch.nn.functional.pad((first * inner).T[None], (3, 0))
+    expected = last * torch.nn.functional.conv1d(padded, conv.T[:, None], bias, groups=40)[0].T
+    torch.testing.assert_close(sequences.whole().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(kind: str, block_size: int, name: str) -> None:
+    kernels, rnd = choose_kernels(name), random.Random(block_size)
+    length, times = (70, 1) if name == "torch" else (200, 10)
+    made = KINDS[kind](block_size, torch.bfloat16)
+    alone = Sequences(kernels, made, length, requests=3)
+    expected = [alone.whole(request) for request in range(3)]
+    for _ in range(times):
+        found = Sequences(kernels, made, length, requests=3).random_steps(rnd)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_are_not_there_are_neither_read_nor_written(kind: str, name: str) -> None:
+    sequences = Sequences(choose_kernels(name), KINDS[kind](), 100)
+    expected = sequences.whole()
+    sequences.cache.memory.fill_(255)
+    sequences.tables[0, :4] = 0  # the blocks at the end are there, those before them are not
+    found = sequences.step([(0, 0, 83)]) + sequences.step([(0, 83, 100)])
+    assert torch.equal(torch.cat(found), expected)
+    assert (sequences.cache.memory[0] == 255).all()
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_block_can_be_copied(kind: str, name: str) -> None:
+    """A prompt that leaves another one in mid-block goes on from its rows."""
+    sequences = Sequences(choose_kernels(name), KINDS[kind](), 64)
+    expected, before = sequences.whole(), int(sequences.tables[0, 2])
+    spare = sequences.kind.shape.cache(sequences.cache.num_blocks + 1)
+    spare.memory.fill_(255)
+    spare.memory[:-1] = sequences.cache.memory
+    spare.copy([(before, spare.num_blocks - 1, 9)])
+    sequences.cache, sequences.tables[0, 2] = spare, spare.num_blocks - 1
+    assert torch.equal(sequences.step([(0, 41, 64)])[0], expected[41:])
+
+
+def test_trees_and_inputs_of_other_widths_are_refused() -> None:
+    sequences = Sequences(choose_kernels("torch"), conv_kind(), 16)
+    batch = RaggedBatch(*[torch.zeros(1, dtype=torch.int64)] * 3, [0, 1], [1], torch.ones(1, 1, dtype=torch.int64), 16)
+    with pytest.raises(ValueError, match="do not fit the rows of 2 layers"):
+        sequences.kind.step(sequences.kernels, sequences.x[0, :1, :100], sequences.cache, batch)
+    batch.trees = object()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="draft without trees"):
+        sequences.kind.step(sequences.kernels, sequences.x[0, :1], sequences.cache, batch)
+
+
+def test_quire_doctor_tries_the_layers() -> None:
+    for check in (self_test.check_short_conv(choose_kernels("auto"), torch.bfloat16),):
+        assert check.passed and check.cases > 1
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
+"""Models that go through all switches: as few layers as show."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    return str(save_checkpoint(path, request.param, dtype=torch.bfloat16, **ENGINES[request.param]))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> dict[int, Any]:
+    return each_alone({"model": folder, "threads": 1}, ORDER)
+
+
+def each_alone(setting: dict[str, Any], indices: list[int]) -> dict[int, Any]:
+    engine = Engine(EngineConfig(**setting, prefix_cache="off"))
+    outcomes: dict[int, Any] = {}
+    for index in indices:
+        outcomes |= product.run(engine, [index])
+    return outcomes
+
+
+def test_nothing_around_a_request_changes_its_tokens(folder: str, alone: dict[int, Any]) -> None:
+    setting = {"model": folder, "threads": 1}
+    assert len({tuple(token for token, _, _ in outcome) for outcome in alone.values()}) == len(alone)
+    product.assert_switches_change_nothing(setting, alone, product.PART)
+
+
+def test_drafts_change_no_token(folder: str, alone: dict[int, Any]) -> None:
+    spec = {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1, "num_speculative_tokens": 7}
+    for switches in product.PART[:2]:
+        engine = product.engine_of({"model": folder, "threads": 1}, switches, speculative_config=spec)
+        assert product.run(engine, ORDER) == alone
+        assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
+        assert engine.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)]
+)
+def test_ranks_change_nothing(ranks: dict[str, Any], folder: str, alone: dict[int, Any]) -> None:
+    with contextlib.closing(product.engine_of({"model": folder, "threads": 1}, product.PART[0], **ranks)) as engine:
+        assert product.run(engine, ORDER) == alone
+        assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
+
+
+def test_plain_torch_changes_nothing_either(folder: str) -> None:
+    setting, order = {"model": folder, "threads": 1, "cpu_kernels": "torch"}, ORDER[:2] + ORDER[6:]
+    alone = each_alone(setting, order)
+    engine = product.engine_of(setting, product.Switches(16, "radix", 40, True, overlap=True))
+    assert product.run(engine, order) == alone
+    assert product.run(engine, order[::-1], first_id=100, stagger=2) == alone
+
+
+def test_what_is_not_there_yet_is_refused(folder: str) -> None:
+    for options, words in (
+        ({"host_kv_memory": "1MiB"}, "or recurrent ones: not yet"),
+        ({"speculative_config": {"method": "draft_model", "model": folder}}, "it has recurrent layers"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Engine(EngineConfig(model=folder, threads=1, **options))
