@@ -47,6 +47,7 @@ CLASSES = {
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
     "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "gemma3_model": ("Gemma3TextConfig", "Gemma3TextModel"),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration"),
     "gemma4_text": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
@@ -153,6 +154,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 """Architectures that nest the text model, which the option `text` names: what stands beside it."""
 HEAD_DIM_16 = {
     "ernie4_5",
+    "gemma3_model",
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",

@@ -29,7 +29,8 @@ from quire.errors import (
 )
 from quire.models.checkpoint import Checkpoint
 from quire.models.registry import load_model
-from quire.models.safetensors_file import map_tensor, read_ahead, read_header
+from quire.models.safetensors_file import map_tensor, read_ahead
+from quire.models.safetensors_header import read_header
 from tests.oracle import save_checkpoint
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -184,14 +184,15 @@ def test_items_cover_every_row_and_head_once() -> None:
         items = attention.plan_items(starts, contexts, 64, 6, threads)
         seen = [
             (row, head)
-            for _, first, rows, _, start, heads in items.tolist()
+            for _, first, rows, _, _, start, heads in items.tolist()
             for row in range(first, first + rows)
             for head in range(start, start + heads)
         ]
         assert sorted(seen) == list(itertools.product(range(303), range(6)))
-        for span, row, rows, position, _, _ in items.tolist():
+        for span, row, rows, position, end, _, _ in items.tolist():
             assert rows <= 64
             assert contexts[span] - position == starts[span + 1] - row
+            assert end == position + rows
 
 
 def test_what_does_not_fit_is_refused() -> None:

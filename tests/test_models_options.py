@@ -21,7 +21,8 @@ from quire.ops.experts import Routing
 from tests.oracle import chunked_logits, random_prompt, save_checkpoint
 from tests.test_models_families import FAMILIES as OTHERS
 
-FAMILIES = {**OTHERS, "qwen3_next": ("qwen3_next", {})}
+BOTH_WAYS = ("gemma3_text", {**OTHERS["gemma3_text"][1], "use_bidirectional_attention": True})
+FAMILIES = {**OTHERS, "qwen3_next": ("qwen3_next", {}), "gemma3_text-both-ways": BOTH_WAYS}
 
 PROMPT = random_prompt(60)
 ELSEWHERE = {
@@ -50,7 +51,7 @@ CASES = [
     "olmo3",
     "glm4",
 ]
-CASES += ["seed_oss", "mistral3-mistral4", "ernie4_5", "qwen3_next"]
+CASES += ["seed_oss", "mistral3-mistral4", "ernie4_5", "qwen3_next", "gemma3_text-both-ways"]
 """Families that have all options together."""
 
 

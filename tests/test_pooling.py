@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, EngineConfig, RequestError, SamplingParams
 from quire.core.pooling import MOST, UNIT, PoolingParams
 from quire.core.request import Request
 from quire.engine.engine import Engine
-from quire.errors import ModelConfigError
+from quire.errors import ConfigError, EmbeddingModelError, ModelConfigError
+from quire.models.checkpoint import resolve
+from quire.models.dense import Dense
 from quire.models.pooling import PoolingConfig
 from quire.runner.device import Device
 from quire.runner.pooling import TOO_LARGE, launch_sum
-from tests.oracle import load_reference, random_prompt, save_checkpoint
+from tests.oracle import edit_json, load_reference, random_prompt, save_checkpoint
 
 PROMPTS = [random_prompt(length, length) for length in (1, 2, 17, 64, 150, 200)]
 SHARED = [*PROMPTS, PROMPTS[-1][:120] + PROMPTS[3]]
@@ -26,14 +30,21 @@ PARAMS = SamplingParams(max_tokens=0, seed=0, speculate=False).resolved()
 WAYS = [PoolingParams("last"), PoolingParams("mean"), PoolingParams("labels", (5, 9, 77))]
 
 
-def declare(folder: Path, normalize: bool = True, **pooling: Any) -> Path:
-    """Makes the folder an embedding model of Sentence Transformers."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+def declare(folder: Path, normalize: bool = True, dense: Sequence[tuple[int, int]] = (), **pooling: Any) -> Path:
+    """Makes the folder an embedding model of Sentence Transformers, with dense layers of these inputs and outputs."""
+    kinds = ["Transformer", "Pooling", *("Dense" for _ in dense), *(["Normalize"] if normalize else [])]
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
         for i, kind in enumerate(kinds)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
+    for place, (inputs, outputs) in enumerate(dense, start=2):
+        (folder / f"{place}_Dense").mkdir(exist_ok=True)
+        weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(place))
+        save_file({"linear.weight": weight}, folder / f"{place}_Dense" / "model.safetensors")
+        activation = {"activation_function": "torch.nn.modules.linear.Identity"}
+        fields = {"in_features": inputs, "out_features": outputs, "bias": False, **activation}
+        (folder / f"{place}_Dense" / "config.json").write_text(json.dumps(fields))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling or {"pooling_mode_lasttoken": True}))
     return folder
@@ -226,3 +237,163 @@ def test_what_cannot_be_pooled_is_refused(pooling):
             llm._frontend.pooled(prompt, pooling)
         with pytest.raises(RequestError, match="max_tokens"):
             llm._frontend.pooled(llm._frontend.prepare("x", SamplingParams(max_tokens=1)), WAYS[0])
+
+
+EMBEDDER = {
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 24,
+    "use_bidirectional_attention": True,
+}
+
+
+def embedding_gemma(folder: Path, dtype: torch.dtype = torch.float32, window: int = 20) -> Path:
+    """A tiny EmbeddingGemma: a Gemma 3 without a head, whose tokens see what follows; a mean, two dense layers."""
+    save_checkpoint(folder, "gemma3_model", dtype=dtype, **{**EMBEDDER, "sliding_window": window})
+    declare(folder, dense=[(64, 96), (96, 48)], pooling_mode_mean_tokens=True, include_prompt=True)
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> Path:
+    return embedding_gemma(tmp_path_factory.mktemp("embedder"))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_attention_both_ways_and_dense_layers_are_those_of_transformers(gemma, kernels):
+    model = load_reference(gemma)
+    first, second = (load_file(gemma / f"{place}_Dense" / "model.safetensors")["linear.weight"] for place in (2, 3))
+    with LLM(str(gemma), threads=1, cpu_kernels=kernels) as llm:
+        outputs = llm.embed(PROMPTS)
+        cut = llm.embed(PROMPTS[3], dimensions=16)[0].embedding
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        with torch.inference_mode():
+            pooled = model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        expected = torch.nn.functional.normalize(second @ (first @ pooled), dim=0)
+        torch.testing.assert_close(torch.tensor(output.embedding), expected, atol=1e-5, rtol=0)
+        assert len(output.embedding) == 48
+    head = torch.tensor(outputs[3].embedding[:16])
+    torch.testing.assert_close(torch.tensor(cut), head / head.norm(), atol=1e-6, rtol=0)
+
+
+def test_tokens_see_a_window_ahead_as_far_as_back(tmp_path):
+    """What changes a token's state is at most half a window away, either way, in a model of windowed layers alone."""
+    folder = save_checkpoint(tmp_path, "gemma3_model", **{**EMBEDDER, "layer_types": ["sliding_attention"] * 3})
+    (folder / "modules.json").unlink(missing_ok=True)
+    prompt, last = PROMPTS[4], len(PROMPTS[4]) - 1
+    reach = 3 * (EMBEDDER["sliding_window"] // 2)  # of three layers
+    with LLM(str(folder), threads=1) as llm:
+        changed = [
+            llm.embed([*prompt[:at], prompt[at] ^ 1, *prompt[at + 1 :]])[0].embedding
+            for at in (0, last - reach - 1, last - reach)
+        ]
+        [same] = llm.embed(prompt)
+    assert changed[0] == changed[1] == same.embedding != changed[2]
+
+
+def test_nothing_around_a_whole_prompt_changes_its_embedding(tmp_path):
+    """Company, order, block sizes, preemption, threads, ranks, one of two kinds of layers or both."""
+    folder = embedding_gemma(tmp_path, torch.bfloat16, 60)
+    alone = [embedded(folder, [prompt])[0] for prompt in SHARED]
+    for options in (
+        {},
+        {"block_size": 64, "max_num_seqs": 3, "threads": 2},
+        {"num_kv_blocks": 17, "async_scheduling": False, "max_num_batched_tokens": 300},
+        {"prefix_cache": "hash"},
+    ):
+        assert embedded(folder, SHARED, **options) == alone, options
+        assert embedded(folder, SHARED[::-1], **options) == alone[::-1], options
+
+
+@pytest.mark.slow
+def test_ranks_change_no_embedding(tmp_path):
+    folder = embedding_gemma(tmp_path, torch.bfloat16, 60)
+    alone = embedded(folder, SHARED)
+    for ranks in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        assert embedded(folder, SHARED, **ranks) == alone
+
+
+def embedded(folder: Path, prompts: list[list[int]], **options: Any) -> list[list[float]]:
+    options = {"threads": 1, "max_model_len": 256, "check_invariants": True, **options}
+    with LLM(str(folder), **options) as llm:
+        return [output.embedding for output in llm.embed(prompts)]
+
+
+def test_a_model_that_embeds_alone_refuses_everything_else_by_name(gemma):
+    with pytest.raises(ConfigError, match="speculative_config"):
+        LLM(str(gemma), threads=1, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        LLM(str(gemma), threads=1, max_num_batched_tokens=128, max_num_seqs=4)
+    with LLM(str(gemma), threads=1) as llm:
+        assert any("embeds texts alone" in note for note in llm.notes)
+        for params in (SamplingParams(), SamplingParams(max_tokens=0, prompt_logprobs=1)):
+            with pytest.raises(EmbeddingModelError, match=r"LLM\.embed"):
+                llm.generate([1, 2, 3], params)
+        prompt = llm._frontend.prepare([1, 2, 3], SamplingParams(max_tokens=0))
+        with pytest.raises(EmbeddingModelError):
+            llm._frontend.pooled(prompt, WAYS[2])
+        with pytest.raises(RequestError, match="context length"):
+            llm.embed([1] * 600)
+        assert len(llm.embed([1, 2, 3])) == 1
+
+
+def test_prompts_stand_before_texts(tmp_path):
+    """As Sentence Transformers has them: by name, and a default one where none is asked for."""
+    folder = declare(copy_of(resolve("demo"), tmp_path), pooling_mode_lasttoken=True)
+    file = folder / "config_sentence_transformers.json"
+    with LLM(str(folder), threads=1) as llm:
+        plain = [one.embedding for one in llm.embed(["x = 1", "q: x = 1", "d: x = 1"])]
+        with pytest.raises(RequestError, match="prompts are: none"):
+            llm.embed("x = 1", prompt_name="query")
+        file.write_text(json.dumps({"prompts": {"query": "q: ", "document": "d: "}, "default_prompt_name": "document"}))
+        assert llm.embed("x = 1", prompt_name="query")[0].embedding == plain[1]
+        assert llm.embed("x = 1")[0].embedding == plain[2]
+        tokens = llm._frontend.prepare("x = 1", SamplingParams(max_tokens=0)).token_ids
+        assert llm.embed(tokens)[0].embedding == plain[0]
+        with pytest.raises(RequestError, match="'query', 'document'"):
+            llm.embed("x = 1", prompt_name="passage")
+        with pytest.raises(RequestError, match="texts"):
+            llm.embed(tokens, prompt_name="query")
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        ({"activation_function": "torch.nn.modules.activation.GELU"}, "activation_function"),
+        ({"in_features": 63}, "in_features"),
+        ({"out_features": 95}, "linear.weight"),
+        ({"bias": True}, "linear.bias"),
+    ],
+)
+def test_dense_layers_that_are_not_what_they_say_are_refused(tmp_path, edit, named):
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    declare(tmp_path, dense=[(64, 96)], pooling_mode_mean_tokens=True)
+    edit_json(tmp_path / "2_Dense" / "config.json", edit)
+    with pytest.raises(ModelConfigError, match=named):
+        PoolingConfig.read(tmp_path)
+
+
+def test_dense_layers_without_their_file_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    declare(tmp_path, dense=[(64, 96)], pooling_mode_mean_tokens=True)
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(ModelConfigError, match=r"model\.safetensors"):
+        PoolingConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dense_layer_has_a_bias_and_a_tanh(tmp_path, dtype):
+    weight, bias, x = torch.randn(5, 7).to(dtype), torch.randn(5).to(dtype), torch.randn(7)
+    fields = {
+        "in_features": 7,
+        "out_features": 5,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file({"linear.weight": weight, "linear.bias": bias}, tmp_path / "model.safetensors")
+    made = Dense.read(tmp_path, 7)(x.numpy())
+    torch.testing.assert_close(torch.from_numpy(made), torch.tanh(weight.float() @ x + bias.float()), atol=1e-6, rtol=0)

@@ -22,7 +22,11 @@ TEXTS = ["def add(a, b):", "class Stack:\n    pass", "import os"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return declare(copy_of(resolve("demo"), tmp_path_factory.mktemp("embedder")), pooling_mode_mean_tokens=True)
+    folder = copy_of(resolve("demo"), tmp_path_factory.mktemp("embedder"))
+    width = json.loads((folder / "config.json").read_text())["hidden_size"]
+    prompts = {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return declare(folder, dense=[(width, 40)], pooling_mode_mean_tokens=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +68,25 @@ def test_texts_and_their_tokens_embed_alike(client, server, direct):
     assert client.embeddings.create(model="e", input=TEXTS[0]).data[0].embedding == direct[None][0]
 
 
-def test_scores_of_an_embedding_model_are_cosines(server, direct):
-    cosines = [math.fsum(a * b for a, b in zip(direct[None][0], other, strict=True)) for other in direct[None]]
+def test_a_prompt_of_the_checkpoint_stands_before_texts(server, client, direct):
+    asked = {"model": "e", "input": TEXTS[0], "prompt_name": "query"}
+    [query] = server.json("/v1/embeddings", asked)["data"]
+    [written] = client.embeddings.create(model="e", input=f"q: {TEXTS[0]}").data
+    assert query["embedding"] == written.embedding != direct[None][0]
+    for wrong in ({"prompt_name": "passage"}, {"prompt_name": "query", "input": [1, 2]}):
+        status, _, body = server.post("/v1/embeddings", {**asked, **wrong})
+        assert status == 400 and json.loads(body)["error"]["param"] == "prompt_name"
+
+
+def test_scores_of_an_embedding_model_are_cosines(server, client, direct):
+    """Of what the checkpoint's dense layer makes of them, with its prompts before queries and documents."""
+    query = client.embeddings.create(model="e", input=f"q: {TEXTS[0]}").data[0].embedding
+    cosines = [math.fsum(a * b for a, b in zip(query, other, strict=True)) for other in direct[None]]
     answer = server.json("/v1/score", {"model": "e", "text_1": TEXTS[0], "text_2": TEXTS})
     assert answer["object"] == "list" and {one["object"] for one in answer["data"]} == {"score"}
     assert [one["score"] for one in answer["data"]] == pytest.approx(cosines, abs=1e-6)
     pairs = server.json("/score", {"queries": [*TEXTS], "documents": [*TEXTS]})
-    assert [one["score"] for one in pairs["data"]] == pytest.approx([1.0] * 3)
+    assert pairs["data"][0]["score"] == pytest.approx(cosines[0], abs=1e-6)
     assert answer["data"][1] == server.json("/score", {"text_1": TEXTS[0], "text_2": TEXTS[1]})["data"][0] | {
         "index": 1
     }
@@ -90,7 +106,7 @@ def test_ranks_are_scores_in_their_order(server, path):
 def test_errors_are_openais(client, server):
     with pytest.raises(openai.BadRequestError) as wide:
         client.embeddings.create(model="e", input="x", dimensions=100_000)
-    assert "1 to 256" in wide.value.body["message"]
+    assert "1 to 40" in wide.value.body["message"]
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="other", input="x")
     with pytest.raises(openai.BadRequestError) as long:

@@ -132,6 +132,10 @@ class SamplingParamsError(RequestError):
     """A sampling parameter is not a finite number, out of range, or at odds with another one."""
 
 
+class EmbeddingModelError(RequestError):
+    """Something else was asked of a model that embeds texts alone."""
+
+
 class EmptyPromptError(RequestError):
     """The prompt has no tokens."""
 

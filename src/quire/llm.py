@@ -78,6 +78,7 @@ class _Base:
             add=self._add,
             abort=self._abort,
             compile=self._engine.grammars.compile,
+            causal=loaded.causal,
         )
         self._closed = False
 
@@ -231,13 +232,20 @@ class LLM(_Base):
 
     @_one_thread
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        progress: bool = False,
     ) -> list[EmbeddingOutput]:
         """Embed prompts as the checkpoint says (see `PoolingConfig`); one output a prompt, in their order.
 
         Args:
             prompts: as of `generate`.
             dimensions: cut embeddings to so many, as those of Matryoshka models may be.
+            prompt_name: which of the checkpoint's prompts stands before each text, such as "query"; None: its default
+                one, if it has one. Token ids are taken as they are.
 
         Raises:
             RequestError: a prompt or `dimensions` is not valid, or a prompt could not be embedded.
@@ -246,6 +254,7 @@ class LLM(_Base):
         self._check_open()
         many, pooling = _prompt_list(prompts), PoolingConfig.read(self._engine.path)
         pooling.check_dimensions(dimensions)
+        many = pooling.prompted(many, prompt_name)
         checked = self._frontend.prepare_all(many, [SamplingParams(max_tokens=0, speculate=False)] * len(many))
         wanted = PoolingParams(pooling.method)
         outputs = self._run_all([self._frontend.pooled(prompt, wanted) for prompt in checked], progress)

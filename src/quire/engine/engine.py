@@ -30,7 +30,7 @@ from quire.devices import find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
-from quire.engine.loading import load, open_grammars, sampling_defaults
+from quire.engine.loading import for_whole_prompts, load, open_grammars, sampling_defaults
 from quire.engine.notes import notes_of
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.stats import EngineStats
@@ -191,6 +191,8 @@ class Engine:
         self.model, self.speculation = load(
             config, self.path, self.device, group, stage, report, open_checkpoint, proposer
         )
+        if not self.model.causal:
+            self.config = config = for_whole_prompts(config)
         free = None
         if self._ranks:
             report("waiting for the other ranks", 0.0)

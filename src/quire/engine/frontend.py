@@ -29,6 +29,7 @@ from quire.core.step import TokenLogprobs
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.errors import (
+    EmbeddingModelError,
     EmptyPromptError,
     PromptTooLongError,
     RequestError,
@@ -47,6 +48,10 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
+EMBEDS_ALONE = (
+    "this model embeds texts and predicts no tokens, since its tokens see those that follow them: use LLM.embed or "
+    "/v1/embeddings"
+)
 MAX_REQUEST_ID_LENGTH = 256
 ID_LETTERS = string.ascii_letters + string.digits
 
@@ -109,6 +114,7 @@ class Frontend:
             in this process, and nothing where it comes later.
         first_number: requests are numbered from here on.
         compile: checks what outputs must look like, see `Grammars.compile`; None: that was done elsewhere.
+        causal: see `ModelSizes`: else prompts are embedded, and nothing else.
     """
 
     def __init__(
@@ -123,8 +129,9 @@ class Frontend:
         abort: Callable[[int, str], list[RequestUpdate]],
         first_number: int = 0,
         compile: Callable[[StructuredOutputsParams], None] | None = None,
+        causal: bool = True,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._causal = tokenizer, causal
         self._compile = compile
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -165,6 +172,8 @@ class Frontend:
                 param="structured_outputs",
             )
         params = self._with_defaults(params)
+        if not self._causal and (params.max_tokens != 0 or params.prompt_logprobs is not None):
+            raise EmbeddingModelError(EMBEDS_ALONE)
         params.check_against(self.vocab_size)
         if not token_ids:
             raise EmptyPromptError("the prompt has no tokens; it needs at least one")
@@ -195,6 +204,8 @@ class Frontend:
         """
         if prompt.max_tokens or prompt.params.n != 1:
             raise SamplingParamsError("a prompt that is pooled makes no tokens: set max_tokens=0 and n=1")
+        if pooling.method == "labels" and not self._causal:
+            raise EmbeddingModelError(EMBEDS_ALONE)
         labels = pooling.label_token_ids
         if bool(labels) != (pooling.method == "labels") or len(labels) > MAX_LABELS:
             raise RequestError(f"there are {len(labels)} labels; scoring needs 1 to {MAX_LABELS} token ids")

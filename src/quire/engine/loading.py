@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,18 @@ def load(
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
     return model, None if spec is None else make_speculation(spec, model, path, config)
+
+
+def for_whole_prompts(config: EngineConfig) -> EngineConfig:
+    """The options of an engine whose model's tokens see those that follow them: each prompt is one span, nothing of it
+    is computed before, and no other one may go on from it.
+
+    Raises:
+        ConfigError: an option has no meaning then.
+    """
+    if config.speculation is not None:
+        raise ConfigError("speculative_config with a model that embeds texts and makes no tokens; leave it out")
+    return replace(config, enable_chunked_prefill=False, prefix_cache="off", target_itl_ms=None)
 
 
 def open_grammars(path: Path, vocab_size: int) -> Grammars:

@@ -60,6 +60,8 @@ def notes_of(
     if config.redundant_experts is not None:
         each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
         notes.append(f"each rank has experts of its own, which {each}")
+    if not model.causal:
+        notes.append("the model embeds texts alone: prompts are computed whole, without chunks or a prefix cache")
     if config.speculation is not None:
         notes.append(config.speculation.describe())
         if config.speculative_acceptance == "rejection":

@@ -381,6 +381,7 @@ class EngineClient:
                 add=self._add,
                 abort=self._abort,
                 first_number=self._worker << wire.WORKER_SHIFT,
+                causal=info.causal,
             )
 
     def _lose(self, link: EngineLink, message: wire.EngineState) -> None:

@@ -192,6 +192,7 @@ class EngineProcess:
             startup_seconds=time.monotonic() - self._began,
             kv_transfer=engine.tiers.exporter.told() if engine.tiers.exporter else {},
             checkpoint=content_hash(engine.path),
+            causal=model.causal,
         )
 
     # -- the loop ------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
         startup_seconds: from the process's start until it was ready.
         kv_transfer: where other engines may ask for prompts to be computed: `remote_engine_id`, `remote_host` and
             `remote_port`; empty: nowhere.
+        causal: see `ModelSizes`.
     """
 
     boot: int
@@ -68,6 +69,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     startup_seconds: float
     kv_transfer: dict[str, Any] = {}
     checkpoint: str = ""
+    causal: bool = True
 
 
 # -- HTTP process to engine ----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class QueryFactors:
 
 
 class Attention:
-    """Causal grouped-query attention of one layer over the paged cache.
+    """Grouped-query attention of one layer over the paged cache.
 
     Args:
         num_heads, num_kv_heads, head_dim: its shape.
@@ -72,6 +72,7 @@ class Attention:
         value_norm: each value head has a norm, too, without weights; with a `qk_norm` by head.
         value_is_key: values are made as keys are, before these are normed and turned.
         gated: the result is multiplied by the sigmoid of a product of its own with the input.
+        causal: rows see nothing that follows them; else spans are whole prompts.
 
     Attributes:
         prepares: queries and keys are worked on before they are rotated and stored, by more than a norm of each head.
@@ -98,6 +99,7 @@ class Attention:
         value_norm: bool = False,
         value_is_key: bool = False,
         gated: bool = False,
+        causal: bool = True,
     ) -> None:
         heads = (num_heads, num_kv_heads, num_kv_heads)
         self.heads, kv_heads = own_heads(num_heads, weights.group), own_heads(num_kv_heads, weights.group)
@@ -115,6 +117,7 @@ class Attention:
         self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(num_heads,))
         self.norm = _head_norm(weights, self.heads, kv_heads, eps, value_norm) if qk_norm == "head" else None
         self.scale, self.window, self.layer = scale or head_dim**-0.5, window, layer
+        self.causal = causal
         self.query_factors = QueryFactors(query_scaling, weights.kernels) if query_scaling else None
         self.sinks: torch.Tensor | None = None
         if sinks:
@@ -134,8 +137,8 @@ class Attention:
         factors = self.query_factors.of(batch) if self.query_factors else None
         if factors is not None:
             q = q.mul_(factors)
-        sinks = () if self.sinks is None else (self.sinks,)
-        out = self._kernels.attend(q, kv, batch, self.layer, self.scale, self.window, *sinks)
+        sees = self.window, self.sinks, *(() if self.causal else (False,))
+        out = self._kernels.attend(q, kv, batch, self.layer, self.scale, *sees)
         kv.pulse[0] += 1
         return self.output(out if self.gate is None else sigmoid_gated(out, self.gate(x)))
 

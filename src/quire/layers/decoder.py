@@ -74,6 +74,7 @@ class LayerConfig:
         query_scaling: by position; None: there is none.
         sinks: each query head has a score that belongs to no key.
         gated: attention's result has a gate of its own.
+        causal: tokens see nothing that follows them; else prompts are computed whole, and no tokens are made.
         recurrent: what keeps a state, or rows of its own, in place of attention; None: there is attention.
         experts: in place of the MLP; None: there are none.
         value_norm, value_is_key: see `Attention`.
@@ -101,6 +102,7 @@ class LayerConfig:
     query_scaling: QueryScaling | None = None
     sinks: bool = False
     gated: bool = False
+    causal: bool = True
     recurrent: RecurrentConfig | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
@@ -227,6 +229,7 @@ class DecoderLayer:
             heads=attention.heads,
             scale=attention.scale,
             window=attention.window,
+            causal=attention.causal,
             layer=attention.layer,
             shared=_shared(attention.output, mlp.down),
         )
@@ -335,4 +338,5 @@ def _attention(
         value_norm=config.value_norm,
         value_is_key=config.value_is_key,
         gated=config.gated,
+        causal=config.causal,
     )

@@ -24,7 +24,8 @@ from quire.errors import (
 from quire.models.fields import Fields, has_file
 from quire.models.hub import resolve
 from quire.models.identify import identify
-from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor, read_header
+from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
+from quire.models.safetensors_header import TensorEntry, read_header
 from quire.ops.mxfp4 import Mxfp4Weight
 
 __all__ = ["Checkpoint", "choose_dtype", "content_hash", "resolve"]

@@ -18,7 +18,8 @@ import torch
 from quire.errors import MissingTensorError, TensorShapeError
 from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
-from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor
+from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
+from quire.models.safetensors_header import TensorEntry
 
 SECTION = "quantization_config"
 CODES = {"F8_E4M3": torch.float8_e4m3fn}

@@ -2,7 +2,8 @@
 
 Special: norms stand before and after attention and MLP, and a checkpoint holds how far their weights are from 1;
 queries and keys have norms by head; scores are scaled by `query_pre_attn_scalar`, embeddings by their width's root;
-the MLP's gate is a GELU; five of six layers see a window, and turn by a base of their own.
+the MLP's gate is a GELU; five of six layers see a window, and turn by a base of their own. EmbeddingGemma
+(https://arxiv.org/abs/2509.20354) is one without a head, whose tokens see what follows them, too.
 """
 
 from __future__ import annotations
@@ -59,13 +60,15 @@ def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads the text model's configuration; raises ModelConfigError."""
     fields = Fields(DEFAULTS | fields.picked(fields.names()), fields.source)
     fields.choice("hidden_activation", {"gelu_pytorch_tanh"}, default="gelu_pytorch_tanh")
-    fields.refuse("use_bidirectional_attention", (False,), "attention to what follows")
     num_layers = read_num_layers(fields)
     pattern = fields.integer("sliding_window_pattern", max=MAX_LAYERS)
     types = read_layer_types(fields, num_layers) or [
         LOCAL if (index + 1) % pattern else GLOBAL for index in range(num_layers)
     ]
     window = fields.integer("sliding_window", max=MAX_CONTEXT)
+    both_ways = fields.flag("use_bidirectional_attention", default=False)
+    if both_ways:  # half of it back, and half ahead
+        window = window // 2 + 1
     ropes = {kind: _read_rope(fields, kind) for kind in THETAS}
     bias = fields.flag("attention_bias", default=False)
     config = read_decoder_config(
@@ -82,7 +85,7 @@ def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
     )
     return replace(
         config,
-        layer=replace(config.layer, scale=fields.number("query_pre_attn_scalar") ** -0.5),
+        layer=replace(config.layer, scale=fields.number("query_pre_attn_scalar") ** -0.5, causal=not both_ways),
         ropes=tuple(ropes[kind] for kind in types),
         embedding_scale=config.layer.hidden_size**0.5,
         embedding_scale_rounded=True,

@@ -19,7 +19,8 @@ import torch
 
 from quire.errors import TensorShapeError, UnexpectedTensorError
 from quire.models.checkpoint import Checkpoint
-from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry
+from quire.models.safetensors_file import FLOAT_DTYPES
+from quire.models.safetensors_header import TensorEntry
 from quire.ops.mxfp4 import Mxfp4Weight
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

@@ -71,6 +71,7 @@ class ModelSizes:
         expert_parameters, expert_bytes: those of them in experts that tokens are sent to, of which a step reads what
             some token chose; 0 where there are none.
         active_parameters: numbers that one token is computed with, and the embedding table.
+        causal: tokens see nothing that follows them; else prompts are computed whole, and embedded alone.
     """
 
     stage: Group = OneRank()
@@ -80,7 +81,7 @@ class ModelSizes:
     ) -> None:
         layer = config.layer
         self.config = config
-        self.dtype, self.quantization = dtype, quantization
+        self.dtype, self.quantization, self.causal = dtype, quantization, layer.causal
         self.vocab_size = config.vocab_size
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
         self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides

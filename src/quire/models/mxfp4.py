@@ -19,7 +19,8 @@ from quire.errors import CheckpointError, MissingTensorError, TensorShapeError
 from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
 from quire.models.layout import EXPERTS
-from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, map_tensor
+from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
+from quire.models.safetensors_header import TensorEntry
 from quire.ops.mxfp4 import GROUP, Mxfp4Weight
 
 SECTION = "quantization_config"

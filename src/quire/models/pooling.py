@@ -1,7 +1,9 @@
 """How a checkpoint's embeddings are made, as its files for Sentence Transformers say, and from pooled states to them.
 
-`modules.json` lists what follows the model: a pooling module, whose folder says which pooling, and maybe a normalizing
-one. A checkpoint without it is taken as vLLM takes one: the last token's hidden state, normalized.
+`modules.json` lists what follows the model: a pooling module, whose folder says which pooling, perhaps dense
+layers, and maybe a normalizing module. A checkpoint without it is taken as vLLM takes one: the last token's hidden
+state, normalized. `config_sentence_transformers.json` names prompts, which stand before a
+text.
 """
 
 from __future__ import annotations
@@ -9,18 +11,23 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from quire.errors import ModelConfigError, RequestError
+from quire.models.dense import Dense
 from quire.models.fields import MAX_SIZE, Fields, has_file
 
 MODULES_FILE = "modules.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
 MAX_MODULES = 16
 FLAGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 """Fields of a pooling module's config.json, and what they are here."""
+SIMILARITIES = ("cosine", "dot", "dot_product", "euclidean", "manhattan")
 NAMES = {"lasttoken": "last", "last": "last", "mean": "mean"}
 """Values of `pooling_mode`, as newer ones say it."""
 
@@ -30,26 +37,34 @@ class PoolingConfig:
     """How embeddings are made.
 
     Attributes:
-        width: numbers of a hidden state.
+        width: numbers of an embedding.
         method: see `PoolingParams`.
         normalizes: they are divided by their length.
         declared: the checkpoint says so itself: it is an embedding model.
         matryoshka: the dimensions that it was trained for, if it names them.
+        dense: layers after pooling, in their order.
+        prompts: what stands before a text, by the name of what it is for.
+        default_prompt: the name of that where none is asked for; None: nothing then.
+        similarity: how embeddings are compared, as Sentence Transformers names it.
     """
 
     width: int
-
     method: Literal["last", "mean"] = "last"
     normalizes: bool = True
     declared: bool = False
     matryoshka: tuple[int, ...] = ()
+    dense: tuple[Dense, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    similarity: str = "cosine"
 
     @classmethod
     def read(cls, folder: Path) -> PoolingConfig:
         """What a checkpoint's folder says.
 
         Raises:
-            ModelConfigError: its embeddings are made in a way that is not supported, or a file cannot be read.
+            ModelConfigError, CheckpointError: its embeddings are made in a way that is not supported, or a file cannot
+                be read.
         """
         model = Fields.read(folder / "config.json")
         matryoshka = tuple(model.integers("matryoshka_dimensions", below=MAX_SIZE))
@@ -58,13 +73,56 @@ class PoolingConfig:
         if not modules:
             return cls(width, matryoshka=matryoshka)
         kinds = [kind for kind, _ in modules]
-        if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        layers = kinds[2:-1] if kinds[-1] == "Normalize" else kinds[2:]
+        if kinds[:2] != ["Transformer", "Pooling"] or {*layers} - {"Dense"}:
             raise ModelConfigError(
                 f"{folder / MODULES_FILE} has the modules {', '.join(kinds)[:200]}; embeddings are made of "
-                "Transformer, Pooling and maybe Normalize, of Sentence Transformers"
+                "Transformer, Pooling, Dense ones and maybe Normalize, of Sentence Transformers"
             )
         pooling = Fields.read(folder / modules[1][1] / "config.json")
-        return cls(width, _method(pooling), "Normalize" in kinds, True, matryoshka)
+        Fields.read(folder / modules[0][1] / "sentence_bert_config.json").refuse(
+            "do_lower_case", (False,), "texts in lower case"
+        )
+        dense: list[Dense] = []
+        for _, path in modules[2 : 2 + len(layers)]:
+            dense.append(Dense.read(folder / path, width))
+            width = dense[-1].width
+        made = width, _method(pooling), "Normalize" in kinds, True, matryoshka, tuple(dense)
+        return cls(*made, *_prompts(Fields.read(folder / PROMPTS_FILE)))
+
+    def prompt(self, name: str | None) -> str:
+        """What stands before a text that is embedded for a purpose; None: for none that is named.
+
+        Raises:
+            RequestError: the checkpoint has no prompt of that name.
+        """
+        name = self.default_prompt if name is None else name
+        if name is not None and name not in self.prompts:
+            known = ", ".join(map(repr, self.prompts)) or "none"
+            raise RequestError(f"prompt_name is {name[:100]!r}; this model's prompts are: {known}", param="prompt_name")
+        return "" if name is None else self.prompts[name]
+
+    def prompted(self, prompts: Sequence[Any], name: str | None) -> list[Any]:
+        """Texts, and lists of token ids, with that before each text.
+
+        Raises:
+            RequestError: there is no such prompt, or it is asked for with token ids, before which it cannot stand.
+        """
+        prompt = self.prompt(name)
+        if name is not None and not all(isinstance(one, str) for one in prompts):
+            raise RequestError(
+                "prompt_name is for texts; put its tokens before the others yourself", param="prompt_name"
+            )
+        return [prompt + one if isinstance(one, str) else one for one in prompts]
+
+    @property
+    def compares_by_cosine(self) -> bool:
+        """Whether a cosine is how embeddings are compared."""
+        return self.similarity == "cosine" or (self.normalizes and self.similarity.startswith("dot"))
+
+    def before(self, purpose: str) -> str:
+        """What stands before a query, or a document, that is compared with others: the prompt of that name, if any."""
+        return self.prompt(purpose if purpose in self.prompts else None)
 
     def embedding(self, pooled: Sequence[float], dimensions: int | None = None) -> array[float]:
         """An embedding as 32-bit numbers, of what a prompt was pooled to.
@@ -72,6 +130,11 @@ class PoolingConfig:
         Args:
             dimensions: only so many of the first numbers, as Matryoshka embeddings are cut.
         """
+        if self.dense:
+            state = np.array(pooled, np.float32)
+            for layer in self.dense:
+                state = layer(state)
+            pooled = state.tolist()
         values = pooled[:dimensions]
         length = math.sqrt(math.fsum(value * value for value in values)) if self.normalizes else 1.0
         return array("f", [value / (length or 1.0) for value in values])
@@ -108,6 +171,13 @@ def _modules(file: Path) -> list[tuple[str, str]]:
             raise fields.error("path", "a folder of the checkpoint")
         found.append((kind.rpartition(".")[2], str(path)))
     return found
+
+
+def _prompts(fields: Fields) -> tuple[dict[str, str], str | None, str]:
+    """Prompts by name, the name of the default one, and how embeddings are compared."""
+    prompts = fields.mapping("prompts") if fields.section("prompts").names() else {}
+    default = fields.choice("default_prompt_name", prompts) if "default_prompt_name" in fields else None
+    return prompts, default, fields.choice("similarity_fn_name", SIMILARITIES, default="cosine")
 
 
 def _method(pooling: Fields) -> Literal["last", "mean"]:

@@ -23,7 +23,8 @@ from quire.models.fields import Fields
 from quire.models.quantize import write_quantized
 from quire.models.quantized_folder import read_record
 from quire.models.registry import read_config
-from quire.models.safetensors_file import FLOAT_DTYPES, TensorEntry, write_file
+from quire.models.safetensors_file import FLOAT_DTYPES, write_file
+from quire.models.safetensors_header import TensorEntry
 from quire.models.weights import EMBEDDING, HEAD, is_plain
 from quire.ops.quantized import Quantization, layout
 

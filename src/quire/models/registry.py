@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "quire.models.exaone4",
     "Gemma3ForCausalLM": "quire.models.gemma3",
     "Gemma3ForConditionalGeneration": "quire.models.gemma3",
+    "Gemma3TextModel": "quire.models.gemma3",
     "Gemma4ForCausalLM": "quire.models.gemma4",
     "Gemma4ForConditionalGeneration": "quire.models.gemma4",
     "Gemma4UnifiedForCausalLM": "quire.models.gemma4",
@@ -144,6 +145,8 @@ def build_model(
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     if config.recurrent_layers and kernels.reads_spans:
         raise ConfigError("models with recurrent layers run on a CPU alone so far; set device to cpu")
+    if not config.layer.causal and kernels.reads_spans:
+        raise ConfigError("models whose attention goes both ways run on a CPU alone so far; set device to cpu")
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # what is stored quantized is as the model asks for it
         checkpoint = LaidOutCheckpoint(checkpoint, layout)

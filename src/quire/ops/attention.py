@@ -45,10 +45,12 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """Causal attention of q [tokens, heads, head_dim] over what each span's request has in the cache.
+    """Attention of q [tokens, heads, head_dim] over what each span's request has in the cache.
 
-    With a `window`, a row at position p sees the keys at p - window + 1 .. p. A row of a tree sees those of its
+    A row at position p sees the keys up to p; with a `window`, those at p - window + 1 .. p. Where it is not `causal`,
+    all keys, or those to p + window - 1, too: spans are whole prompts then. A row of a tree sees those of its
     path there: see `Trees`. With `sinks` [heads] fp32, the softmax of a row has one more score, that of no key
     (https://arxiv.org/abs/2309.17453).
     Returns [tokens, heads, head_dim], contiguous, in q's data type.
@@ -58,7 +60,7 @@ def paged_attention(
     if batch.trees is not None:
         kv, batch, layer = *_straightened(kv, batch, batch.trees, layer), 0
     shape = kv.kv_heads, q.shape[1] // kv.kv_heads, kv.head_dim, kv.block_size
-    layout = Layout(*shape, kv.numbers.stride(0), window)
+    layout = Layout(*shape, kv.numbers.stride(0), window, causal)
     step = batch.once((layout, q.dtype), lambda: _Step(batch, layout, kv, q.dtype))
     cache = _runs(kv, layer, step.plan.run * kv.head_dim)
     for bucket in step.buckets:

@@ -41,6 +41,7 @@ class Layout(NamedTuple):
 
     Attributes:
         block_stride: numbers from one block of the cache to the next.
+        causal: rows see nothing that follows them; else as far as back.
     """
 
     kv_heads: int
@@ -49,6 +50,13 @@ class Layout(NamedTuple):
     block_size: int
     block_stride: int
     window: int | None
+    causal: bool = True
+
+    def behind_seen(self, position: int, context: int) -> int:
+        """The position behind the last that a row sees, in a context of so many."""
+        if self.causal:
+            return position + 1
+        return context if self.window is None else min(context, position + self.window)
 
 
 @dataclass(slots=True)
@@ -149,7 +157,7 @@ def _row_tiles(layout: Layout, span: int, first: int, last: int, context: int) -
     for row in range(first, last, largest):
         length = min(largest, last - row)
         position = context - (last - row)
-        end = position + length  # keys that the last row sees
+        end = layout.behind_seen(position + length - 1, context)  # keys that the last row sees
         tile = 0 if window is None else max(0, position - window + 1) // KEY_TILE
         last_tile = (end - 1) // KEY_TILE
         width = next(w for w in narrow_widths() if w >= end - last_tile * KEY_TILE)
@@ -191,7 +199,7 @@ def _bucket(
             start = (first_tile[part] + rank) * KEY_TILE
             runs = tables[span[part], (start + torch.arange(0, width, run)) // run]
             chunk = Chunk(first, last, rank == 0, width, _sources(layout, runs, run))
-            if not all(_sees_all(tile, rank, width, layout) for tile in tiles[part]):
+            if not all(_sees_all(tile, rank, width, layout, context_lens[tile.span]) for tile in tiles[part]):
                 keys = start + torch.arange(width)  # [tiles of this chunk, width]
                 positions = position[part] + within[part]  # [tiles of this chunk, rows]
                 _hide(chunk, keys, positions, context[part], layout)
@@ -232,9 +240,10 @@ def _sources(layout: Layout, runs: torch.Tensor, run: int) -> torch.Tensor:
     return (within[:, None] + heads[:, None, :, None]).flatten()
 
 
-def _sees_all(tile: _RowTile, rank: int, width: int, layout: Layout) -> bool:
+def _sees_all(tile: _RowTile, rank: int, width: int, layout: Layout, context: int) -> bool:
     """Whether all rows of a row tile see all keys of its key tile of this rank."""
-    return layout.window is None and (tile.tile + rank) * KEY_TILE + width <= tile.position + 1
+    seen = layout.behind_seen(tile.position, context)
+    return layout.window is None and (tile.tile + rank) * KEY_TILE + width <= seen
 
 
 def _hide(chunk: Chunk, keys: torch.Tensor, positions: torch.Tensor, context: torch.Tensor, layout: Layout) -> None:
@@ -246,10 +255,15 @@ def _hide(chunk: Chunk, keys: torch.Tensor, positions: torch.Tensor, context: to
         context: [tiles, 1] number of keys that exist.
     """
     invalid = keys >= context
-    hidden = keys.unsqueeze(1) > positions.unsqueeze(2)
+    if layout.causal:
+        hidden = keys.unsqueeze(1) > positions.unsqueeze(2)
+    else:
+        hidden = invalid.unsqueeze(1).expand(-1, positions.shape[1], -1)
+        if layout.window is not None:
+            hidden = hidden | (keys.unsqueeze(1) >= positions.unsqueeze(2) + layout.window)
     if layout.window is not None:
         invalid |= keys <= positions[:, :1] - layout.window
-        hidden |= keys.unsqueeze(1) <= positions.unsqueeze(2) - layout.window
+        hidden = hidden | (keys.unsqueeze(1) <= positions.unsqueeze(2) - layout.window)
     if invalid.any():
         rows = invalid[None, :, None].expand(2, -1, layout.kv_heads, -1)
         chunk.invalid = rows.flatten().nonzero().flatten()

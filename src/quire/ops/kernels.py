@@ -86,7 +86,7 @@ class LayerParts:
         head_norm: see `Kernels.rotate_and_store`; None: none.
         dtype: of the residual stream; norms' weights may be in fp32.
         heads: query heads, of this rank.
-        scale, window, layer: see `Kernels.attend`.
+        scale, window, causal, layer: see `Kernels.attend`.
         shared: what ranks gather of it; None: one process computes all of it.
     """
 
@@ -106,6 +106,7 @@ class LayerParts:
     scale: float
     window: int | None
     layer: int
+    causal: bool = True
     shared: SharedLayer | None = None
 
 
@@ -279,9 +280,10 @@ class Kernels:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        causal: bool = True,
     ) -> torch.Tensor:
         """See `attention.paged_attention`. Returns [tokens, heads * head_dim]."""
-        return attention.paged_attention(q, kv, batch, layer, scale, window, sinks).flatten(1)
+        return attention.paged_attention(q, kv, batch, layer, scale, window, sinks, causal).flatten(1)
 
     # -- mixture of experts --------------------------------------------------------------------------------
 

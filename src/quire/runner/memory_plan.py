@@ -202,7 +202,7 @@ def plan_memory(
             "kv_cache_memory gives it more"
         )
         longest = fits
-    _check_whole_prompts(config, longest)
+    _check_whole_prompts(config, longest, config.max_num_seqs if model.causal else 0)
     return MemoryPlan(
         weights=model.weight_bytes + own_weights,
         activations=activations,
@@ -330,13 +330,13 @@ def longest_context(config: EngineConfig, model: Model) -> int:
     return asked or trained
 
 
-def _check_whole_prompts(config: EngineConfig, longest: int) -> None:
-    needed = longest + config.max_num_seqs
+def _check_whole_prompts(config: EngineConfig, longest: int, decodes: int) -> None:
+    needed = longest + decodes
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < needed:
         raise ConfigError(
-            f"without chunked prefill a step must hold a whole prompt beside the decodes: max_num_batched_tokens="
-            f"{config.max_num_batched_tokens} is below max_model_len={longest} + max_num_seqs={config.max_num_seqs}; "
-            f"raise it to {needed}, lower max_model_len, or leave enable_chunked_prefill on"
+            f"without chunked prefill a step must hold a whole prompt beside {decodes} decodes: max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} is below max_model_len={longest} + {decodes}; raise it to {needed}, "
+            "lower max_model_len, or leave enable_chunked_prefill on (with a model that embeds alone, it is off)"
         )
 
 

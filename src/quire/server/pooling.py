@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import math
 import sys
 import time
@@ -22,7 +23,7 @@ import msgspec
 from quire.core.pooling import PoolingParams
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
-from quire.errors import ModelConfigError, UnknownTemplateVariableError
+from quire.errors import CheckpointError, UnknownTemplateVariableError
 from quire.models.pooling import PoolingConfig
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import Generation
@@ -57,7 +58,7 @@ class Pooling(Generation):
             raise self._context.not_ready() or ApiError(503, "the model is not there yet; try again")
         try:
             return await asyncio.to_thread(PoolingConfig.read, Path(info.path))
-        except ModelConfigError as error:
+        except CheckpointError as error:
             what = str(error).replace(info.path, "the checkpoint")
             raise ApiError(400, f"this model makes no embeddings here: {what}", code="no_embeddings") from error
 
@@ -71,13 +72,17 @@ class Pooling(Generation):
                 )
                 raise invalid(message, "labels")
             return PoolingParams("labels", tuple(ids[0] for ids in encoded))
+        if isinstance(call, ScoreCall) and not self._config.compares_by_cosine:
+            message = f"this model compares by {self._config.similarity}; scores are cosines here, so embed the texts"
+            raise ApiError(400, message, code="no_scores")
         return PoolingParams(self._config.method)
 
     async def _tokenize(self, call: Any) -> list[tuple[str | None, list[int], None]]:
         if not isinstance(call, ScoreCall):
+            call = dataclasses.replace(call, prompts=self._config.prompted(call.prompts, call.prompt_name))
             return [(text, token_ids, None) for text, token_ids, _ in await super()._tokenize(call)]
         if self._config.declared:
-            texts = _texts(call)
+            texts = _texts(call, self._config)
             encoded = await self._shared.pool.encode(texts)
             return [(text, token_ids, None) for text, token_ids in zip(texts, encoded, strict=True)]
         return await asyncio.gather(*[self._judged(call.instruction, *pair) for pair in call.pairs])
@@ -125,8 +130,9 @@ class _Responder:
     def _scores(self, call: ScoreCall, pooled: list[list[float]]) -> list[float]:
         if not self._config.declared:
             return [1 / (1 + math.exp(no - yes)) for yes, no in pooled]
-        by_text = dict(zip(_texts(call), pooled, strict=True))
-        return [_cosine(by_text[query], by_text[document]) for query, document in call.pairs]
+        made = [self._config.embedding(one) for one in pooled]
+        by_text = dict(zip(_texts(call, self._config), made, strict=True))
+        return [_cosine(by_text[query], by_text[text]) for query, text in _prompted(call, self._config)]
 
     def _ranks(self, call: ScoreCall, scores: list[float]) -> bytes:
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
@@ -138,9 +144,15 @@ class _Responder:
         return _encode({**self._head, "results": results})
 
 
-def _texts(call: ScoreCall) -> list[str]:
-    """Each text of a call's pairs once."""
-    return list(dict.fromkeys(text for pair in call.pairs for text in pair))
+def _prompted(call: ScoreCall, config: PoolingConfig) -> list[tuple[str, str]]:
+    """A call's pairs, with the checkpoint's prompts before queries and documents."""
+    query, document = config.before("query"), config.before("document")
+    return [(query + asked, document + text) for asked, text in call.pairs]
+
+
+def _texts(call: ScoreCall, config: PoolingConfig) -> list[str]:
+    """Each text of a call's pairs once, as it is embedded."""
+    return list(dict.fromkeys(text for pair in _prompted(call, config) for text in pair))
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:

@@ -48,6 +48,7 @@ EMBEDDING: dict[str, Schema] = {
     "encoding_format": _text("base64: 32-bit little-endian numbers.", enum=["float", "base64", None], default="float"),
     "dimensions": {"type": ["integer", "null"], "minimum": 1, "description": "Cut embeddings to so many numbers."},
     "add_special_tokens": {"type": ["boolean", "null"], "default": True, "description": "How to tokenize texts."},
+    "prompt_name": _text("Which of the checkpoint's prompts stands before each text; its default one if not given."),
     **_COMMON,
 }
 SCORE: dict[str, Schema] = {

@@ -42,12 +42,14 @@ class EmbeddingCall(GenerationCall):
     Attributes:
         base64: embeddings are returned as base64 of 32-bit little-endian numbers.
         dimensions: cut to so many; None: they are whole.
+        prompt_name: see `LLM.embed`.
     """
 
     prompts: list[Prompt]
     base64: bool = False
     dimensions: int | None = None
     add_special_tokens: bool = True
+    prompt_name: str | None = None
 
     @property
     def num_choices(self) -> int:
@@ -100,6 +102,7 @@ def parse_embedding(body: bytes, limits: Limits = DEFAULT_LIMITS) -> EmbeddingCa
         base64=encoding == "base64",
         dimensions=given.integer("dimensions", 1, MAX_DIMENSIONS),
         add_special_tokens=given.boolean("add_special_tokens", default=True),
+        prompt_name=given.text("prompt_name", MAX_NAME_LENGTH),
     )
 
 

@@ -55,6 +55,7 @@ class CStep(ctypes.Structure):
         ("dtype", I64),
         ("heads", I64),
         ("window", I64),
+        ("ahead", I64),
         ("table_width", I64),
         ("items", I64),
         ("most_rows", I64),
@@ -84,19 +85,23 @@ class Step:
         window: int | None,
         kv: KVCache,
         batch: RaggedBatch,
+        causal: bool = True,
     ) -> None:
         if heads % kv.kv_heads or dtype != kv.dtype:
             raise ValueError(f"{heads} heads in {dtype} do not fit a cache of {kv.kv_heads} KV heads and {kv.dtype}")
         tile_rows = max(1, ROW_TILE * kv.kv_heads // heads)
         threads = lib.threads()
         self.trees = host_trees(batch)
-        self.items = plan_items(batch.row_starts, batch.context_lens, tile_rows, kv.kv_heads, threads, self.trees)
+        ahead = 0 if causal else (window or max(batch.context_lens)) - 1
+        spans = batch.row_starts, batch.context_lens
+        self.items = plan_items(*spans, tile_rows, kv.kv_heads, threads, self.trees, ahead)
         self.tables = checked_tables(batch, kv)
         self.struct = CStep(
             kv=describe(kv),
             dtype=DTYPES[dtype],
             heads=heads,
             window=window or 0,
+            ahead=ahead,
             table_width=self.tables.shape[1],
             items=len(self.items),
             most_rows=tile_rows * (heads // kv.kv_heads),
@@ -150,6 +155,7 @@ def attend(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """See `Kernels.attend`."""
     tokens, heads, head_dim = q.shape
@@ -160,7 +166,7 @@ def attend(
         )
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
-    step = prepare(lib, heads, q.dtype, scale, window, kv, batch)
+    step = prepare(lib, heads, q.dtype, scale, window, kv, batch, causal)
     out = q.new_empty(tokens, heads * head_dim)
     of_heads = None if sinks is None else sinks.data_ptr()
     lib.attend(step.pointer, layer, q.data_ptr(), q.stride(0), of_heads, out.data_ptr())
@@ -168,15 +174,22 @@ def attend(
 
 
 def prepare(
-    lib: Library, heads: int, dtype: torch.dtype, scale: float, window: int | None, kv: KVCache, batch: RaggedBatch
+    lib: Library,
+    heads: int,
+    dtype: torch.dtype,
+    scale: float,
+    window: int | None,
+    kv: KVCache,
+    batch: RaggedBatch,
+    causal: bool = True,
 ) -> Step:
     """What all layers of a step share that agree in these arguments.
 
     Raises:
         ValueError: the batch, or the number or type of the heads, does not fit the cache.
     """
-    key = ("attend", heads, dtype, scale, window, id(kv))
-    return batch.once(key, lambda: Step(lib, heads, dtype, scale, window, kv, batch))
+    key = ("attend", heads, dtype, scale, window, id(kv), causal)
+    return batch.once(key, lambda: Step(lib, heads, dtype, scale, window, kv, batch, causal))
 
 
 def plan_items(
@@ -186,19 +199,21 @@ def plan_items(
     kv_heads: int,
     threads: int,
     trees: HostTrees | None = None,
+    ahead: int = 0,
 ) -> npt.NDArray[np.int64]:
-    """Items of work [items, 6]: span, first row, rows (at most `tile_rows`), the first row's position (of a tree: one
-    from its base on), first KV head, KV heads.
+    """Items of work [items, 7]: span, first row, rows (at most `tile_rows`), the first row's position (of a tree: one
+    from its base on), the position behind the last that they see, first KV head, KV heads.
 
     The longest come first, so that the threads end together. An item has as many heads as leave each thread some
     items: from one head to the next, memory is read ahead.
     """
-    tiles: list[tuple[int, int, int, int]] = []  # numpy would take longer, but for hundreds of spans
+    tiles: list[tuple[int, int, int, int, int]] = []  # numpy would take longer, but for hundreds of spans
     for span, (start, end, context) in enumerate(zip(row_starts, row_starts[1:], context_lens, strict=False)):
         first = context - (end - start) if trees is None or not trees.spans[span] else int(trees.bases[span])
         for row in range(start, end, tile_rows):
-            tiles.append((span, row, min(tile_rows, end - row), first + row - start))
-    tiles.sort(key=lambda tile: -tile[2] * (tile[3] + tile[2]))
+            rows, position = min(tile_rows, end - row), first + row - start
+            tiles.append((span, row, rows, position, position + rows + min(ahead, end - row - rows)))
+    tiles.sort(key=lambda tile: -tile[2] * tile[4])
     parts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     heads = kv_heads // next((n for n in parts if n * len(tiles) >= ITEMS_A_THREAD * threads), kv_heads)
     return np.array([(*tile, head, heads) for tile in tiles for head in range(0, kv_heads, heads)])

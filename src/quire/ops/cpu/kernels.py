@@ -117,8 +117,9 @@ class CpuKernels(Kernels):
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        causal: bool = True,
     ) -> torch.Tensor:
-        return attention.attend(self._lib, q, kv, batch, layer, scale, window, sinks)
+        return attention.attend(self._lib, q, kv, batch, layer, scale, window, sinks, causal)
 
     def route(
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch | None = None

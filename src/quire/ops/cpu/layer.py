@@ -127,6 +127,7 @@ class CpuLayer:
             parts.heads,
             parts.scale,
             parts.window,
+            parts.causal,
             len(parts.mlp_input_norm),
             parts.down.in_features,
         )
@@ -165,6 +166,7 @@ class CpuLayer:
     def _prepare(self, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch) -> tuple[_Step, int]:
         """The step as this layer and those like it see it, and the bytes of workspace they need."""
         parts = self._parts
-        attend = attention.prepare(self._lib, parts.heads, self._dtype, parts.scale, parts.window, kv, batch)
+        heads = parts.heads, self._dtype, parts.scale, parts.window
+        attend = attention.prepare(self._lib, *heads, kv, batch, parts.causal)
         step = _Step(self._lib, tables, attend, kv, batch)
         return step, self._lib.layer_workspace(self._pointer, step.struct.kv, step.struct.tokens)

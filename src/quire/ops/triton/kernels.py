@@ -123,7 +123,10 @@ class TritonKernels(Kernels):
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        causal: bool = True,
     ) -> torch.Tensor:
+        if not causal:
+            raise ValueError("attention to what follows has no kernel on a GPU yet")
         return attention.attend(q, kv, batch, layer, scale, window, self.deterministic, sinks)
 
     # -- mixture of experts --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Causal grouped-query attention over the paged cache, for any mixture of spans.
+// Grouped-query attention over the paged cache, for any mixture of spans: causal, or with rows that see what follows.
 //
 // The work is cut into items: some KV heads of a row tile, which is some consecutive rows of one span. A head's rows
 // are the tokens' query heads that share it, token by token. For each head, an item goes over the key tiles that its
@@ -26,10 +26,10 @@ constexpr int64_t FEW_ROWS = 8;
 // What the layers of a step share. Python fills it in: see attention.py, which has the same fields.
 struct AttentionStep {
     KvCache kv;
-    int64_t dtype, heads, window, table_width, items, most_rows, threads, scratch_bytes;
+    int64_t dtype, heads, window, ahead, table_width, items, most_rows, threads, scratch_bytes;
     const int64_t* tables;  // [spans, table_width]
-    // [items, 6]: span, first row of the batch, rows, position of the first (in a tree: from its base on), KV head,
-    // KV heads
+    // [items, 7]: span, first row of the batch, rows, position of the first (in a tree: from its base on), position
+    // behind the last that they see, KV head, KV heads
     const int64_t* item;
     char* scratch;          // [threads, scratch_bytes]
     Trees trees;
@@ -83,21 +83,21 @@ template <class T, class L, class S>
 struct Item {
     const AttentionStep& step;
     Scratch<L>& scratch;
-    int64_t span, row, tokens, position, head, heads, layer;
+    int64_t span, row, tokens, position, end, head, heads, layer;  // `end`: behind the last position that is seen
     const float* sinks;  // a score of each query head that belongs to no key; or null
     const int64_t group = step.heads / step.kv.kv_heads;  // query heads of a KV head
     const int64_t base = step.trees.base(span);
-    int64_t end = position + tokens;     // behind the last position
     const int64_t* branches = nullptr;  // [tokens] positions of rows in a tree; `position` is the lowest
 
     int64_t rows() const { return tokens * group; }  // of a KV head
-    // The keys that a row sees: first_seen .. position of its token.
+    // The keys that a row sees: first_seen .. behind_seen - 1 of its token's position.
     int64_t position_of(int64_t r) const { return branches ? branches[r / group] : position + r / group; }
     int64_t first_seen(int64_t at) const { return step.window ? std::max<int64_t>(0, at - step.window + 1) : 0; }
+    int64_t behind_seen(int64_t at) const { return std::min(end, at + step.ahead + 1); }
 
     Groups groups(int64_t tile, int64_t r, int64_t stop) const {
         const int64_t from = first_seen(branches ? position : position_of(r)) - tile * KEY_TILE;
-        const int64_t to = (branches ? end : position_of(stop - 1) + 1) - tile * KEY_TILE;
+        const int64_t to = (branches ? end : behind_seen(position_of(stop - 1))) - tile * KEY_TILE;
         return {std::max<int64_t>(0, from) / LANES, std::min((std::max<int64_t>(0, to) + LANES - 1) / LANES, GROUPS)};
     }
 
@@ -126,7 +126,7 @@ struct Item {
     // For each row of a tree, the tiles from `first` on.
     void attend_paths(int64_t h, int64_t state, int64_t first, Ahead& ahead) {
         for (int64_t t = 0; t < tokens; t++) {
-            Item one{step, scratch, span, row + t, 1, branches[t], head, heads, layer, sinks};
+            Item one{step, scratch, span, row + t, 1, branches[t], branches[t] + 1, head, heads, layer, sinks};
             for (int64_t tile = std::max(first, first_seen(one.position) / KEY_TILE); tile * KEY_TILE < one.end; tile++)
                 one.attend(one.source(h, tile), state + t * group, ahead);
         }
@@ -219,19 +219,19 @@ struct Item {
     // Row r's scores become weights 2^(score - top); also its running top and total, at `state`, and how much to shrink
     // what it has so far.
     void softmax(int64_t tile, int64_t r, int64_t state, Groups g) {
-        const int64_t position = position_of(r), at = position - tile * KEY_TILE;
+        const int64_t position = position_of(r), to = behind_seen(position) - tile * KEY_TILE;
         const int64_t from = first_seen(position) - tile * KEY_TILE;
         const float* scores = scratch.scores + r * KEY_TILE;
         typename L::lane* weights = scratch.weights + r * KEY_TILE / L::NUMBERS;
         float& top = scratch.top[state];
         f32x16& total = scratch.total[state];
-        if (from <= 0 && at >= KEY_TILE - 1)
+        if (from <= 0 && to >= KEY_TILE)
             scratch.shrink[r] = softmax_row<L, S, true>(scores, step.scale, scratch.tile, {0, GROUPS}, 0, KEY_TILE,
                                                         weights, top, total);
         else
             scratch.shrink[r] = softmax_row<L, S, false>(
                 scores, step.scale, scratch.tile, g, int32_t(std::max<int64_t>(from, 0)),
-                int32_t(std::min<int64_t>(at + 1, KEY_TILE)), weights, top, total);
+                int32_t(std::min<int64_t>(to, KEY_TILE)), weights, top, total);
     }
 };
 
@@ -243,9 +243,9 @@ void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stri
         Scratch<L> scratch;
         scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv);
         std::memset(scratch.tile.zeros, 0, step.kv.row_bytes());
-        const int64_t* item = step.item + i * 6;
-        Item<T, L, S>{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], layer, sinks}.run(
-            q, q_stride, out);
+        const int64_t* item = step.item + i * 7;
+        Item<T, L, S>{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], item[6], layer, sinks}
+            .run(q, q_stride, out);
     });
 }
 

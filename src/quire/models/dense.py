@@ -1,0 +1,99 @@
+"""Dense layers that an embedding goes through after pooling, as Sentence Transformers' `Dense` modules say.
+
+They are computed where the embedding is made, which need not be a process that has torch, one embedding at a time and
+in one order of sums: the same bits whatever else is embedded.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import CheckpointError, ModelConfigError
+from quire.models.fields import Fields, has_file
+from quire.models.safetensors_header import TensorEntry, read_header
+
+Vector = npt.NDArray[np.float32]
+
+CLASS = "torch.nn.modules."
+ACTIVATIONS = {f"{CLASS}linear.Identity": False, f"{CLASS}activation.Tanh": True}
+"""Whether it is a tanh, by the activation's class."""
+DEFAULT = f"{CLASS}activation.Tanh"
+"""Sentence Transformers' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One such layer.
+
+    Attributes:
+        weight: [outputs, inputs]. bias: [outputs]; None: there is none.
+        tanh: what comes out goes through a tanh.
+    """
+
+    weight: TensorEntry
+    bias: TensorEntry | None
+    tanh: bool
+
+    @property
+    def width(self) -> int:
+        """Numbers that come out."""
+        return self.weight.shape[0]
+
+    @classmethod
+    def read(cls, folder: Path, inputs: int) -> Dense:
+        """What a module's folder says, of which the module before yields so many numbers.
+
+        Raises:
+            ModelConfigError: it asks for what is not supported, or its weights are of another shape.
+            CheckpointError: its weights cannot be read.
+        """
+        fields = Fields.read(folder / "config.json")
+        outputs, biased = fields.integer("out_features"), fields.flag("bias", default=True)
+        if fields.integer("in_features") != inputs:
+            raise fields.error("in_features", f"{inputs}, which is what the module before yields")
+        tanh = ACTIVATIONS[fields.choice("activation_function", ACTIVATIONS, default=DEFAULT)]
+        file = folder / "model.safetensors"
+        if not has_file(file):
+            raise ModelConfigError(f"{folder} has no model.safetensors; other files of weights are not read")
+        found = read_header(file)
+        shapes = {"linear.weight": (outputs, inputs)} | ({"linear.bias": (outputs,)} if biased else {})
+        have = {name: entry.shape for name, entry in found.items()}
+        if have != shapes:
+            raise ModelConfigError(f"{file} holds {have}; a dense layer of its config.json has {shapes}")
+        for entry in found.values():
+            if entry.dtype not in STORED:
+                raise ModelConfigError(f"{file}: {entry.name} has dtype {entry.dtype}; allowed: {', '.join(STORED)}")
+        return cls(found["linear.weight"], found.get("linear.bias"), tanh)
+
+    def __call__(self, x: Vector) -> Vector:
+        """x: [inputs]. Returns [outputs]."""
+        # Not a product of a BLAS, of which the order of sums may depend on how many threads it has.
+        y: Vector = np.einsum("oi,i->o", _numbers(self.weight), x)
+        if self.bias is not None:
+            y = y + _numbers(self.bias)
+        return np.tanh(y) if self.tanh else y
+
+
+STORED = ("F32", "BF16", "F16")
+
+
+def _numbers(entry: TensorEntry) -> npt.NDArray[np.float32]:
+    """A tensor in fp32; where it is stored so, the mapped file itself."""
+    skip = entry.start % mmap.ALLOCATIONGRANULARITY
+    try:
+        with entry.file.open("rb") as stream:
+            view = mmap.mmap(
+                stream.fileno(), skip + entry.num_bytes, access=mmap.ACCESS_READ, offset=entry.start - skip
+            )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{entry.file} cannot be read: {error}") from error
+    kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[entry.dtype]
+    stored = np.frombuffer(view, kind, offset=skip).reshape(entry.shape)
+    if entry.dtype == "BF16":
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32, copy=False)
