@@ -41,14 +41,18 @@ OF_RESPONSES: dict[str, Any] = {
 }
 
 
+# The model reasons where it is asked to, and as long as it may: it would not end by itself.
+THINKING = "'<|im_start|>assistant\\n<think>\\n' + ('' if enable_thinking else '\\n</think>\\n\\n')"
+
+
 def folder_with_tools(folder: Path) -> Path:
-    """The demo model with a template that writes tools and their calls."""
+    """The demo model with a template that writes tools and their calls, and reasoning."""
     for file in resolve("demo").iterdir():
         if file.name != "tokenizer_config.json":
             (folder / file.name).symlink_to(file)
     config = json.loads((resolve("demo") / "tokenizer_config.json").read_text())
-    lines = [line for line in HERMES.split("\n") if "reasoning_content" not in line]
-    config["chat_template"] = "{% if tools %}{{- tools | tojson }}{% endif %}" + "\n".join(lines)
+    template = HERMES.replace("'<|im_start|>assistant\\n'", THINKING)
+    config["chat_template"] = "{% if tools %}{{- tools | tojson }}{% endif %}" + template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -116,3 +120,43 @@ def test_a_tool_that_must_be_called_and_is_not_there_is_refused(claude, client):
         claude.messages.create(**OF_MESSAGES | {"tool_choice": {"type": "tool", "name": "time"}})
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**OF_RESPONSES, tool_choice={"type": "function", "name": "time"})
+
+
+def test_reasoning_is_told_apart_bounded_and_counted_on_every_interface(claude, client):
+    marker = 8  # tokens of "</think>", at most
+    tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    asked: dict[str, Any] = {"model": "tools", "messages": [QUESTION], "max_tokens": 120, "seed": 3}
+    own = {"enable_thinking": True, "thinking_token_budget": 6}
+    calls = {"tools": [tool], "tool_choice": "required"}
+    answer = client.chat.completions.create(**asked, **calls, extra_body=own)
+    [call] = answer.choices[0].message.tool_calls[:1]
+    reasoning = answer.choices[0].message.model_extra["reasoning"]
+    assert call.function.name == "weather" and reasoning
+    counted = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 6 <= counted <= 6 + marker and answer.usage.completion_tokens > counted
+    chunks = [*client.chat.completions.create(**asked, **calls, extra_body=own, stream=True)]
+    deltas = [chunk.choices[0].delta.model_extra or {} for chunk in chunks if chunk.choices]
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == reasoning
+    none = client.chat.completions.create(**asked | {"max_tokens": 9}, extra_body={**own, "thinking_token_budget": 0})
+    assert "reasoning" not in none.choices[0].message.model_extra
+    assert none.usage.completion_tokens_details.reasoning_tokens <= marker
+
+    response = client.responses.create(
+        model="tools", input="Hm?", max_output_tokens=40, extra_body={**own, "chat_template_kwargs": {}, "seed": 3}
+    )
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert 6 <= response.usage.output_tokens_details.reasoning_tokens <= 6 + marker
+
+    thinking = {"type": "enabled", "budget_tokens": 6}
+    message = claude.messages.create(
+        **OF_MESSAGES | {"tool_choice": {"type": "any"}, "thinking": thinking, "max_tokens": 300}
+    )
+    assert [block.type for block in message.content][:2] == ["thinking", "tool_use"]
+
+
+def test_a_bound_that_means_nothing_is_refused_by_name(client):
+    with pytest.raises(openai.BadRequestError, match="no chat") as found:
+        client.completions.create(model="tools", prompt="Once", extra_body={"thinking_token_budget": 3})
+    assert found.value.param == "thinking_token_budget"
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget is -2"):
+        client.chat.completions.create(model="tools", messages=[QUESTION], extra_body={"thinking_token_budget": -2})

@@ -316,8 +316,8 @@ class LLM(_Base):
 
     def _prepare_chats(self, rendered: Sequence[tuple[RenderedChat, SamplingParams]]) -> list[Prepared]:
         self._check_open()
-        prepared = self._frontend.prepare_all([chat.token_ids for chat, _ in rendered], [each for _, each in rendered])
-        return [dataclasses.replace(one, reply=chat.reply) for one, (chat, _) in zip(prepared, rendered, strict=True)]
+        chats, params = [chat for chat, _ in rendered], [each for _, each in rendered]
+        return self._frontend.prepare_all([chat.token_ids for chat in chats], params, [chat.reply for chat in chats])
 
     @_one_thread
     def _answer_chats(

@@ -13,6 +13,7 @@ from quire.core.pooling import PoolingParams
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, TokenLogprobs
+from quire.core.structured_outputs import ReasoningBudget
 
 
 class Event(NamedTuple):
@@ -149,6 +150,7 @@ class Request:
         num_scored: rows whose prompt log-probability was asked for already.
         num_fetches: fetches that it has begun since it was last admitted, and that have not brought all they were to.
         pooling: how its prompt is pooled; None: it is not. `pooled`: what has been pooled so far.
+        reasoning: how long its reply may reason; None: as long as it likes.
     """
 
     __slots__ = (
@@ -182,6 +184,7 @@ class Request:
         "params",
         "pooled",
         "pooling",
+        "reasoning",
         "scope",
         "stats",
         "status",
@@ -208,6 +211,7 @@ class Request:
         num_scored: int = 0,
         awaits: Event | None = None,
         pooling: PoolingParams | None = None,
+        reasoning: ReasoningBudget | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -234,6 +238,7 @@ class Request:
         self.num_scored = num_scored
         self.num_fetches = 0
         self.pooling = pooling
+        self.reasoning = reasoning
         self.pooled: list[float] = []
         self.known_to_runner = False
         self.draft_state = DraftState(drafting_enabled=params.speculate)
@@ -342,4 +347,5 @@ class Request:
             bad_words=self.bad_words,
             drafting_enabled=self.draft_state.drafting_enabled,
             pooling=self.pooling,
+            reasoning=self.reasoning,
         )

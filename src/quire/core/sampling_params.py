@@ -68,7 +68,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -134,6 +133,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
             length, by the one named `remote_engine_id` if that can be reached. It changes speed, not tokens.
         structured_outputs: what the output must look like; a mapping of its fields will do. It ends where it is
             complete; a stop string, or a stop token that is text, cuts it before.
+        thinking_token_budget: a chat's reply may reason for this many tokens; then the marker that ends reasoning must
+            come. None and -1: as long as it likes.
 
     Raises:
         SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts
@@ -166,6 +167,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
     speculate: bool = True
     kv_transfer_params: Mapping[str, Any] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -265,6 +267,11 @@ def _integer(low: int, high: int, hint: str = "") -> _Check:
 def _top_k(name: str, value: Any) -> int:
     number: int = _integer(-1, MAX_INT32, "0 and -1 are off")(name, value)
     return max(0, number)
+
+
+def _budget(name: str, value: Any) -> int | None:
+    number: int = _integer(-1, MAX_INT32, "None and -1 are off, 0 is no reasoning")(name, value)
+    return None if number == -1 else number
 
 
 def _number(low: float, high: float, hint: str = "", above_low: bool = False) -> _Check:
@@ -388,6 +395,7 @@ _CHECKS: dict[str, _Check] = {
     "speculate": _boolean,
     "kv_transfer_params": _kv_transfer,
     "structured_outputs": lambda name, value: structured_outputs(value),
+    "thinking_token_budget": _budget,
 }
 
 _OPTIONAL = frozenset(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
-from quire.core.structured_outputs import StructuredOutputsParams
+from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 
 FROM_PREVIOUS = -1
 """Stands for a token id in a span: the token that this request's previous step sampled."""
@@ -84,6 +84,7 @@ class RequestInfo:
         bad_words: token sequences of which the last token must not follow the others.
         drafting_enabled: whether it may be drafted later; else its tokens need not be followed.
         pooling: how its prompt is pooled; None: it is not.
+        reasoning: how long its reply may reason; None: as long as it likes.
     """
 
     request: int
@@ -95,6 +96,7 @@ class RequestInfo:
     bad_words: list[list[int]] = field(default_factory=list)
     drafting_enabled: bool = True
     pooling: PoolingParams | None = None
+    reasoning: ReasoningBudget | None = None
 
 
 @dataclass(slots=True)
@@ -130,7 +132,8 @@ class StepPlan:
         saves: blocks to be copied into the host tier before anything of this step is written.
         loads: blocks to be copied from there after that, and checked; before the spans' own copies. A plan may have
             moves and no spans.
-        compiles: grammars that requests to come need: other ranks begin to compile them beside their steps.
+        compiles: grammars that requests to come need: other ranks begin to compile them beside their steps. None: one
+            needs no more than the vocabulary.
     """
 
     number: int
@@ -144,7 +147,7 @@ class StepPlan:
     expert_loads: bool = False
     saves: list[Move] = field(default_factory=list)
     loads: list[Move] = field(default_factory=list)
-    compiles: list[StructuredOutputsParams] = field(default_factory=list)
+    compiles: list[StructuredOutputsParams | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What a reply must look like: `StructuredOutputsParams`. A leaf: anyone may import it."""
+"""What a reply must look like: `StructuredOutputsParams`, and `ReasoningBudget`. A leaf: anyone may import it."""
 
 from __future__ import annotations
 
@@ -94,6 +94,24 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         return sum(
             len(part) for part in (self.json, self.regex, self.grammar, self.structural_tag) if isinstance(part, str)
         ) + sum(map(len, self.choice or ()))
+
+
+class ReasoningBudget(msgspec.Struct, frozen=True):
+    """How many tokens a reply may reason, and how it can be told that it does.
+
+    Attributes:
+        tokens: of reasoning, without its markers. After so many, the end marker must come.
+        start, end: the markers; where one holds the text of a special token, that token stands there.
+        begun: the prompt ends within reasoning; else it begins where the reply begins with `start`, white space left
+            out.
+        again: reasoning may begin anywhere in the reply, and more than once (Harmony's messages); all of it counts.
+    """
+
+    tokens: int
+    start: str
+    end: str
+    begun: bool = False
+    again: bool = False
 
 
 def structured_outputs(value: Any) -> StructuredOutputsParams:

@@ -160,7 +160,7 @@ class Engine:
         self._depth = config.pipeline_parallel_size - 1 + int(config.async_scheduling)
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._updates: list[RequestUpdate] = []  # not handed out yet
-        self._compiles: list[StructuredOutputsParams] = []  # grammars of which the ranks have not been told
+        self._compiles: list[StructuredOutputsParams | None] = []  # grammars of which the ranks have not been told
         self._committing: list[int] = []  # requests of the step that is being committed
         self._computing = False  # else it is being decided, and books are written
         self._closed = False
@@ -324,10 +324,11 @@ class Engine:
         self._check_open()
         self.blocked = False
         wanted = request.params.structured_outputs
-        if wanted is not None and wanted not in self.grammars:
+        masked = wanted is not None or request.reasoning is not None
+        if masked and wanted not in self.grammars:
             request.awaits = Event(GRAMMAR, wanted)
         self.scheduler.add(request)
-        if request.awaits is not None and wanted is not None:
+        if masked and request.awaits is not None:
             self.grammars.begin(wanted)
             self._compiles.append(wanted)
         self._stats.prompt_tokens += request.num_prompt

@@ -26,7 +26,7 @@ from quire.core.pooling import MAX_LABELS, PoolingParams
 from quire.core.request import Request, RequestStats, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.core.structured_outputs import StructuredOutputsParams
+from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.errors import (
     EmbeddingModelError,
@@ -88,6 +88,12 @@ class Prepared:
     clamped_from: int | None = None
     pooling: PoolingParams | None = None
     reply: ReplyForm | None = None
+
+    @property
+    def reasoning(self) -> ReasoningBudget | None:
+        """A bound on the reply's reasoning."""
+        tokens = self.params.thinking_token_budget
+        return None if tokens is None or self.reply is None else self.reply.budget(tokens)
 
 
 @dataclass(slots=True)
@@ -155,9 +161,17 @@ class Frontend:
         return self._check(prompt, token_ids, params)
 
     def check(
-        self, text: str | None, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        bad_words: list[list[int]],
+        reply: ReplyForm | None = None,
     ) -> Prepared:
         """Check a prompt that is tokenized. `max_tokens` is clamped to what the context has left.
+
+        Args:
+            reply: how the reply is to be read, of a chat.
 
         Raises:
             RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
@@ -170,6 +184,12 @@ class Frontend:
                 "structured_outputs needs a token that ends the output, and this checkpoint names none; "
                 "give stop_token_ids",
                 param="structured_outputs",
+            )
+        if params.thinking_token_budget is not None and (reply is None or reply.syntax.reasoning is None):
+            raise SamplingParamsError(
+                "thinking_token_budget bounds the reasoning of a chat's reply, and "
+                f"{'this is no chat' if reply is None else 'the chat template shows no reasoning'}; leave it out",
+                param="thinking_token_budget",
             )
         params = self._with_defaults(params)
         if not self._causal and (params.max_tokens != 0 or params.prompt_logprobs is not None):
@@ -194,7 +214,7 @@ class Frontend:
             )
         max_tokens = room if asked is None else min(asked, room)
         clamped_from = asked if asked is not None and asked > room else None
-        return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from)
+        return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from, reply=reply)
 
     def pooled(self, prompt: Prepared, pooling: PoolingParams) -> Prepared:
         """A prompt that is checked, to be pooled.
@@ -213,16 +233,26 @@ class Frontend:
             raise TokenOutOfRangeError(f"labels are token ids from 0 to {self.vocab_size - 1}")
         return dataclasses.replace(prompt, pooling=pooling)
 
-    def prepare_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]) -> list[Prepared]:
-        """Check and tokenize prompts, all of them before any may run; an error's `index` says which is bad."""
+    def prepare_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        replies: Sequence[ReplyForm | None] | None = None,
+    ) -> list[Prepared]:
+        """Check and tokenize prompts, all of them before any may run; an error's `index` says which is bad.
+
+        Args:
+            replies: how replies are to be read, of chats.
+        """
         try:
             encoded = self._encode(prompts)
         except RequestError:
             for index, prompt in enumerate(prompts):  # the batch does not tell which one it was
                 _at(index, functools.partial(self._encode, [prompt]))
             raise
-        triples = enumerate(zip(prompts, encoded, params, strict=True))
-        return [_at(index, functools.partial(self._check, *triple)) for index, triple in triples]
+        replies = replies or [None] * len(prompts)
+        checks = enumerate(zip(prompts, encoded, params, replies, strict=True))
+        return [_at(index, functools.partial(self._check, *check)) for index, check in checks]
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids; texts are encoded in one batch, which does not hold the interpreter's lock."""
@@ -232,14 +262,16 @@ class Frontend:
         encoded = iter(self.tokenizer.encode_batch(texts) if self.tokenizer and texts else [])
         return [next(encoded) if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
 
-    def _check(self, prompt: Prompt, token_ids: list[int], params: SamplingParams | None) -> Prepared:
+    def _check(
+        self, prompt: Prompt, token_ids: list[int], params: SamplingParams | None, reply: ReplyForm | None = None
+    ) -> Prepared:
         if params is not None and not isinstance(params, SamplingParams):
             raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams or None")
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         if params.structured_outputs is not None and self._compile is not None:
             self._compile(params.structured_outputs)
-        return self.check(text, token_ids, params, self._bad_words(params))
+        return self.check(text, token_ids, params, self._bad_words(params), reply)
 
     def _with_defaults(self, params: SamplingParams) -> SamplingParams:
         """Unset fields from the checkpoint, and a seed where there is none."""
@@ -304,6 +336,7 @@ class Frontend:
             owner=live.owner,
             arrived=now,
             pooling=prepared.pooling,
+            reasoning=prepared.reasoning,
         )
 
     def _request_id(self, request_id: str | None) -> str:

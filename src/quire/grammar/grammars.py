@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.structured_outputs import StructuredOutputsParams
+from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 from quire.errors import SamplingParamsError
+from quire.grammar.reasoning import ReasoningCounter, Spelling
 from quire.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:  # loaded when the first grammar is compiled
@@ -32,23 +33,45 @@ class Matcher:
     """Follows one request's output.
 
     Args:
-        compiled: at its beginning.
+        compiled: at its beginning; None: any token may come.
         vocab_size: the model's.
         ends: tokens that end the request, and are no text: they may come where the reply may end, and nowhere else.
+        reasoning: counts the tokens of its reasoning; None: it may be of any length.
     """
 
-    def __init__(self, compiled: llguidance.LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
-        self._matcher, self.vocab_size, self.ends = compiled, vocab_size, ends
+    def __init__(
+        self,
+        compiled: llguidance.LLMatcher | None,
+        vocab_size: int,
+        ends: Sequence[int],
+        reasoning: ReasoningCounter | None = None,
+    ) -> None:
+        self._matcher, self.vocab_size, self.ends, self._reasoning = compiled, vocab_size, ends, reasoning
 
     @property
     def error(self) -> str | None:
         """Why it cannot go on."""
-        return " ".join(self._matcher.get_error().split()) if self._matcher.is_error() else None
+        matcher = self._matcher
+        return " ".join(matcher.get_error().split()) if matcher is not None and matcher.is_error() else None
 
     def append(self, token: int) -> None:
         """This is the next token; one that ends the request is followed by none."""
         if token not in self.ends:
-            self._matcher.consume_token(token)
+            self._take(token)
+
+    def _take(self, token: int) -> bool:
+        """Whether it may stand there."""
+        matcher, reasoning = self._matcher, self._reasoning
+        forced = reasoning.forced() if reasoning is not None else []
+        if matcher is not None:
+            if forced and reasoning is not None and reasoning.dangling:
+                matcher.rollback(reasoning.dangling)  # half a character, which the marker cuts
+            if not matcher.try_consume_tokens([token]):
+                matcher.consume_token(token)  # for its error
+                return False
+        if reasoning is not None:
+            reasoning.append(token)
+        return not forced or token == forced[0]
 
     def mask(self, ahead: Sequence[int] = ()) -> NDArray[np.int32]:
         """See `masks`."""
@@ -57,10 +80,30 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as far as there is one way on."""
-        return self._matcher.compute_ff_tokens()
+        if self._reasoning is not None and (forced := self._reasoning.forced()):
+            return forced
+        return self._matcher.compute_ff_tokens() if self._matcher is not None else []
+
+    def after(self, ahead: Sequence[int]) -> tuple[Matcher, Sequence[int]]:
+        """Itself and these drafts; or a copy that has taken them, where reasoning might have to end among them."""
+        reasoning = self._reasoning
+        if not ahead or reasoning is None or not reasoning.may_force(len(ahead)):
+            return self, ahead
+        compiled = self._matcher.deep_copy() if self._matcher is not None else None
+        other = Matcher(compiled, self.vocab_size, self.ends, reasoning.copy())
+        taken = next((i for i, token in enumerate(ahead) if token in self.ends or not other._take(token)), len(ahead))
+        return (other, ()) if taken == len(ahead) else (self, ahead)
+
+    @property
+    def only(self) -> int | None:
+        """The one token that may come, whatever the grammar says; None: it has a say."""
+        forced = self._reasoning.forced() if self._reasoning is not None else []
+        return forced[0] if forced else None
 
     def _fill(self, address: int, size: int, ahead: Sequence[int]) -> int | None:
         """Writes the library's mask there, or returns the word that all of the mask consists of."""
+        if self._matcher is None:
+            return -1
         taken = self._matcher.try_consume_tokens(list(ahead)) if ahead else 0
         if taken == len(ahead):
             self._matcher.unsafe_compute_mask_ptr(address, size)
@@ -77,9 +120,11 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
     has failed, none may.
     """
     vocab_size = matchers[0].vocab_size if matchers else 0
+    pairs = [matcher.after(drafts) for matcher, drafts in zip(matchers, ahead, strict=True)]
+    matchers = [matcher for matcher, _ in pairs]
     words = np.zeros((len(matchers), -(-(vocab_size + 1) // 32)), np.int32)
     address, size = words.ctypes.data, words.itemsize * words.shape[1]
-    for row, (matcher, drafts) in enumerate(zip(matchers, ahead, strict=True)):
+    for row, (matcher, drafts) in enumerate(pairs):
         all_words = matcher._fill(address + row * size, size, drafts)
         if all_words is not None:
             words[row] = all_words
@@ -90,6 +135,10 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
     places, bits = (rows, tokens >> 5), np.left_shift(1, tokens & 31).astype(np.int32)
     np.bitwise_and.at(words, places, ~bits)
     np.bitwise_or.at(words, places, bits * may_end[rows])
+    for row, (matcher, drafts) in enumerate(pairs):
+        if not drafts and (only := matcher.only) is not None:
+            words[row] = 0
+            words[row].view(np.uint32)[only >> 5] = 1 << (only & 31)
     return words
 
 
@@ -103,32 +152,34 @@ class Grammars:
     def __init__(self, vocabulary: Callable[[], Vocabulary | None]) -> None:
         self._make_vocabulary = vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._vocab_size = 0
-        self._texts: Container[int] = ()
-        self._specials: Mapping[str, int] = {}
+        self._vocabulary: Vocabulary | None = None
+        self._spelling: Spelling | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, llguidance.LLMatcher] = OrderedDict()
         self._kept_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
-        self._begun: dict[StructuredOutputsParams, Future[None]] = {}
+        self._begun: dict[StructuredOutputsParams | None, Future[None]] = {}
 
-    def __contains__(self, wanted: StructuredOutputsParams) -> bool:
-        """Whether it is compiled."""
+    def __contains__(self, wanted: StructuredOutputsParams | None) -> bool:
+        """Whether it is compiled; None: whether the vocabulary is there, all that a free reply needs."""
         with self._lock:
-            return wanted in self._kept
+            return wanted in self._kept if wanted is not None else self._vocabulary is not None
 
-    def compile(self, wanted: StructuredOutputsParams) -> None:
+    def compile(self, wanted: StructuredOutputsParams | None) -> None:
         """Have it compiled, so that a matcher costs little.
 
         Raises:
             SamplingParamsError: it is not valid, or too large.
         """
-        self._compiled(wanted)
+        if wanted is None:
+            self._loaded()
+        else:
+            self._compiled(wanted)
 
     # -- beside whoever asks ---------------------------------------------------------------------------------
 
-    def begin(self, wanted: StructuredOutputsParams) -> None:
+    def begin(self, wanted: StructuredOutputsParams | None) -> None:
         """Have it compiled in another thread; `ended` tells when that is over."""
         if wanted not in self._begun:
             self._thread = self._thread or ThreadPoolExecutor(1, "grammars")
@@ -139,7 +190,7 @@ class Grammars:
         """Whether `ended` has more to tell."""
         return bool(self._begun)
 
-    def ended(self, seconds: float = 0.0) -> list[tuple[StructuredOutputsParams, BaseException | None]]:
+    def ended(self, seconds: float = 0.0) -> list[tuple[StructuredOutputsParams | None, BaseException | None]]:
         """What has ended of what was begun, and why it failed; where nothing has, it is waited for so long."""
         if seconds:
             wait(self._begun.values(), seconds, "FIRST_COMPLETED")
@@ -155,21 +206,31 @@ class Grammars:
 
     # -- for the sampler -------------------------------------------------------------------------------------
 
-    def matcher(self, wanted: StructuredOutputsParams, stop_ids: Iterable[int], output: Sequence[int] = ()) -> Matcher:
+    def matcher(
+        self,
+        wanted: StructuredOutputsParams | None,
+        stop_ids: Iterable[int],
+        output: Sequence[int] = (),
+        budget: ReasoningBudget | None = None,
+    ) -> Matcher:
         """A request's own, after the `output` that it has already.
 
         Args:
+            wanted: None: all may come.
             stop_ids: tokens that end it. Those that are text (where there are others) may come where the grammar has
                 them, and cut the reply, as a stop string does.
+            budget: of its reasoning.
 
         Raises:
-            SamplingParamsError: see `compile`.
+            SamplingParamsError: see `compile` and `ReasoningCounter`.
         """
         if begun := self._begun.get(wanted):
             wait([begun])
-        compiled, known = self._compiled(wanted), [token for token in stop_ids if 0 <= token < self._vocab_size]
-        ends = [token for token in known if token not in self._texts] or known
-        matcher = Matcher(compiled.deep_copy(), self._vocab_size, ends)
+        compiled = None if wanted is None else self._compiled(wanted).deep_copy()
+        vocabulary = self._loaded()
+        known = [token for token in stop_ids if 0 <= token < vocabulary.size]
+        ends = [token for token in known if token not in vocabulary.texts] or known
+        matcher = Matcher(compiled, vocabulary.size, ends, None if budget is None else self._counter(budget))
         for token in output:
             matcher.append(token)
         return matcher
@@ -182,7 +243,7 @@ class Grammars:
         from quire.grammar.library import compiled
 
         tokenizer = self._library_tokenizer()
-        made = compiled(wanted, tokenizer, self._specials)
+        made = compiled(wanted, tokenizer, self._loaded().specials)
         with self._lock:
             if wanted not in self._kept:
                 self._kept[wanted] = made
@@ -193,14 +254,23 @@ class Grammars:
         return made
 
     def _library_tokenizer(self) -> llguidance.LLTokenizer:
+        vocabulary = self._loaded()
         with self._loading:
             if self._tokenizer is None:
-                vocabulary = self._make_vocabulary()
-                if vocabulary is None:
-                    raise SamplingParamsError("structured_outputs needs a tokenizer, and this checkpoint has none")
-                self._vocab_size, self._texts = vocabulary.eos_token_id, vocabulary.texts
-                self._specials = vocabulary.specials
                 from quire.grammar.library import library_tokenizer
 
                 self._tokenizer = library_tokenizer(vocabulary)
             return self._tokenizer
+
+    def _loaded(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            if self._vocabulary is None:
+                raise SamplingParamsError("structured_outputs needs a tokenizer, and this checkpoint has none")
+            return self._vocabulary
+
+    def _counter(self, budget: ReasoningBudget) -> ReasoningCounter:
+        vocabulary = self._loaded()
+        self._spelling = self._spelling or Spelling(vocabulary.tokens[:-1], vocabulary.specials, vocabulary)
+        return ReasoningCounter(budget, self._spelling)

@@ -18,6 +18,7 @@ class Vocabulary:
     whatever ends the request.
 
     Attributes:
+        size: ids of the model.
         texts: ids that add to a text.
         specials: special tokens by their text.
 
@@ -31,7 +32,7 @@ class Vocabulary:
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], encode: Callable[[str], list[int]]) -> None:
         self.tokens = [*tokens, END.encode()]
-        self.eos_token_id = len(tokens)
+        self.size = self.eos_token_id = len(tokens)
         self.special_token_ids = [*special_ids, self.eos_token_id]
         self._encode = encode
         special = set(self.special_token_ids)

@@ -32,6 +32,7 @@ from quire.ipc.board import Board
 from quire.ipc.channel import Channel
 from quire.ipc.link import ANSWER_SECONDS, EngineLink, State
 from quire.ipc.placement import Place, Placement
+from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -164,15 +165,20 @@ class EngineClient:
     # -- requests ------------------------------------------------------------------------------------------
 
     def prepare(
-        self, text: str | None, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]] | None = None
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        bad_words: list[list[int]] | None = None,
+        reply: ReplyForm | None = None,
     ) -> Prepared:
-        """Check a tokenized prompt against the model.
+        """Check a tokenized prompt against the model; `reply`: of a chat.
 
         Raises:
             RequestError: one of its kinds.
             EngineClosedError: no engine has been ready yet.
         """
-        return self._ready().check(text, token_ids, params, bad_words or [])
+        return self._ready().check(text, token_ids, params, bad_words or [], reply)
 
     def pooled(self, prompt: Prepared, pooling: PoolingParams) -> Prepared:
         """See `Frontend.pooled`."""
@@ -453,6 +459,7 @@ def _message(request: Request, origin: _Origin) -> wire.Add:
         output_token_ids=request.tokens[request.num_prompt :],
         num_scored=request.num_scored,
         pooling=request.pooling,
+        reasoning=request.reasoning,
         suspect=origin.suspect,
         prompt_names=origin.prompt_names,
     )

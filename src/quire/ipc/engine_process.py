@@ -494,6 +494,7 @@ def _request(number: int, add: wire.Add) -> Request:
         output_token_ids=add.output_token_ids,
         num_scored=add.num_scored,
         pooling=add.pooling,
+        reasoning=add.reasoning,
     )
 
 

@@ -22,6 +22,7 @@ import msgspec
 from quire.core.pooling import PoolingParams
 from quire.core.request import RequestUpdate
 from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs import ReasoningBudget
 
 WORKER_SHIFT = 40
 """A request's number is `worker << WORKER_SHIFT | count`."""
@@ -85,7 +86,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
         params: with a seed and with every default filled in.
         output_token_ids: what it has produced already, when it resumes on a new engine.
         num_scored: prompt log-probabilities that were delivered already.
-        pooling: see `Request`.
+        pooling, reasoning: see `Request`.
         suspect: it was in the step that brought an engine down; it runs on probation.
         prompt_names: what a router calls the beginnings of the prompt, see `fleet/prompt.py`; empty: none has sent it.
         arrived: seconds on the monotonic clock of this machine. tokenize_seconds: what rendering and tokenizing took.
@@ -106,6 +107,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
     output_token_ids: list[int] = []
     num_scored: int = 0
     pooling: PoolingParams | None = None
+    reasoning: ReasoningBudget | None = None
     suspect: bool = False
     prompt_names: bytes = b""
 

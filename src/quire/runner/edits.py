@@ -25,7 +25,10 @@ from quire.runner.penalties import DevicePenalties, ListedPenalties, has_penalti
 
 _NO_IDS = np.zeros(0, np.int64)
 
-NOTHING_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs mask all"
+NOTHING_LEFT = (
+    "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens, structured_outputs and "
+    "thinking_token_budget mask all"
+)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ What happens to a request's logits, from top to bottom, and where to read it:
     bias               logit_bias is added                       edits.py            ops/logit_edits.py
     allowed tokens     allowed_token_ids: all others go          edits.py            ops/logit_edits.py
     banned tokens      bad_words; stop tokens before min_tokens  edits.py            ops/logit_edits.py
-    grammar            structured_outputs: all others go         edits.py            ops/logit_edits.py
+    grammar            structured_outputs: all others go;        edits.py            ops/logit_edits.py
+                       thinking_token_budget: all but a marker
     temperature        logits are divided; 0 takes the best      sampling_table.py   ops/sampling.py
     min-p              of what is left after each                sampling_table.py   ops/sampling.py
     top-k                                                        sampling_table.py   ops/sampling.py
@@ -152,12 +153,12 @@ class Sampler:
             self._edited[info.request] = edited
 
     def _matcher(self, info: RequestInfo) -> Matcher | None:
-        wanted = info.params.structured_outputs
-        if wanted is None:
+        wanted, budget = info.params.structured_outputs, info.reasoning
+        if wanted is None and budget is None:
             return None
         if self._grammars is None:
             raise ValueError(f"request {info.request} has structured_outputs, and there is nothing that compiles them")
-        return self._grammars.matcher(wanted, info.stop_token_ids, info.output_token_ids)
+        return self._grammars.matcher(wanted, info.stop_token_ids, info.output_token_ids, budget)
 
     def end(self, request: int) -> None:
         """Forgets a request; one that is not known is ignored."""

@@ -94,6 +94,9 @@ SAMPLING: dict[str, Schema] = {
         "object",
         "Where servers compute prompts for others, as vLLM spells it: do_remote_decode, or what an answer to that has.",
     ),
+    "thinking_token_budget": _integer(
+        -1, limit.MAX_INT32, "Of chats: the answer reasons for so many tokens at most; -1 is no bound."
+    ),
 }
 """Fields of both routes that go into `SamplingParams` under their own names."""
 

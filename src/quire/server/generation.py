@@ -271,8 +271,7 @@ class Generation:
         prepared = []
         for index, (text, token_ids, reply) in enumerate(prompts):
             try:
-                prompt = self._context.client.prepare(text, token_ids, call.params, bad_words)
-                prompt = dataclasses.replace(prompt, reply=reply)
+                prompt = self._context.client.prepare(text, token_ids, call.params, bad_words, reply)
             except RequestError as error:
                 if error.param == "prompt" and isinstance(call, ChatCall):
                     error.param = "messages"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.core.structured_outputs import ReasoningBudget
+
 
 class ReasoningSyntax(msgspec.Struct, frozen=True):
     """What stands before and after reasoning."""
@@ -111,6 +113,14 @@ class ReplyForm(msgspec.Struct, frozen=True):
     tools: dict[str, frozenset[str]] | None = None
     in_reasoning: bool = False
     reasoned: bool = False
+
+    def budget(self, tokens: int) -> ReasoningBudget | None:
+        """A bound on the tokens of its reasoning; None where there is none to bound."""
+        reasoning = self.syntax.reasoning
+        if reasoning is None or self.reasoned:
+            return None
+        again = self.syntax.content is not None
+        return ReasoningBudget(tokens, reasoning.start, reasoning.end, begun=self.in_reasoning, again=again)
 
 
 PLAIN = ReplyForm()
