@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
 
-from quire.cli.doctor import machine, memory, missing_packages, slow_instruction_sets
+from quire.cli.doctor import Package, machine, memory, missing_packages, slow_instruction_sets
 from quire.cli.main import main
 from quire.ops import Kernels, KVCache, Product, QuantizedWeight, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
+from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.ragged import Trees
 
 CPUINFO = """\
@@ -38,7 +41,7 @@ flags\t\t: fpu avx2 avx512f avx512_bf16
 
 
 def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--json", "--full"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
     assert report["machine"]["usable_threads"] >= 1 and isinstance(report["machine"]["instruction_sets"], list)
@@ -50,7 +53,14 @@ def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str
     assert report["kernels"]["chosen"] == choose_kernels().name
     assert report["kernels"]["described"]["bfloat16"] == choose_kernels().describe(torch.bfloat16)
     names = [check["name"] for check in report["self_test"]]
-    assert {"linear bfloat16", "linear int8", "norm and gate float32", "attention bfloat16, fp8 cache"} <= set(names)
+    assert {
+        "linear bfloat16",
+        "linear int8",
+        "linear mxfp4",
+        "experts mxfp4",
+        "norm and gate float32",
+        "attention bfloat16, fp8 cache",
+    } <= set(names)
     assert {"routing by groups", "experts bfloat16", "experts int4", "latent attention bfloat16"} <= set(names)
     assert {
         "gated delta net bfloat16",
@@ -75,7 +85,7 @@ def test_a_kernel_whose_rows_depend_on_one_another_fails_the_doctor(
     monkeypatch.setattr(kernels, "rms_norm", wrong)
     monkeypatch.setattr("quire.ops.choose_kernels", lambda *args: kernels)
     monkeypatch.setattr(self_test, "run", lambda kernels: [self_test.check_norm_and_gate(kernels, torch.float32)])
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--full"]) == 1
     out = capsys.readouterr().out
     assert "DIFFERS in 3 of 28" in out
     assert "PROBLEM: row-invariance self-test: norm and gate float32" in out
@@ -159,7 +169,7 @@ def test_kernels_that_were_not_built_are_told_of_with_what_to_do(
     monkeypatch.setattr(library.platform, "system", lambda: "Linux")
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"sse2"}))
-    monkeypatch.setattr(self_test, "run", lambda *given: [])
+    monkeypatch.setattr(self_test, "run_short", lambda *given: [])
     assert main(["doctor"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "built none: only plain torch usable here none: only plain torch chosen torch" in out
@@ -169,7 +179,7 @@ def test_kernels_that_were_not_built_are_told_of_with_what_to_do(
 def test_the_doctor_tells_of_kernels_that_fail_the_self_test_at_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(self_test, "run", lambda *given: [])
+    monkeypatch.setattr(self_test, "run_short", lambda *given: [])
     monkeypatch.setattr(library, "usable", lambda: ["amx"])
     monkeypatch.setattr("quire.ops.choose.failed_checks", lambda isa: ("linear int8",))
     assert main(["doctor"]) == 0
@@ -187,8 +197,13 @@ def test_the_self_test_notices_products_that_err(monkeypatch: pytest.MonkeyPatch
         def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
             return super().pack_quantized(replace(weight, scales=weight.scales * 1.1), bias)
 
-    checks = self_test.run_short(Wrong())
-    assert [check.failures[-1].endswith("against plain torch") for check in checks] == [True, True, True]
+        def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
+            wrong = [replace(part, codes=part.codes ^ 16) for part in parts]  # one step, every second number
+            return super().pack_mxfp4(wrong, bias)
+
+    checks = list(self_test.run_short(Wrong()))
+    assert [check.name for check in checks] == ["linear bfloat16", "linear int8", "linear int4", "linear mxfp4"]
+    assert all(check.failures[-1].endswith("against plain torch") for check in checks)
     assert all(len(check.failures) == 1 for check in checks)
     assert all(check.passed for check in self_test.run_short(Kernels()))
 
@@ -196,11 +211,59 @@ def test_the_self_test_notices_products_that_err(monkeypatch: pytest.MonkeyPatch
 def test_the_doctor_tests_the_kernels_that_it_is_told_to(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(self_test, "run", lambda *given: [])
+    monkeypatch.setattr(self_test, "run_short", lambda *given: [])
     assert main(["doctor", "--json", "--cpu-kernels", "torch"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels"]["chosen"] == "torch"
     assert main(["doctor", "--cpu-kernels", "avx1024"]) == 2
     assert "the kernels for 'avx1024' were not built" in capsys.readouterr().err
+
+
+def test_the_doctor_is_quick_unless_it_is_asked_for_the_full_self_test(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(self_test, "run", None)  # to call it would fail
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "linear mxfp4" in out and "experts" not in out and "'quire doctor --full' tries every kernel" in out
+
+
+def test_lines_come_as_soon_as_something_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def checks(kernels: Kernels) -> Iterator[self_test.Check]:
+        for name in ("first", "second"):
+            seen.append(capsys.readouterr().out)
+            yield self_test.Check(name, 3, ())
+
+    monkeypatch.setattr(self_test, "run_short", checks)
+    assert main(["doctor"]) == 0
+    before, between = seen
+    assert all(word in before for word in ("Machine", "Packages", "torch", "Kernels", "Self-test"))
+    assert between.split() == ["first", "bit-equal", "in", "3", "cases"]
+
+
+def test_every_package_of_the_metadata_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(self_test, "run_short", lambda kernels: [])
+    assert main(["doctor", "--json"]) == 0
+    versions = json.loads(capsys.readouterr().out)["versions"]
+    for text in metadata.requires("quire") or ():
+        assert re.match(r"[\w.-]+", text)[0] in versions, text  # type: ignore[index]
+
+
+def test_a_package_of_an_extra_may_be_missing_and_is_named_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requires = ["numpy>=1.26", 'nowhere>=2.0; extra == "some"', 'rich>=1000; extra == "others"']
+    monkeypatch.setattr(self_test, "run_short", lambda kernels: [])
+    monkeypatch.setattr("quire.cli.doctor.metadata.requires", lambda name: requires)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"nowhere +not installed \(optional: pip install 'quire\[some\]'\)", out)
+    assert re.search(r"note: rich [\d.]+ is too old\n  -> pip install 'rich>=1000'", out)
 
 
 def test_the_machine_is_read_from_cpuinfo() -> None:
@@ -216,10 +279,16 @@ def test_the_memory_is_read_from_meminfo() -> None:
 
 
 def test_what_is_missing_comes_with_how_to_get_it() -> None:
-    gone, old = missing_packages({"numpy": None, "torch": "2.9.1+cpu", "rich": "15.0.0"})
+    needed = [
+        Package("numpy", "1.26"),
+        Package("torch", "2.11"),
+        Package("rich", "13.7"),
+        Package("ray", "2.40", "ray"),
+    ]
+    gone, old = missing_packages(needed, {"numpy": None, "torch": "2.9.1+cpu", "rich": "15.0.0", "ray": None})
     assert (gone.what, gone.remedy, gone.fatal) == ("numpy is not installed", "pip install numpy", True)
     assert (old.what, old.remedy, old.fatal) == ("torch 2.9.1+cpu is too old", "pip install 'torch>=2.11'", True)
-    assert missing_packages({"torch": "2.13.0+cpu"}) == []
+    assert missing_packages(needed[1:2], {"torch": "2.13.0+cpu"}) == []
 
 
 def test_a_cpu_without_bf16_is_told_of_but_works() -> None:
@@ -231,6 +300,6 @@ def test_a_cpu_without_bf16_is_told_of_but_works() -> None:
 def test_a_missing_package_makes_the_doctor_fail_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quire.cli.doctor.package_versions", lambda: {"torch": None})
+    monkeypatch.setattr("quire.cli.doctor.installed", lambda package: None if package.name == "torch" else "99")
     assert main(["doctor"]) == 1
     assert "PROBLEM: torch is not installed\n  -> pip install torch" in capsys.readouterr().out

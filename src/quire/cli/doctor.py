@@ -1,6 +1,7 @@
 """Look at this machine: what Quire uses of it, whether its kernels keep their promise, and what is missing.
 
-The exit code is 1 if something that Quire needs is missing or the self-test fails."""
+--full tries every kernel, which takes some seconds more. The exit code is 1 if something that Quire needs is missing or
+the self-test fails."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import argparse
 import os
 import platform
 import re
-import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,24 @@ INSTRUCTION_SETS = (
 """Flags of /proc/cpuinfo that torch or the kernels can make use of; the last three are ARM's."""
 
 
-def needed_packages() -> dict[str, str]:
-    """What Quire's METADATA names, without extras: each package, and the oldest version that works."""
-    matches = (re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?[^;]*$", text) for text in metadata.requires("quire") or ())
-    return {match[1]: match[2] or "0" for match in matches if match}
+@dataclass(frozen=True)
+class Package:
+    """One that METADATA names: the oldest version that works, and the extra that it belongs to; empty: it is needed."""
+
+    name: str
+    oldest: str
+    extra: str = ""
+
+
+def named_packages() -> list[Package]:
+    """All that METADATA names, those that are needed first."""
+    found = []
+    for text in metadata.requires("quire") or ():
+        requirement, _, marker = text.partition(";")
+        name, oldest = re.match(r"([\w.-]+)[^>]*(?:>=\s*([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
+        extra = re.search(r"""extra\s*==\s*["']([\w-]+)""", marker)
+        found.append(Package(name, oldest or "0", extra[1] if extra else ""))
+    return sorted(found, key=lambda package: bool(package.extra))
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -48,7 +64,8 @@ class Problem(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `quire doctor`."""
-    parser.usage = "quire doctor [--json] [--device DEVICE] [--cpu-kernels NAME]"
+    parser.usage = "quire doctor [--full] [--json] [--device DEVICE] [--cpu-kernels NAME]"
+    parser.add_argument("--full", action="store_true", help="try every kernel, not just the products of matrices")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="test this device's kernels (default: auto)"
@@ -59,17 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; 1 if anything is fatal."""
-    cpuinfo = _read("/proc/cpuinfo")
-    versions = package_versions()
-    report: dict[str, Any] = {
-        "machine": machine(cpuinfo),
-        "memory": memory(_read("/proc/meminfo")),
-        "versions": {"quire": metadata.version("quire"), "python": platform.python_version(), **versions},
-    }
-    problems = missing_packages(versions)
+    """Print what was found, each line as soon as it is known; 1 if anything is fatal."""
+    show: Show = (lambda name, value: None) if args.json else _show
+    report: dict[str, Any] = _machine(show)
+    packages = named_packages()
+    report["versions"] = _versions(packages, show)
+    problems = missing_packages(packages, report["versions"])
     if not any(problem.fatal for problem in problems):
-        report |= _of_torch(args.cpu_kernels, args.device)
+        report |= _of_torch(args, show)
         problems += unused_kernels() + unused_gpu()
         problems += slow_instruction_sets(report["machine"]["instruction_sets"])
         problems += _failed(report)
@@ -78,8 +92,39 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(report).decode())
     else:
-        _print(report, problems)
+        _close(problems, report["ok"], args.full)
     return 0 if report["ok"] else 1
+
+
+Show = Callable[[str, str], None]
+"""Is given what was found: a name and a value, or a heading and nothing."""
+
+
+def _show(name: str, value: str) -> None:
+    print(f"  {name:38} {value}" if value else name, flush=True)
+
+
+def _machine(show: Show) -> dict[str, Any]:
+    cpuinfo = _read("/proc/cpuinfo")
+    found, size = machine(cpuinfo), memory(_read("/proc/meminfo"))
+    show("Machine", "")
+    show("system", found["system"])
+    show("CPU", found["cpu"])
+    show("cores", f"{found['cores']} ({found['usable_threads']} threads usable)")
+    show("instruction sets", ", ".join(found["instruction_sets"]) or "none that help")
+    show("memory", f"{_gib(size['available'])} free of {_gib(size['total'])}")
+    return {"machine": found, "memory": size}
+
+
+def _versions(packages: Sequence[Package], show: Show) -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"quire": metadata.version("quire"), "python": platform.python_version()}
+    show("Packages", "")
+    show("quire", f"{versions['quire']}, on Python {versions['python']}")
+    for package in packages:
+        found = versions[package.name] = installed(package)
+        optional = f" (optional: pip install 'quire[{package.extra}]')" if package.extra else ""
+        show(package.name, found or f"not installed{optional}")
+    return versions
 
 
 def _read(path: str) -> str:
@@ -115,26 +160,24 @@ def memory(meminfo: str) -> dict[str, int | None]:
     return {"total": size("MemTotal"), "available": size("MemAvailable")}
 
 
-def package_versions() -> dict[str, str | None]:
-    """The installed version of every package that Quire needs; None where it is not installed."""
-    versions: dict[str, str | None] = {}
-    for name in needed_packages():
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+def installed(package: Package) -> str | None:
+    """The version that is installed; None: none is."""
+    try:
+        return metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
-def missing_packages(versions: dict[str, str | None]) -> list[Problem]:
-    """A fatal problem for every package that is not there or too old."""
-    problems, needed = [], needed_packages()
-    for name, version in versions.items():
-        oldest = needed.get(name, "0")
-        if version is None:
+def missing_packages(packages: Sequence[Package], versions: Mapping[str, str | None]) -> list[Problem]:
+    """A problem for every package that is too old, and for one that is needed and not there; fatal, if it is needed."""
+    problems = []
+    for package in packages:
+        name, version, needed = package.name, versions[package.name], not package.extra
+        if version is None and needed:
             problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
-        elif _numbers(version) < _numbers(oldest):
-            problems.append(Problem(f"{name} {version} is too old", f"pip install '{name}>={oldest}'", fatal=True))
+        elif version is not None and _numbers(version) < _numbers(package.oldest):
+            remedy = f"pip install '{name}>={package.oldest}'"
+            problems.append(Problem(f"{name} {version} is too old", remedy, fatal=needed))
     return problems
 
 
@@ -169,13 +212,14 @@ def unused_gpu() -> list[Problem]:
     return [Problem(note, "pip install torch (the build with CUDA)")] if note else []
 
 
-def _of_torch(cpu_kernels: str, device: str) -> dict[str, Any]:
+def _of_torch(args: argparse.Namespace, show: Show) -> dict[str, Any]:
     """Device, threads, kernels, self-test and demo model: all that needs torch.
 
     Raises:
         ConfigError: these kernels were not built, or this machine cannot run them.
         DeviceError: the device is not there, or too old.
     """
+    show("Kernels", "")
     import torch
 
     from quire.models.hub import resolve
@@ -183,26 +227,34 @@ def _of_torch(cpu_kernels: str, device: str) -> dict[str, Any]:
     from quire.ops.cpu import library
     from quire.runner.device import open_device
 
-    found = open_device(find_device()[0] if device == "auto" else device)
-    kernels = choose_kernels(cpu_kernels, found.torch)
+    device = open_device(find_device()[0] if args.device == "auto" else args.device)
+    capability = torch.backends.cpu.get_cpu_capability()
+    show("device", device.describe())
+    show("torch uses", f"{torch.get_num_threads()} threads, {capability}")
+    kernels = choose_kernels(args.cpu_kernels, device.torch)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    found = {
+        "built": list(library.built()),
+        "usable": library.usable(),
+        "chosen": kernels.name,
+        "described": {str(dtype).removeprefix("torch."): kernels.describe(dtype) for dtype in dtypes},
+    }
+    for name, value in _kernel_rows(found):
+        show(name, value)
     demo = resolve("demo") / "model.safetensors"
+    show("demo model", "present" if demo.is_file() else f"missing: {demo}")
+    show("Self-test: do a row's bits depend on the rows beside it?", "")
+    checks = []
+    for check in self_test.run(kernels) if args.full else self_test.run_short(kernels):
+        told = {"name": check.name, "cases": check.cases, "passed": check.passed, "failures": list(check.failures)}
+        checks.append(told)
+        show(*_check_row(told))
     return {
-        "device": found.describe(),
+        "device": device.describe(),
         "threads": torch.get_num_threads(),
-        "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "kernels": {
-            "built": list(library.built()),
-            "usable": library.usable(),
-            "chosen": kernels.name,
-            "described": {
-                str(dtype).removeprefix("torch."): kernels.describe(dtype)
-                for dtype in (torch.bfloat16, torch.float16, torch.float32)
-            },
-        },
-        "self_test": [
-            {"name": check.name, "cases": check.cases, "passed": check.passed, "failures": list(check.failures)}
-            for check in self_test.run(kernels)
-        ],
+        "torch_instruction_set": capability,
+        "kernels": found,
+        "self_test": checks,
         "demo_model": {"path": str(demo), "present": demo.is_file()},
     }
 
@@ -221,37 +273,12 @@ def _failed(report: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def _print(report: dict[str, Any], problems: list[Problem]) -> None:
-    from quire.cli.terminal import print_table
-
-    print_table("Machine", _machine_rows(report), stderr=False)
-    versions = report["versions"].items()
-    print_table("Versions", [(name, version or "not installed") for name, version in versions], stderr=False)
-    if "kernels" in report:
-        print_table("Kernels", _kernel_rows(report["kernels"]), stderr=False)
-        print_table("Row-invariance self-test", [_check_row(check) for check in report["self_test"]], stderr=False)
+def _close(problems: Sequence[Problem], ok: bool, full: bool) -> None:
     for problem in problems:
         print(f"{'PROBLEM' if problem.fatal else 'note'}: {problem.what}\n  -> {problem.remedy}")
-    print("Quire is ready." if report["ok"] else "Quire is not ready.", file=sys.stdout)
-
-
-def _machine_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    found = report["machine"]
-    rows = [
-        ("system", found["system"]),
-        ("CPU", found["cpu"]),
-        ("cores", f"{found['cores']} ({found['usable_threads']} threads usable)"),
-        ("instruction sets", ", ".join(found["instruction_sets"]) or "none that help"),
-        ("memory", f"{_gib(report['memory']['available'])} free of {_gib(report['memory']['total'])}"),
-    ]
-    if "kernels" in report:
-        demo = report["demo_model"]
-        rows += [
-            ("device", report["device"]),
-            ("torch uses", f"{report['threads']} threads, {report['torch_instruction_set']}"),
-            ("demo model", "present" if demo["present"] else f"missing: {demo['path']}"),
-        ]
-    return rows
+    if ok and not full:
+        print("'quire doctor --full' tries every kernel.")
+    print("Quire is ready." if ok else "Quire is not ready.")
 
 
 def _kernel_rows(kernels: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Whether a row's bits depend on the rows beside it, tried on this machine with the kernels that it chose.
 
-The promise that a request's tokens depend on nothing but the request stands on this. `quire doctor` runs it.
+The promise that a request's tokens depend on nothing but the request stands on this. `quire doctor` runs the short one, `--full` all of it.
 Products, attention, routing and experts are also compared with plain torch in fp32, so that a kernel that this machine
 computes wrongly is seen too.
 """
@@ -8,8 +8,9 @@ computes wrongly is seen too.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,7 @@ from quire.ops.experts import Routing
 from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.linear import Product
+from quire.ops.mxfp4 import BIAS, GROUP, NUMBERS, Mxfp4Weight
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch, Trees
 from quire.ops.short_conv import ConvCache, ConvShape, ShortConvWeights
@@ -24,7 +26,7 @@ from quire.ops.states import DeltaNetWeights, StateCache, StateShape
 from quire.parallel.group import OneRank, share
 
 DTYPES = (torch.bfloat16, torch.float32)
-QUANTIZATIONS = (Quantization("int8"), Quantization("int4", 64))
+QUANTIZATIONS: tuple[Quantization | Literal["mxfp4"], ...] = (Quantization("int8"), Quantization("int4", 64), "mxfp4")
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
 LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 """(outputs, inputs). Long sums show differences that short ones hide."""
@@ -77,27 +79,27 @@ class Check:
         return not self.failures
 
 
-def run(kernels: Kernels) -> list[Check]:
-    """All checks, each with one thread and with two: about a second on an idle machine, three with plain torch."""
-    checks = [check_linear(kernels, dtype) for dtype in DTYPES]
-    checks += [check_quantized_linear(kernels, how) for how in QUANTIZATIONS]
-    checks += [check_shares(kernels, how) for how in (*DTYPES, *QUANTIZATIONS)]
-    checks += [check_norm_and_gate(kernels, dtype) for dtype in DTYPES]
-    checks += [check_attention(kernels, dtype, cache) for dtype, cache in CACHES]
-    checks += [check_routing(kernels, name) for name in ROUTINGS]
-    checks += [check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS)]
-    checks += [check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
+def run(kernels: Kernels) -> Iterator[Check]:
+    """All checks, each with one thread and with two, one after the other."""
+    yield from (check_linear(kernels, dtype) for dtype in DTYPES)
+    yield from (check_quantized_linear(kernels, how) for how in QUANTIZATIONS)
+    yield from (check_shares(kernels, how) for how in (*DTYPES, *QUANTIZATIONS))
+    yield from (check_norm_and_gate(kernels, dtype) for dtype in DTYPES)
+    yield from (check_attention(kernels, dtype, cache) for dtype, cache in CACHES)
+    yield from (check_routing(kernels, name) for name in ROUTINGS)
+    yield from (check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS))
+    yield from (check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
     if type(kernels).delta_net is not Kernels.delta_net:  # plain torch takes seconds, a row at a time
-        checks.append(check_delta_net(kernels, torch.bfloat16))
-        checks.append(check_short_conv(kernels, torch.bfloat16))
-    checks += [check_trees(kernels, dtype, cache) for dtype, cache in CACHES]
-    return checks + [check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES]
+        yield check_delta_net(kernels, torch.bfloat16)
+        yield check_short_conv(kernels, torch.bfloat16)
+    yield from (check_trees(kernels, dtype, cache) for dtype, cache in CACHES)
+    yield from (check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
 
 
-def run_short(kernels: Kernels) -> list[Check]:
+def run_short(kernels: Kernels) -> Iterator[Check]:
     """Small products alone: what a processor's instructions for matrices are tried with at every start."""
-    checks = [check_linear(kernels, torch.bfloat16, SHORT_SHAPES)]
-    return checks + [check_quantized_linear(kernels, how) for how in QUANTIZATIONS]
+    yield check_linear(kernels, torch.bfloat16, SHORT_SHAPES)
+    yield from (check_quantized_linear(kernels, how) for how in QUANTIZATIONS)
 
 
 def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] | None = None) -> Check:
@@ -120,7 +122,7 @@ def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[in
     return Check(f"linear {_name(dtype)}", cases, tuple(failures))
 
 
-def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
+def check_quantized_linear(kernels: Kernels, how: Quantization | Literal["mxfp4"]) -> Check:
     """As `check_linear`, with a weight in 8 or 4 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(320, 704, generator=generator)
@@ -129,10 +131,10 @@ def check_quantized_linear(kernels: Kernels, how: Quantization) -> Check:
     failures, cases = _compare_rows(kernels, product.matmul, on_device)
     if not _near(product.matmul(on_device), _product(Kernels(), weight, torch.float32, how).matmul(x.float())):
         failures.append("against plain torch")
-    return Check(f"linear {how.scheme}", cases + 1, tuple(failures))
+    return Check(f"linear {_name(how)}", cases + 1, tuple(failures))
 
 
-def check_shares(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
+def check_shares(kernels: Kernels, how: torch.dtype | Quantization | Literal["mxfp4"]) -> Check:
     """The outputs that a rank has of a product against the same ones of the whole product."""
     generator = torch.Generator().manual_seed(0)
     dtype = how if isinstance(how, torch.dtype) else torch.bfloat16
@@ -148,8 +150,7 @@ def check_shares(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
                 cases += 1
                 if not torch.equal(product.matmul(x[:rows]), whole.matmul(x[:rows])[:, own.start : own.stop]):
                     failures.append(f"{rows} rows, rank {rank} of {ranks}")
-    name = _name(how) if isinstance(how, torch.dtype) else how.scheme
-    return Check(f"shares of ranks, {name}", cases, tuple(failures))
+    return Check(f"shares of ranks, {_name(how)}", cases, tuple(failures))
 
 
 def check_norm_and_gate(kernels: Kernels, dtype: torch.dtype) -> Check:
@@ -201,7 +202,7 @@ def check_routing(kernels: Kernels, name: str) -> Check:
     return Check(f"routing by {name}", cases + 1, tuple(failures))
 
 
-def check_experts(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
+def check_experts(kernels: Kernels, how: torch.dtype | Quantization | Literal["mxfp4"]) -> Check:
     """A token's experts beside some of the other tokens' and beside all of them.
 
     Args:
@@ -209,7 +210,7 @@ def check_experts(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
     """
     count, top_k, hidden, inner = EXPERTS_SHAPE
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if isinstance(how, Quantization) else how
+    dtype = how if isinstance(how, torch.dtype) else torch.bfloat16
     gate_up, down = (
         torch.randn(count, *shape, generator=generator).mul_(shape[1] ** -0.5).to(dtype).float()
         for shape in ((2 * inner, hidden), (hidden, inner))
@@ -231,16 +232,29 @@ def check_experts(kernels: Kernels, how: torch.dtype | Quantization) -> Check:
     failures, cases = _compare_rows(kernels, compute, on_device)
     if not _near(compute(on_device), experts(Kernels(), torch.float32)(x.float())):
         failures.append("against plain torch")
-    return Check(f"experts {how.scheme if isinstance(how, Quantization) else _name(how)}", cases + 1, tuple(failures))
+    return Check(f"experts {_name(how)}", cases + 1, tuple(failures))
 
 
 def _product(
-    kernels: Kernels, weight: torch.Tensor, dtype: torch.dtype, how: torch.dtype | Quantization = torch.float32
+    kernels: Kernels,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    how: torch.dtype | Quantization | Literal["mxfp4"] = torch.float32,
 ) -> Product:
     """The product with a weight in `dtype`, or quantized."""
+    if how == "mxfp4":
+        return kernels.pack_mxfp4([_mxfp4(weight)])
     if isinstance(how, Quantization):
         return kernels.pack_quantized(kernels.quantize(weight, how))
     return kernels.pack([weight.to(kernels.device, dtype)])
+
+
+def _mxfp4(weight: torch.Tensor) -> Mxfp4Weight:
+    """The weight [out, in] in MXFP4: each number of a group is the nearest one by the group's scale."""
+    groups = weight.float().reshape(len(weight), -1, GROUP)
+    exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest numbers are from 4 to 8 then
+    codes = (groups.unsqueeze(-1) / exponents.exp2().unsqueeze(-1) - NUMBERS).abs().argmin(-1).to(torch.uint8)
+    return Mxfp4Weight(codes[..., ::2] | codes[..., 1::2] << 4, (exponents.squeeze(-1) + BIAS).to(torch.uint8))
 
 
 def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -554,8 +568,8 @@ def _sent(numbers: list[int], kernels: Kernels) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=kernels.device)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(how: torch.dtype | Quantization | Literal["mxfp4"]) -> str:
+    return how.scheme if isinstance(how, Quantization) else str(how).removeprefix("torch.")
 
 
 def _of_cache(kv_cache_dtype: KVCacheDtype) -> str:
