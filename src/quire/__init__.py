@@ -47,8 +47,8 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """All that there is, what was not asked for yet, too."""
-    return sorted({*globals(), *__all__})
+    """What is meant to be used, what was not asked for yet, too."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

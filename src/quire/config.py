@@ -546,11 +546,23 @@ def with_options(*own: str) -> inspect.Signature:
     """A constructor's signature, in which `options` are the fields of `EngineConfig` that they are, for help() and
     notebooks."""
     keyword = inspect.Parameter.KEYWORD_ONLY
-    fields = [field for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    hints = get_type_hints(EngineConfig)
     return inspect.Signature(
         [
-            inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="str"),
+            inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
             *(inspect.Parameter(name, keyword, default=None) for name in own),
-            *(inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields),
+            *(inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name]) for f in _options()),
         ]
     )
+
+
+def with_options_text(docstring: str | None) -> str | None:
+    """A constructor's docstring, and what each of its options is; None under `python -OO`."""
+    if docstring is None:
+        return None
+    lines = [f"    {field.name}: {field.metadata['help']} (default: {field.default})" for field in _options()]
+    return "\n".join([inspect.cleandoc(docstring), "", "Options:", *lines])
+
+
+def _options() -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(EngineConfig) if field.name != "model"]

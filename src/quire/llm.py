@@ -13,7 +13,9 @@ import dataclasses
 import functools
 import logging
 import queue
+import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from quire.config import EngineConfig, with_options
+from quire.config import EngineConfig, with_options, with_options_text
 from quire.core.pooling import PoolingParams
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
@@ -50,7 +52,7 @@ from quire.text.tokenizer import RenderedChat, Tokenizer
 from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
-    from quire.progress import BatchProgress
+    from quire.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,7 @@ class LLM(_Base):
         ...     print(output.outputs[0].text)
     """
 
+    __doc__ = with_options_text(__doc__)
     __signature__ = with_options("preset", "on_load")
 
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
@@ -211,11 +214,12 @@ class LLM(_Base):
 
         Raises:
             RequestError: a prompt or its parameters are not valid; `index` says which. All are checked before
-                anything runs; what goes wrong later ends that request alone, with `finish_reason="error"`.
+                anything runs; what goes wrong later ends that request alone, with `finish_reason="error"`, and warns.
         """
         self._check_open()
         many = _prompt_list(prompts)
-        return self._run_all(self._frontend.prepare_all(many, _params_list(params, len(many))), progress)
+        prepared = self._frontend.prepare_all(many, _params_list(params, len(many)))
+        return _warn_of_errors(self._run_all(prepared, progress))
 
     def _run_all(self, prepared: list[Prepared], progress: bool) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
@@ -323,7 +327,7 @@ class LLM(_Base):
     def _answer_chats(
         self, rendered: Sequence[tuple[RenderedChat, SamplingParams]], progress: bool
     ) -> list[RequestOutput]:
-        return self._run_all(self._prepare_chats(rendered), progress)
+        return _warn_of_errors(self._run_all(self._prepare_chats(rendered), progress))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, handing out its output whenever it has grown.
@@ -481,6 +485,7 @@ class AsyncLLM(_Base):
     Arguments as for `LLM`. Make it anywhere; use it from one event loop at a time.
     """
 
+    __doc__ = with_options_text(__doc__)
     __signature__ = with_options("preset", "on_load")
 
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
@@ -627,12 +632,34 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
     return engine
 
 
-def _progress_bar(total: int, shown: bool) -> BatchProgress | contextlib.nullcontext[_NoProgress]:
+def _warn_of_errors(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Warn of requests that ended with an error, since nobody may look at every `finish_reason`; the outputs."""
+    failed = [index for index, output in enumerate(outputs) if any(one.error for one in output.outputs)]
+    if not failed:
+        return outputs
+    [first, *_] = [one.error for one in outputs[failed[0]].outputs if one.error]
+    warnings.warn(
+        f"{len(failed)} of {len(outputs)} requests ended with an error; the first is outputs[{failed[0]}]: {first}",
+        RuntimeWarning,
+        stacklevel=_levels_to_the_caller(),
+    )
+    return outputs
+
+
+def _levels_to_the_caller() -> int:
+    """So many frames stand between a warning and the code that called `LLM`."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
+def _progress_bar(total: int, shown: bool) -> Progress | contextlib.nullcontext[_NoProgress]:
     if not shown:
         return contextlib.nullcontext(_NoProgress())
-    from quire.progress import BatchProgress  # rich takes a while to import, and most callers show nothing
+    from quire.progress import batch_progress  # rich takes a while to import, and most callers show nothing
 
-    return BatchProgress(total)
+    return batch_progress(total)
 
 
 class _NoProgress:

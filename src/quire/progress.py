@@ -1,21 +1,74 @@
-"""A progress bar for a batch, on standard error."""
+"""A progress bar for a batch: on standard error, or in a notebook as an output of its cell that is drawn anew."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+FRAME_SECONDS = 0.1
+"""Least time between two pictures in a notebook: each is a message to the browser."""
+
+BAR_WIDTH = 30
+
+
+class Progress(Protocol):
+    """How many prompts are done, and how many tokens a second are made."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def update(self, done: int, tokens: int) -> None:
+        """Show that `done` prompts have finished, and the engine's count of output tokens stands at `tokens`."""
+
+
+def batch_progress(total: int) -> Progress:
+    """The progress of so many prompts, as it can be shown here."""
+    display = notebook_display()
+    return BatchProgress(total) if display is None else NotebookProgress(total, display)
+
+
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display` where this process is the kernel of a notebook; else None. What is not there is not
+    imported."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if getattr(shell, "kernel", None) is None:  # none, or IPython in a terminal
+        return None
+    display: Callable[..., Any] = importlib.import_module("IPython.display").display
+    return display
+
+
+class _Rate:
+    """Tokens a second since the first update."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._first: int | None = None
+
+    def of(self, tokens: int) -> float:
+        if self._first is None:
+            self._first = tokens
+        return (tokens - self._first) / max(self.seconds, 1e-3)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
 
 
 class BatchProgress:
-    """How many prompts are done, and how many tokens a second are made."""
+    """A bar of rich's, on standard error."""
 
     def __init__(self, total: int) -> None:
-        self._begin = time.perf_counter()
-        self._first_tokens: int | None = None
-        self._progress = Progress(
+        self._rate = _Rate()
+        self._progress = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -34,8 +87,49 @@ class BatchProgress:
         self._progress.stop()
 
     def update(self, done: int, tokens: int) -> None:
-        """Show that `done` prompts have finished, and the engine's count of output tokens stands at `tokens`."""
-        if self._first_tokens is None:
-            self._first_tokens = tokens
-        rate = (tokens - self._first_tokens) / (time.perf_counter() - self._begin)
-        self._progress.update(self._task, completed=done, rate=f"{rate:,.0f} tok/s")
+        """See `Progress`."""
+        self._progress.update(self._task, completed=done, rate=f"{self._rate.of(tokens):,.0f} tok/s")
+
+
+class NotebookProgress:
+    """An output of the cell, which is replaced: no control characters, no widgets.
+
+    Args:
+        total: prompts.
+        display: IPython's.
+    """
+
+    def __init__(self, total: int, display: Callable[..., Any]) -> None:
+        self._total, self._display, self._rate = total, display, _Rate()
+        self._handle: Any = None
+        self._shown: tuple[int, int] = (0, 0)
+        self._drawn = 0.0
+
+    def __enter__(self) -> Self:
+        self._handle = self._display(self._picture(), raw=True, display_id=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._draw()
+
+    def update(self, done: int, tokens: int) -> None:
+        """See `Progress`."""
+        self._rate.of(tokens)  # the first counts
+        self._shown = (done, tokens)
+        if time.perf_counter() - self._drawn >= FRAME_SECONDS:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._drawn = time.perf_counter()
+        if self._handle is not None:
+            self._handle.update(self._picture(), raw=True)
+
+    def _picture(self) -> dict[str, str]:
+        """By MIME type: the front end takes what it can show best."""
+        done, tokens = self._shown
+        told = f"{done:,}/{self._total:,} prompts, {self._rate.of(tokens):,.0f} tok/s, {self._rate.seconds:.0f} s"
+        filled = BAR_WIDTH * done // max(self._total, 1)
+        return {
+            "text/plain": f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {told}",
+            "text/html": f'<progress value="{done}" max="{self._total}"></progress> {told}',
+        }

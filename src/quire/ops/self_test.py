@@ -1,8 +1,8 @@
 """Whether a row's bits depend on the rows beside it, tried on this machine with the kernels that it chose.
 
-The promise that a request's tokens depend on nothing but the request stands on this. `quire doctor` runs the short one, `--full` all of it.
-Products, attention, routing and experts are also compared with plain torch in fp32, so that a kernel that this machine
-computes wrongly is seen too.
+The promise that a request's tokens depend on nothing but the request stands on this. `quire doctor` runs the short
+one, `--full` all of it. Products, attention, routing and experts are also compared with plain torch in fp32, so that a
+kernel that this machine computes wrongly is seen too.
 """
 
 from __future__ import annotations

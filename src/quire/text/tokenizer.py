@@ -146,6 +146,10 @@ class Tokenizer:
         there = has_file(Path(folder) / TOKENIZER_FILE, TokenizerError)
         return cls.load(folder, tool_format) if there else None
 
+    def __repr__(self) -> str:
+        template = "with a chat template" if self._templates else "without a chat template"
+        return f"<Tokenizer {self._name!r}: {self.vocab_size:,} tokens, {template}>"
+
     @property
     def reply_syntax(self) -> ReplySyntax:
         """How the model writes its replies to chats with tools."""
