@@ -1,10 +1,11 @@
 """Four replicas behind a router, which gets Mooncake's traces: our choice by cost beside round-robin, least-loaded and
-prefix-hash, and with a pool of KV.
+prefix-hash, each without and with a pool of KV.
 
-    python -m benchmarks.fleet --trace conversation_trace.jsonl
+    python -m benchmarks.fleet --trace conversation_trace.jsonl [--speedup 8 16]
 
 The traces are those of the Mooncake project (kvcache-ai/Mooncake, FAST25-release/traces). Lengths, and the 512 tokens
-of one of their blocks, are divided by SCALE, since the demo model has a context of 2,048 tokens; times by --speedup.
+of one of their blocks, are divided by SCALE, since the demo model has a context of 2,048 tokens; times by --speedup, of
+which several are tried.
 Every server has one thread and a pool of KV that holds a small part of the trace. All of them, the router and the
 client share this machine's cores, so latencies are those of a busy machine: compare rows, not machines.
 """
@@ -12,6 +13,7 @@ client share this machine's cores, so latencies are those of a busy machine: com
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import shutil
@@ -125,33 +127,50 @@ def tier_loads(url: str) -> int:
     )
 
 
-def run(trace: str, requests: int, speedup: float) -> Result:
-    result = Result(("choice", "cached", "first token p50, ms", "p99, ms", f"within {GOAL_MS} ms", "from other places"))
-    ways = [(policy, False) for policy in POLICIES]
-    if shutil.which("redis-server"):
-        ways.append(("cost", True))
-    for policy, pool in ways:
+def run(trace: str, requests: int, speedups: Sequence[float]) -> Result:
+    result = Result(
+        (
+            "times divided by",
+            "choice",
+            "cached",
+            "first token p50, ms",
+            "p99, ms",
+            f"within {GOAL_MS} ms",
+            "from other places",
+        )
+    )
+    pools = (False, True) if shutil.which("redis-server") else (False,)
+    for speedup, pool, policy in itertools.product(speedups, pools, POLICIES):
         name = f"{policy}, pool" if pool else policy
-        tell(f"fleet: {Path(trace).stem}, {name}")
+        tell(f"fleet: {Path(trace).stem}, times divided by {speedup:g}: {name}")
         found = replay(policy, pool, trace, requests, speedup)
         if found["failed"]:
             raise RuntimeError(f"{found['failed']} requests failed: {found['failures']}")
         ttft = found["latencies"]["ttft"]
         share = (found["cached_tokens"] or 0) / found["input_tokens"]
-        row = (name, f"{share:.1%}", f"{ttft['p50']:.0f}", f"{ttft['p99']:.0f}", f"{found['goodput']['share']:.1%}")
+        row = (
+            f"{speedup:g}",
+            name,
+            f"{share:.1%}",
+            f"{ttft['p50']:.0f}",
+            f"{ttft['p99']:.0f}",
+            f"{found['goodput']['share']:.1%}",
+        )
         row = (*row, f"{found['loaded_blocks']:,} blocks")
         tell("fleet: " + " | ".join(row))
-        result.add(row, what=name, trace=Path(trace).stem, **found)
+        result.add(row, what=name, speedup=speedup, trace=Path(trace).stem, **found)
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", required=True, help="file of the trace")
-    parser.add_argument("--requests", type=int, default=1500, help="of its beginning (default: 1500)")
-    parser.add_argument("--speedup", type=float, default=10.0, help="divide its times by this (default: 10)")
+    parser.add_argument("--requests", type=int, default=600, help="of its beginning (default: 600)")
+    parser.add_argument(
+        "--speedup", type=float, nargs="+", default=[8.0, 16.0], help="divide its times by these (default: 8 and 16)"
+    )
     args = parser.parse_args()
-    tell(f"fleet: lengths divided by {SCALE}, times by {args.speedup:g}; {SERVERS} servers of one thread")
+    tell(f"fleet: lengths divided by {SCALE}; {SERVERS} servers of one thread")
     print(run(args.trace, args.requests, args.speedup).table())
 
 

@@ -103,11 +103,16 @@ def simulate(requests: Sequence[Request], policy: PolicyName, pool: bool) -> dic
         for server in servers.values():
             server.load.tell(RATE)
             held = min(request.tokens, knowledge.held(server.name, request.names) * BLOCK)
-            running = server.load.waiting + server.load.running
-            recent = server.load.recent(request.at)
+            load = server.load
             candidates.append(
                 Candidate(
-                    name=server.name, rate=RATE, held=held, queued=server.load.queued, running=running, recent=recent
+                    name=server.name,
+                    rate=RATE,
+                    held=held,
+                    queued=load.queued,
+                    waiting=load.waiting,
+                    running=load.waiting + load.running,
+                    recent=load.recent(request.at),
                 )
             )
         prefix = b"".join(request.names[:2])  # the first block is the same in nearly all

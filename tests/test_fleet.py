@@ -121,6 +121,9 @@ def test_blocks_are_fetched_where_that_is_cheaper_than_computing_them():
     assert (cost.compute, cost.fetch) == (pytest.approx(0.01), 0.1)
     slow = cost_of(1010, replace(server, fetch_seconds=0.8))
     assert (slow.compute, slow.fetch) == (pytest.approx(0.91), 0.0)
+    pressed = cost_of(1010, server, waiting=4)
+    assert (pressed.seconds, pressed.others) == (pytest.approx(0.11), pytest.approx(0.04))
+    assert cost_of(1010, replace(server, fetch_seconds=3.0), waiting=4).fetch == 3.0  # all others wait less for it
     assert str(cost) == "d 110.0 ms (compute 10.0 ms + fetch 100.0 ms + queue 0.0 ms, 100 held)"
 
 
@@ -142,22 +145,57 @@ def test_without_servers_there_is_no_choice():
     assert Chooser().choose(1, b"", []) is None
 
 
-def test_in_simulated_time_the_cost_beats_the_other_choices_and_a_pool_beats_none() -> None:
-    rnd, requests = random.Random(3), []
+def conversations(seed: int, seconds_between: float, count: int = 1500) -> list[simulated.Request]:
+    """Sixty at a time, whose prompts are all that was said so far."""
+    rnd, requests = random.Random(seed), []
     talks = [[] for _ in range(60)]
-    for number in range(1500):
+    for number in range(count):
         talk = rnd.choice(talks)
         talk += [rnd.randbytes(8) for _ in range(rnd.randrange(4, 24))]
         if len(talk) > 120:
             del talk[:]
             talk.append(rnd.randbytes(8))
         names = [blake2b(b"".join(talk[: end + 1])).digest() for end in range(len(talk))]
-        requests.append(simulated.Request(number * 0.4, simulated.BLOCK * len(talk), 200, names))
+        requests.append(simulated.Request(number * seconds_between, simulated.BLOCK * len(talk), 200, names))
+    return requests
+
+
+def test_in_simulated_time_the_cost_beats_the_other_choices_and_a_pool_beats_none() -> None:
+    requests = conversations(3, 0.4)
     within = {policy: simulated.simulate(requests, policy, False)["within_goal"] for policy in POLICIES}
     assert within["cost"] == max(within.values())
     assert within["cost"] > within["round-robin"] + 0.05
     pooled = simulated.simulate(requests, "round-robin", True)
     assert pooled["within_goal"] > within["round-robin"] and pooled["fetched"] > 0.1
+
+
+@pytest.mark.parametrize("seconds_between", [0.15, 0.12, 0.08])
+def test_conversations_keep_their_caches_however_much_comes(seconds_between: float) -> None:
+    """With the caches the first load can just be borne, and the others cannot: without, all of them are far too much.
+    The hash of the prefix keeps caches whatever waits where, so it is what to compare with; the cost also keeps queues
+    even.
+    """
+    requests = conversations(int(100 * seconds_between), seconds_between)
+    cost, hashed = (simulated.simulate(requests, policy, False) for policy in ("cost", "prefix-hash"))
+    assert cost["cached"] > hashed["cached"] - 0.02
+    assert cost["p99_s"] < hashed["p99_s"]
+
+
+@given(st.data(), st.integers(1, 10_000), st.integers(0, 50), st.integers(1, 200))
+def test_the_more_requests_wait_everywhere_the_more_a_cache_counts(data, tokens, before, more):
+    draw = st.builds(
+        Candidate,
+        name=st.uuids().map(str),
+        rate=st.just(1000.0),
+        held=st.integers(0, 10_000),
+        queued=st.integers(0, 9999),
+    )
+    servers = data.draw(st.lists(draw, min_size=1, max_size=6))
+    held = [
+        Chooser().choose(tokens, b"", [replace(one, waiting=waiting) for one in servers]).chosen.held
+        for waiting in (before, before + more)
+    ]
+    assert held[0] <= held[1]
 
 
 # -- knowledge -------------------------------------------------------------------------------------------------

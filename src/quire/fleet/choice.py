@@ -1,13 +1,18 @@
 """Which server a request goes to: the one where it costs the fewest seconds.
 
-The cost is what the request waits for before its first token, as far as it depends on the server:
+The cost is what the request waits for before its first token, as far as it depends on the server, and what others
+wait for it:
 
-    cost = compute + fetch + queue
-    compute = prompt tokens that are not cached there / rate x weight
+    cost = compute + others + fetch + queue
+    compute = prompt tokens that are not cached there / rate
+    others  = compute x (requests that wait for their first tokens, on average of the servers)
     queue   = (prompt tokens that wait there + RUNNING_TOKENS x requests there) / rate
 
-So that a prompt is cached somewhere, and that somebody has little to do, are seconds of one sum. Where another place
-can give the blocks (a prefill server, a pool), fetching takes the place of computing if it is cheaper.
+While a prompt is computed, those that come after it wait: by Little's law about as many as wait now. Without that, what
+is best for each request is worst for all: where more comes than can be computed, requests leave their caches for
+shorter queues, so there is more to compute, and all queues grow. So that a prompt is cached somewhere, and that
+somebody has little to do, are seconds of one sum. Where another place can give the blocks (a prefill server, a pool),
+fetching takes the place of computing if it is cheaper.
 """
 
 from __future__ import annotations
@@ -39,10 +44,11 @@ class Candidate:
         rate: prompt tokens that it computes a second; above 0.
         held: tokens of the prompt, from its beginning, that are cached there.
         queued: prompt tokens of requests that were sent there and have no first token yet.
+        waiting: how many these are.
         running: requests there that have not ended, with or without one: all of them decode sooner or later.
         recent: requests that it got lately; of servers that are as good, the one with the fewest is taken.
-        weight: what a second of computing there counts for: more than 1 where it holds up streams that others compute
-            prompts for.
+        weight: what a second of computing there counts for, even where nobody waits: more than 1 where it holds up
+            streams that others compute prompts for.
         fetchable: tokens of the prompt, from its beginning, that it could have from elsewhere, in `fetch_seconds`.
     """
 
@@ -51,6 +57,7 @@ class Candidate:
     is_up: bool = True
     held: int = 0
     queued: int = 0
+    waiting: int = 0
     running: int = 0
     recent: float = 0.0
     weight: float = 1.0
@@ -60,21 +67,29 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a request costs on one server, in seconds. `held`: tokens that are cached there."""
+    """What a request costs on one server, in seconds: see above. `held`: tokens that are cached there."""
 
     server: str
     held: int
     compute: float
+    others: float
     fetch: float
     queue: float
 
     @property
     def total(self) -> float:
+        return self.seconds + self.others
+
+    @property
+    def seconds(self) -> float:
+        """Until the request's own first token."""
         return self.compute + self.fetch + self.queue
 
     def __str__(self) -> str:
-        fetch = f" + fetch {_shown(self.fetch)}" if self.fetch else ""
-        parts = f"compute {_shown(self.compute)}{fetch} + queue {_shown(self.queue)}, {self.held} held"
+        some = "".join(
+            f" + {name} {_shown(each)}" for name, each in (("others", self.others), ("fetch", self.fetch)) if each
+        )
+        parts = f"compute {_shown(self.compute)}{some} + queue {_shown(self.queue)}, {self.held} held"
         return f"{self.server} {_shown(self.total)} ({parts})"
 
 
@@ -94,16 +109,20 @@ class Decision:
         return self.chosen.server
 
 
-def cost_of(tokens: int, candidate: Candidate) -> Cost:
-    """What a prompt of so many tokens costs there. Its last token is computed in any case."""
+def cost_of(tokens: int, candidate: Candidate, waiting: float = 0.0) -> Cost:
+    """What a prompt of so many tokens costs there. Its last token is computed in any case.
+
+    Args:
+        waiting: requests that wait for their first tokens at a server, on average.
+    """
     rate, held = candidate.rate, min(candidate.held, tokens)
-    compute, fetch = candidate.weight * max(1, tokens - held) / rate, 0.0
+    compute, fetch, weight = max(1, tokens - held) / rate, 0.0, candidate.weight + waiting
     if candidate.fetchable > held:
-        rest = candidate.weight * max(1, tokens - candidate.fetchable) / rate
-        if candidate.fetch_seconds < FETCH_BELOW * (compute - rest):
+        rest = max(1, tokens - candidate.fetchable) / rate
+        if candidate.fetch_seconds < FETCH_BELOW * weight * (compute - rest):
             compute, fetch = rest, candidate.fetch_seconds
     queue = (candidate.queued + RUNNING_TOKENS * candidate.running) / rate
-    return Cost(candidate.name, held, compute, fetch, queue)
+    return Cost(candidate.name, held, compute, (weight - 1.0) * compute, fetch, queue)
 
 
 class Chooser:
@@ -126,7 +145,8 @@ class Chooser:
         able = [one for one in candidates if one.is_up] or candidates
         if not able:
             return None
-        costs = tuple(cost_of(tokens, one) for one in able)
+        waiting = sum(one.waiting for one in able) / len(able)
+        costs = tuple(cost_of(tokens, one, waiting) for one in able)
         return Decision(costs[self._index(prefix, able, costs)], costs)
 
     def _index(self, prefix: bytes, able: Sequence[Candidate], costs: Sequence[Cost]) -> int:

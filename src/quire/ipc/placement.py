@@ -76,6 +76,7 @@ class Placement:
             is_up=link.healthy,
             held=held * _block_size(link),
             queued=load.queued,
+            waiting=load.waiting,
             running=load.running + max(0, others),
             recent=load.recent(now),
         )

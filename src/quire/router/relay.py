@@ -293,7 +293,7 @@ class Relay:
 
     def _expect_first_token(self, sending: Sending) -> None:
         """A whole answer does not show when its first token came: about when it was to."""
-        loop, seconds = asyncio.get_running_loop(), sending.choice.decision.chosen.total
+        loop, seconds = asyncio.get_running_loop(), sending.choice.decision.chosen.seconds
         sending.timer = loop.call_later(seconds, self._site.begun_unseen, sending)
 
     def _learn(self, prompt: Prompt, body: bytes) -> None:

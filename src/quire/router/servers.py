@@ -288,6 +288,7 @@ class Servers:
             is_up=server.is_up and engine.is_up,
             held=held,
             queued=load.queued,
+            waiting=load.waiting,
             running=load.waiting + load.running + engine.others,
             recent=load.recent(now),
             weight=1.0 if source is None else ON_DECODE,

@@ -55,6 +55,7 @@ def _sending(one: Sending, now: float) -> dict[str, Any]:
                 "server": cost.server,
                 "held": cost.held,
                 "compute_s": round(cost.compute, 5),
+                "others_s": round(cost.others, 5),
                 "fetch_s": round(cost.fetch, 5),
                 "queue_s": round(cost.queue, 5),
                 "total_s": round(cost.total, 5),

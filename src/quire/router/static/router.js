@@ -88,8 +88,9 @@ function showMap(prompts, servers) {
 // -- requests -------------------------------------------------------------------------------------------------------
 
 function showCost(cost) {
+  const others = cost.others_s ? ` + others ${duration(cost.others_s)}` : "";
   const fetch = cost.fetch_s ? ` + fetch ${duration(cost.fetch_s)}` : "";
-  return `${cost.server} ${duration(cost.total_s)} = compute ${duration(cost.compute_s)}${fetch}`
+  return `${cost.server} ${duration(cost.total_s)} = compute ${duration(cost.compute_s)}${others}${fetch}`
     + ` + queue ${duration(cost.queue_s)}, ${cost.held} held`;
 }
 
