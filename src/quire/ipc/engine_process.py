@@ -215,7 +215,6 @@ class EngineProcess:
                 self.engine.check_ranks()
                 if not self.engine.idle:
                     self._send(self.engine.step())
-                    self._tell_open()
                 self._tell_statistics()
         except Exception as error:
             if isinstance(error, RankLostError) and error.outside:
@@ -412,6 +411,7 @@ class EngineProcess:
                 self._clear(add.number)
             update.request = add.number
             by_worker[add.number >> wire.WORKER_SHIFT].append(update)
+        self._tell_open()  # first, or who hears of an end takes the request for somebody else's
         for worker, some in by_worker.items():
             self._send_to(worker, some)
 
