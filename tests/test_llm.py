@@ -44,12 +44,12 @@ def llm():
 
 def test_a_prompt_may_be_text_or_token_ids_alone_or_in_a_list(llm):
     ids = llm.tokenizer.encode("def f(")
-    forms = ["def f(", ["def f("], ids, [ids]]
+    forms = ["def f(", ["def f("], ids, [ids], {"prompt": "def f("}, [{"prompt_token_ids": ids}]]
     texts = {llm.generate(form, GREEDY)[0].outputs[0].text for form in forms}
     assert len(texts) == 1
-    outputs = llm.generate(["def f(", ids], GREEDY)
-    assert outputs[0].prompt == "def f(" and outputs[1].prompt is None
-    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids == ids
+    outputs = llm.generate(["def f(", ids, {"prompt": "def f(", "prompt_token_ids": None}], sampling_params=GREEDY)
+    assert [output.prompt for output in outputs] == ["def f(", None, "def f("]
+    assert all(output.prompt_token_ids == ids for output in outputs)
 
 
 def test_outputs_come_in_the_prompts_order_with_their_own_params(llm):
@@ -336,8 +336,11 @@ def test_chat_renders_the_models_own_template(llm):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"params": [{"temperature": 0}]}, "prompt 0: params is a dict; it must be SamplingParams or None"),
-        ({"params": []}, "1 prompts came with 0 params"),
+        (
+            {"sampling_params": [{"temperature": 0}]},
+            "prompt 0: sampling_params is a dict; it must be SamplingParams or None",
+        ),
+        ({"sampling_params": []}, "1 prompts came with 0 sampling_params"),
         ({"tools": 5}, "tools is a int; it must be a list of functions"),
         ({"tools": {}}, "tools is a dict"),
         ({"tool_choice": 5}, 'tool_choice is 5; it must be "auto"'),
@@ -369,6 +372,9 @@ def test_metrics_tell_where_the_time_went(llm):
         ("x \ud800", None, RequestError),
         (["x", 5.0], None, RequestError),
         (b"bytes", None, RequestError),
+        ({}, None, RequestError),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, None, RequestError),
+        ([{"prompt_token_ids": "x"}], None, RequestError),
     ],
 )
 def test_a_bad_prompt_is_refused_before_anything_runs(llm, prompt, params, error):
@@ -391,7 +397,7 @@ def test_the_error_tells_which_prompt_of_a_list_is_bad(llm):
     with pytest.raises(RequestError, match="prompt 2") as caught:
         llm.generate(["a", "b", "", "d"], GREEDY)
     assert caught.value.index == 2 and isinstance(caught.value, EmptyPromptError)
-    with pytest.raises(RequestError, match="2 prompts came with 1 params"):
+    with pytest.raises(RequestError, match="2 prompts came with 1 sampling_params"):
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(SamplingParamsError):
         llm.generate("a", {"temperature": 0})

@@ -14,14 +14,15 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import QuireError, RequestError
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
     from quire.engine.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestMetrics, RequestOutput
-    from quire.llm import LLM, AsyncLLM
+    from quire.llm import LLM
 
     __version__: str
 
 _LAZY = {
     "LLM": "quire.llm",
-    "AsyncLLM": "quire.llm",
+    "AsyncLLM": "quire.async_llm",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",

@@ -1,23 +1,15 @@
-"""`LLM` and `AsyncLLM`: what a Python program uses.
-
-Both drive an engine of their own: `LLM` in the calling thread, a step whenever it is asked for one; `AsyncLLM`
-in a thread, for many concurrent callers on an event loop.
-"""
+"""`LLM`, what a Python program uses: an engine in the calling thread, which makes a step when it is asked for one."""
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import contextlib
 import dataclasses
 import functools
 import logging
-import queue
 import sys
-import threading
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -32,7 +24,6 @@ from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import EmbeddingOutput, RequestOutput
 from quire.engine.stats import EngineStats
-from quire.engine.streams import Streams
 from quire.engine.thread_guard import ThreadGuard
 from quire.errors import (
     ChatTemplateError,
@@ -60,8 +51,8 @@ Message = Mapping[str, Any]
 """One message of a chat: `role` and `content`, and what else the model's template reads."""
 
 
-class _Base:
-    """What `LLM` and `AsyncLLM` share: an engine with its frontend, and what may be asked about them."""
+class LocalEngine:
+    """An engine in this process with its frontend, and what may be asked about them: `LLM`, or `AsyncLLM`."""
 
     def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
         self.config = EngineConfig.from_options({"model": model, **options}, preset)
@@ -157,7 +148,7 @@ def _one_thread(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenat
     return call
 
 
-class LLM(_Base):
+class LLM(LocalEngine):
     """An engine for offline use, in the calling thread. Threads may use it one after the other; a call that comes
     while another thread is in one raises ConcurrentUseError.
 
@@ -201,15 +192,16 @@ class LLM(_Base):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts; returns one output a prompt, in their order.
 
         Args:
-            prompts: a string, a list of strings, a list of token ids, or a list of such lists.
-            params: one for all prompts, or one a prompt; None is the checkpoint's defaults.
+            prompts: a string, a list of token ids, or a list of such; a dictionary with `prompt` or `prompt_token_ids`,
+                as vLLM has it, is one, too.
+            sampling_params: one for all prompts, or one a prompt; None is the checkpoint's defaults.
             progress: show a progress bar.
 
         Raises:
@@ -218,7 +210,7 @@ class LLM(_Base):
         """
         self._check_open()
         many = _prompt_list(prompts)
-        prepared = self._frontend.prepare_all(many, _params_list(params, len(many)))
+        prepared = self._frontend.prepare_all(many, _params_list(sampling_params, len(many)))
         return _warn_of_errors(self._run_all(prepared, progress))
 
     def _run_all(self, prepared: list[Prepared], progress: bool) -> list[RequestOutput]:
@@ -273,7 +265,7 @@ class LLM(_Base):
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
@@ -298,7 +290,7 @@ class LLM(_Base):
         """
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
         chats: Any = [messages] if one else messages
-        asked = _params_list(params, len(chats))
+        asked = _params_list(sampling_params, len(chats))
         wanted = reply_request(tools, tool_choice, parallel_tool_calls)
         return self._answer_chats(self._render_chats(chats, asked, wanted, template_variables), progress)
 
@@ -329,14 +321,14 @@ class LLM(_Base):
     ) -> list[RequestOutput]:
         return _warn_of_errors(self._run_all(self._prepare_chats(rendered), progress))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, handing out its output whenever it has grown.
 
         It is the same object each time; `outputs[i].delta` is the text that is new. Leaving the loop early
         aborts the request.
         """
         self._check_open()
-        return self._stream(self._frontend.prepare(prompt, params))
+        return self._stream(self._frontend.prepare(prompt, sampling_params))
 
     def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
         """Queued when the first output is asked for: an iterator that is never read costs nothing."""
@@ -385,13 +377,15 @@ class LLM(_Base):
     # -- by hand -------------------------------------------------------------------------------------------
 
     @_one_thread
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
         """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one.
 
         An id is in use until `step` or `abort` has returned the request's last output.
         """
         self._check_open()
-        prepared = self._frontend.prepare(prompt, params)
+        prepared = self._frontend.prepare(prompt, sampling_params)
         with self._interrupts.held():
             return self._frontend.submit(prepared, request_id).request_id
 
@@ -479,135 +473,6 @@ class LLM(_Base):
                 bar.update(len(outputs) - len(todo), self.stats.output_tokens)
 
 
-class AsyncLLM(_Base):
-    """An engine for many concurrent callers on one event loop. It steps in a thread of its own.
-
-    Arguments as for `LLM`. Make it anywhere; use it from one event loop at a time.
-    """
-
-    __doc__ = with_options_text(__doc__)
-    __signature__ = with_options("preset", "on_load")
-
-    def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
-        super().__init__(model, preset, on_load, options)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams = Streams()
-        self._failure: BaseException | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
-        self._thread.start()
-        # A thread that the interpreter's end breaks off inside a kernel aborts the process.
-        atexit.register(self.close)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await asyncio.to_thread(self.close)
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        timeout: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt, handing out its output whenever it has grown.
-
-        It is the same object each time; `outputs[i].delta` is the text that is new since it was last handed
-        out. Cancelling the task, or leaving the loop early, aborts the request.
-
-        Args:
-            request_id: names it for `abort`; in use until its last output was handed out.
-            timeout: seconds until the request is aborted, tokenizing included.
-
-        Raises:
-            RequestError: the prompt or its parameters are not valid.
-            TimeoutError: the request was not finished in time; it was aborted.
-            EngineClosedError: the engine was closed, or failed, before the request had finished.
-        """
-        self._check_running()
-        self._loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else self._loop.time() + timeout
-        async with asyncio.timeout_at(deadline):
-            prepared = await asyncio.to_thread(self._frontend.prepare, prompt, params)  # tokenizing may take long
-        self._check_running()  # it may have been closed meanwhile
-        output = self._frontend.submit(prepared, request_id)
-        async with contextlib.aclosing(self._streams.follow(output, self._frontend, self._check_running)) as stream:
-            while True:
-                async with asyncio.timeout_at(deadline):
-                    grown = await anext(stream, None)
-                if grown is None:
-                    return
-                yield grown
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its iterator hands out the last output. One that is not there is ignored."""
-        self._frontend.abort(request_id)
-
-    def close(self) -> None:
-        """Stop the thread and free the model. Requests that still run raise EngineClosedError."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
-        self._commands.put(None)
-        self._thread.join()
-        self._tell_loop(self._streams.wake_all)
-
-    def _check_running(self) -> None:
-        self._check_open()
-        if self._failure is not None:
-            raise EngineClosedError(f"the engine failed ({self._failure!r}); make a new one") from self._failure
-
-    def _drive(self) -> None:
-        """The engine's thread, until it is closed. What stops it otherwise is told to everybody who waits."""
-        try:
-            while self._take_commands():
-                updates = self._engine.step()
-                if updates:
-                    self._tell_loop(self._absorb, updates)
-        except BaseException as error:
-            logger.exception("the engine's thread failed")
-            self._failure = error
-            self._tell_loop(self._streams.wake_all)
-        finally:
-            self._engine.close()  # here, since a profile must end in the thread that began it
-
-    def _take_commands(self) -> bool:
-        """Run what was asked for, waiting for something to do while idle; False once the engine is closed."""
-        while True:
-            try:
-                command = self._commands.get(block=self._engine.idle)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-
-    def _tell_loop(self, call: Callable[..., None], *args: Any) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no one to tell
-                self._loop.call_soon_threadsafe(call, *args)
-
-    def _absorb(self, updates: list[RequestUpdate]) -> None:
-        self._streams.wake(self._frontend.absorb(updates))
-
-    def _add(self, request: Request) -> None:
-        def add() -> None:
-            try:
-                self._engine.add(request)
-            except RequestError as error:
-                self._tell_loop(self._absorb, [RequestUpdate(request.id, finish_reason="error", error=str(error))])
-
-        self._commands.put(add)
-
-    def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
-        self._commands.put(lambda: self._engine.abort(request, reason))
-        return []
-
-
 def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
     """The engine, with the checkpoint's tokenizer tried out while the weights are loaded.
 
@@ -669,7 +534,7 @@ class _NoProgress:
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list; a list of integers is one prompt of token ids."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
         raise RequestError(
@@ -690,10 +555,16 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, list | tuple):
-        raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams, or a list of them")
+        raise SamplingParamsError(
+            f"sampling_params is a {type(params).__name__}; it must be SamplingParams, or a list of them"
+        )
     if len(params) != count:
-        raise RequestError(f"{count} prompts came with {len(params)} params; give one for all, or one a prompt")
+        raise RequestError(
+            f"{count} prompts came with {len(params)} sampling_params; give one for all, or one a prompt"
+        )
     for index, each in enumerate(params):
         if each is not None and not isinstance(each, SamplingParams):
-            raise SamplingParamsError(f"params is a {type(each).__name__}; it must be SamplingParams or None").at(index)
+            raise SamplingParamsError(
+                f"sampling_params is a {type(each).__name__}; it must be SamplingParams or None"
+            ).at(index)
     return list(params)

@@ -45,8 +45,10 @@ from quire.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or either in a dictionary as vLLM has it: `{"prompt": ...}`, `{"prompt_token_ids": ...}`."""
+
+_Plain = str | Sequence[int]
 
 EMBEDS_ALONE = (
     "this model embeds texts and predicts no tokens, since its tokens see those that follow them: use LLM.embed or "
@@ -157,6 +159,7 @@ class Frontend:
         Raises:
             RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
         """
+        prompt = _plain(prompt)
         [token_ids] = self._encode([prompt])
         return self._check(prompt, token_ids, params)
 
@@ -244,17 +247,18 @@ class Frontend:
         Args:
             replies: how replies are to be read, of chats.
         """
+        plain = [_at(index, functools.partial(_plain, prompt)) for index, prompt in enumerate(prompts)]
         try:
-            encoded = self._encode(prompts)
+            encoded = self._encode(plain)
         except RequestError:
-            for index, prompt in enumerate(prompts):  # the batch does not tell which one it was
+            for index, prompt in enumerate(plain):  # the batch does not tell which one it was
                 _at(index, functools.partial(self._encode, [prompt]))
             raise
         replies = replies or [None] * len(prompts)
-        checks = enumerate(zip(prompts, encoded, params, replies, strict=True))
+        checks = enumerate(zip(plain, encoded, params, replies, strict=True))
         return [_at(index, functools.partial(self._check, *check)) for index, check in checks]
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def _encode(self, prompts: Sequence[_Plain]) -> list[list[int]]:
         """Token ids; texts are encoded in one batch, which does not hold the interpreter's lock."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
@@ -263,10 +267,12 @@ class Frontend:
         return [next(encoded) if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
 
     def _check(
-        self, prompt: Prompt, token_ids: list[int], params: SamplingParams | None, reply: ReplyForm | None = None
+        self, prompt: _Plain, token_ids: list[int], params: SamplingParams | None, reply: ReplyForm | None = None
     ) -> Prepared:
         if params is not None and not isinstance(params, SamplingParams):
-            raise SamplingParamsError(f"params is a {type(params).__name__}; it must be SamplingParams or None")
+            raise SamplingParamsError(
+                f"sampling_params is a {type(params).__name__}; it must be SamplingParams or None"
+            )
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         if params.structured_outputs is not None and self._compile is not None:
@@ -527,6 +533,28 @@ def _call_id(prepared: Prepared, choice: int, number: int) -> str:
     told = repr((prepared.token_ids, prepared.params.seed, choice, number)).encode()
     value = int.from_bytes(hashlib.blake2b(told, digest_size=16).digest())
     return "".join(ID_LETTERS[value // len(ID_LETTERS) ** place % len(ID_LETTERS)] for place in range(ID_LENGTH))
+
+
+def _plain(prompt: Prompt) -> _Plain:
+    """What a dictionary holds. Where it has both, token ids count, and the text is what they stand for.
+
+    Raises:
+        RequestError: it has neither, or something else that would be ignored.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt
+    given = {name: value for name, value in prompt.items() if value is not None}
+    if other := sorted(map(str, given.keys() - {"prompt", "prompt_token_ids"})):
+        raise RequestError(f"a prompt has the field {other[0]!r}; it may have 'prompt' and 'prompt_token_ids' alone")
+    if not given:
+        raise RequestError("a prompt is a dictionary without 'prompt' and without 'prompt_token_ids'")
+    name, kind = ("prompt_token_ids", list | tuple) if "prompt_token_ids" in given else ("prompt", str)
+    found: _Plain = given[name]
+    if not isinstance(found, kind):
+        raise RequestError(
+            f"{name!r} of a prompt is a {type(found).__name__}; 'prompt' is text, 'prompt_token_ids' a list"
+        )
+    return found
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

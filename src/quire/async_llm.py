@@ -1,0 +1,153 @@
+"""`AsyncLLM`: an engine in a thread of its own, for many concurrent callers on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Self
+
+from quire.config import with_options, with_options_text
+from quire.core.request import Request, RequestUpdate
+from quire.core.sampling_params import SamplingParams
+from quire.engine.frontend import Prompt
+from quire.engine.outputs import RequestOutput
+from quire.engine.streams import Streams
+from quire.errors import EngineClosedError, RequestError
+from quire.llm import LocalEngine
+from quire.runner.start import OnLoad
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLM(LocalEngine):
+    """An engine for many concurrent callers on one event loop. It steps in a thread of its own.
+
+    Arguments as for `LLM`. Make it anywhere; use it from one event loop at a time.
+    """
+
+    __doc__ = with_options_text(__doc__)
+    __signature__ = with_options("preset", "on_load")
+
+    def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
+        super().__init__(model, preset, on_load, options)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams = Streams()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
+        self._thread.start()
+        # A thread that the interpreter's end breaks off inside a kernel aborts the process.
+        atexit.register(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt, handing out its output whenever it has grown.
+
+        It is the same object each time; `outputs[i].delta` is the text that is new since it was last handed
+        out. Cancelling the task, or leaving the loop early, aborts the request.
+
+        Args:
+            request_id: names it for `abort`; in use until its last output was handed out.
+            timeout: seconds until the request is aborted, tokenizing included.
+
+        Raises:
+            RequestError: the prompt or its parameters are not valid.
+            TimeoutError: the request was not finished in time; it was aborted.
+            EngineClosedError: the engine was closed, or failed, before the request had finished.
+        """
+        self._check_running()
+        self._loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else self._loop.time() + timeout
+        async with asyncio.timeout_at(deadline):
+            prepared = await asyncio.to_thread(self._frontend.prepare, prompt, sampling_params)  # this may take long
+        self._check_running()  # it may have been closed meanwhile
+        output = self._frontend.submit(prepared, request_id)
+        async with contextlib.aclosing(self._streams.follow(output, self._frontend, self._check_running)) as stream:
+            while True:
+                async with asyncio.timeout_at(deadline):
+                    grown = await anext(stream, None)
+                if grown is None:
+                    return
+                yield grown
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator hands out the last output. One that is not there is ignored."""
+        self._frontend.abort(request_id)
+
+    def close(self) -> None:
+        """Stop the thread and free the model. Requests that still run raise EngineClosedError."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._commands.put(None)
+        self._thread.join()
+        self._tell_loop(self._streams.wake_all)
+
+    def _check_running(self) -> None:
+        self._check_open()
+        if self._failure is not None:
+            raise EngineClosedError(f"the engine failed ({self._failure!r}); make a new one") from self._failure
+
+    def _drive(self) -> None:
+        """The engine's thread, until it is closed. What stops it otherwise is told to everybody who waits."""
+        try:
+            while self._take_commands():
+                updates = self._engine.step()
+                if updates:
+                    self._tell_loop(self._absorb, updates)
+        except BaseException as error:
+            logger.exception("the engine's thread failed")
+            self._failure = error
+            self._tell_loop(self._streams.wake_all)
+        finally:
+            self._engine.close()  # here, since a profile must end in the thread that began it
+
+    def _take_commands(self) -> bool:
+        """Run what was asked for, waiting for something to do while idle; False once the engine is closed."""
+        while True:
+            try:
+                command = self._commands.get(block=self._engine.idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _tell_loop(self, call: Callable[..., None], *args: Any) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no one to tell
+                self._loop.call_soon_threadsafe(call, *args)
+
+    def _absorb(self, updates: list[RequestUpdate]) -> None:
+        self._streams.wake(self._frontend.absorb(updates))
+
+    def _add(self, request: Request) -> None:
+        def add() -> None:
+            try:
+                self._engine.add(request)
+            except RequestError as error:
+                self._tell_loop(self._absorb, [RequestUpdate(request.id, finish_reason="error", error=str(error))])
+
+        self._commands.put(add)
+
+    def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
+        self._commands.put(lambda: self._engine.abort(request, reason))
+        return []
