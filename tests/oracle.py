@@ -130,7 +130,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
     "mistral4": LATENT,
-    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 24,
+    },
 }
 """Sizes of the architectures that have experts."""
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

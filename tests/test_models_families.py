@@ -548,7 +548,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "multiplier": ("granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be a finite number greater"),
     "cla": ("hunyuan_v1_dense", {"use_cla": True}, "'use_cla' is True"),
     "alpha": ("hunyuan_v1_dense", {"rope_parameters": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-    "recurrent": ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "'layer_types' is"),
+    "recurrent": ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "at least one is attention"),
     "interleave": ("mistral4", {"rope_interleave": False}, "'rope_interleave' is False"),
 }
 

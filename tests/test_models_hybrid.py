@@ -1,9 +1,10 @@
-"""LFM2's short convolutions: transformers' logits, the layers themselves, and that nothing changes a bit."""
+"""Short convolutions and Mamba 2: transformers' logits, the layers themselves, and that nothing changes a bit."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
@@ -20,8 +22,10 @@ from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
 from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
+from quire.ops.mamba import MambaWeights
 from quire.ops.recurrent import RecurrentCache, RecurrentShape
 from quire.ops.short_conv import ConvShape, ShortConvWeights
+from quire.ops.states import StateCache, StateShape
 from tests import test_determinism as product
 from tests.oracle import (
     chunked_logits,
@@ -36,6 +40,13 @@ from tests.oracle import (
 
 PROMPT = random_prompt(90)
 ORDER = list(range(len(product.prompts())))
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.5,
+}
+MIXED = {**MULTIPLIERS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_ffn_dim_multiplier": 0.8}),
@@ -61,6 +72,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "conv_bias": True},
     ),
+    "granite-h": ("granitemoehybrid", MIXED),
+    "granite-h-experts": (
+        "granitemoehybrid",
+        {**MIXED, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+    ),
+    "granite-h-older": (
+        "granitemoehybrid",
+        {
+            **MIXED,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "position_embedding_type": "rope",
+            "edit": {
+                "layer_types": ["mamba", "attention", "mamba"],
+                "mamba_d_head": "auto",
+                "time_step_limit": [0.0, math.inf],
+            },
+        },
+    ),
 }
 
 
@@ -76,16 +108,17 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     assert output == reference_choices(reference, PROMPT, output)
 
 
-@pytest.mark.parametrize("architecture", ["lfm2"])
-def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str, tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", ["lfm2", "granite-h"])
+def test_a_half_precision_model_errs_no_more_than_transformers(case: str, tmp_path: Path) -> None:
+    architecture, options = FAMILIES[case]
+    folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
     exact = reference_logits(load_reference(folder), PROMPT)
     theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
     ours = chunked_logits(load_model(folder, "bfloat16"), PROMPT, 37)
     assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
 
 
-@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe", "granite-h-older", "granite-h-experts"])
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
@@ -94,7 +127,7 @@ def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Pat
     assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
 
 
-@pytest.mark.parametrize("case", ["lfm2-biases", "lfm2_moe"])
+@pytest.mark.parametrize("case", ["lfm2-biases", "lfm2_moe", "granite-h"])
 def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "saved", architecture, **options)
@@ -109,6 +142,14 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "taps": ("lfm2", {"conv_L_cache": 40}, "'conv_L_cache' must be a whole number from 2 to 16"),
     "eps": ("lfm2", {"norm_eps": 1.0}, "'norm_eps'"),
     "experts": ("lfm2", {"num_experts": 4}, "'num_experts' is 4"),
+    "kinds": ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "at least one is attention"),
+    "limits": ("granitemoehybrid", {"time_step_limit": [0.001, 0.1]}, "'time_step_limit' is"),
+    "groups": (
+        "granitemoehybrid",
+        {"mamba_n_groups": 3},
+        r"'mamba_n_heads' must be a multiple of mamba_n_groups \(3\)",
+    ),
+    "head": ("granitemoehybrid", {"mamba_d_head": 32}, "'mamba_d_head' is 32"),
     "routing": ("lfm2_moe", {"num_experts_per_tok": 9}, "'num_experts_per_tok'"),
 }
 
@@ -120,7 +161,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def of(architecture: str) -> Path:
         if architecture not in made:
-            made[architecture] = save_checkpoint(tmp_path_factory.mktemp(architecture), architecture)
+            options = MIXED if architecture == "granitemoehybrid" else {}
+            made[architecture] = save_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
         return made[architecture]
 
     return of
@@ -170,7 +212,25 @@ def conv_kind(block_size: int = 16, dtype: torch.dtype = torch.float32) -> Kind:
     return Kind(shape, 120, lambda kernels, x, cache, batch: kernels.short_conv(x, weights, cache, batch, 1))
 
 
-KINDS = {"short convolution": conv_kind}
+def mamba_weights(shape: StateShape) -> MambaWeights:
+    generator = torch.Generator().manual_seed(2)
+    conv, bias = 0.5 * drawn(generator, shape.taps, shape.channels), drawn(generator, shape.channels)
+    decay = -torch.exp(3 * drawn(generator, shape.heads) - 2)  # heads that forget at once, and that hardly do
+    return MambaWeights(conv, bias, decay, drawn(generator, shape.heads), drawn(generator, shape.heads))
+
+
+def mamba_kind(block_size: int = 16, dtype: torch.dtype = torch.float32) -> Kind:
+    shape = StateShape(2, 2, 6, 20, 40, 4, dtype, block_size)
+    weights, heads = mamba_weights(shape), shape.heads
+
+    def step(kernels: Kernels, x: torch.Tensor, cache: RecurrentCache, batch: RaggedBatch) -> torch.Tensor:
+        assert isinstance(cache, StateCache)
+        return kernels.mamba(x[:, heads:].contiguous(), x[:, :heads].float(), weights, cache, batch, 1)
+
+    return Kind(shape, heads + shape.channels + heads * shape.value_dim, step)
+
+
+KINDS = {"short convolution": conv_kind, "Mamba": mamba_kind}
 
 
 class Sequences:
@@ -248,6 +308,43 @@ def test_a_short_convolution_is_gated_twice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_mamba_is_transformers_recurrence(name: str) -> None:
+    sequences = Sequences(choose_kernels(name), mamba_kind(), 150)
+    shape = sequences.kind.shape
+    assert isinstance(shape, StateShape)
+    weights, x = mamba_weights(shape), sequences.x[0].double()
+    dt, inputs, gate = torch.split(x, [shape.heads, shape.channels, shape.heads * shape.value_dim], dim=1)
+    padded = torch.nn.functional.pad(inputs.T[None], (shape.taps - 1, 0))
+    conv = weights.conv.double().T[:, None], weights.bias.double()
+    mixed = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, *conv, groups=shape.channels)[0].T)
+    keys = shape.key_heads * shape.key_dim
+    c, b, values = torch.split(mixed, [keys, keys, shape.heads * shape.value_dim], dim=1)
+    state, found = torch.zeros(1, shape.heads, shape.value_dim, shape.key_dim, dtype=torch.float64), []
+    wide = [part.double()[:, None].expand(-1, shape.value_dim) for part in (weights.skip, weights.shift)]
+    decay = weights.decay.double()[:, None, None].expand(-1, shape.value_dim, shape.key_dim)
+    for row in range(len(x)):
+        token = values[row].view(1, shape.heads, shape.value_dim)
+        step = dt[row].view(1, -1, 1).expand(-1, -1, shape.value_dim)
+        by_group = [part[row].view(1, shape.key_heads, shape.key_dim) for part in (b, c)]
+        found.append(
+            mamba2_selective_state_update(state, token, step, decay, *by_group, *wide, dt_softplus=True).flatten()
+        )
+    expected = torch.stack(found) * torch.nn.functional.silu(gate)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(sequences.whole().double(), expected, rtol=1e-5, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_norm_of_groups_is_each_ones(name: str) -> None:
+    generator, kernels = torch.Generator().manual_seed(0), choose_kernels(name)
+    x, weight = drawn(generator, 5, 120), drawn(generator, 120)
+    found = kernels.grouped_norm(x, weight, 3, 1e-5, torch.float32)
+    parts = torch.nn.functional.rms_norm(x.view(5, 3, 40).double(), (40,), eps=1e-5)
+    torch.testing.assert_close(found.double(), parts.flatten(1) * weight, rtol=1e-5, atol=1e-6)
+    assert torch.equal(kernels.grouped_norm(x[2:3], weight, 3, 1e-5, torch.float32), found[2:3])
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(kind: str, block_size: int, name: str) -> None:
@@ -298,7 +395,8 @@ def test_trees_and_inputs_of_other_widths_are_refused() -> None:
 
 
 def test_quire_doctor_tries_the_layers() -> None:
-    for check in (self_test.check_short_conv(choose_kernels("auto"), torch.bfloat16),):
+    for of in (self_test.check_short_conv, self_test.check_mamba):
+        check = of(choose_kernels("auto"), torch.bfloat16)
         assert check.passed and check.cases > 1
 
 
@@ -306,6 +404,7 @@ def test_quire_doctor_tries_the_layers() -> None:
 
 ENGINES: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {**MIXED, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }
 """Models that go through all switches: as few layers as show."""
 

@@ -55,10 +55,9 @@ class DeltaNetConfig:
         """See `RecurrentConfig`."""
         return GatedDeltaNet(self, weights, layer, eps)
 
-    @property
-    def parts(self) -> tuple[int, str]:
+    def cut_by(self, ranks: int) -> str:
         """See `RecurrentConfig`."""
-        return self.key_heads, "key heads"
+        return f"the {self.key_heads} key heads" if self.key_heads % ranks else ""
 
     @property
     def width(self) -> int:

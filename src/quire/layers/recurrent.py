@@ -50,10 +50,8 @@ class RecurrentConfig(Protocol):
         """
         ...
 
-    @property
-    def parts(self) -> tuple[int, str]:
-        """What ranks share and do not cut: how many there are, and what they are called; (0, ""): it can be shared by
-        any number."""
+    def cut_by(self, ranks: int) -> str:
+        """What so many ranks would cut, in words; "": nothing, so they can share it."""
         ...
 
     @property

@@ -49,10 +49,9 @@ class ShortConvConfig:
         """See `RecurrentConfig`."""
         return ShortConv(self, weights, layer)
 
-    @property
-    def parts(self) -> tuple[int, str]:
+    def cut_by(self, ranks: int) -> str:
         """See `RecurrentConfig`."""
-        return 0, ""
+        return ""
 
     @property
     def width(self) -> int:

@@ -1,45 +1,98 @@
-"""Granite 4.0 without recurrent layers and experts (350M, 1B, Micro), as in `modeling_granitemoehybrid.py`.
+"""Granite 4.0, as in transformers' `modeling_granitemoehybrid.py`: with and without Mamba 2 layers and experts.
 
-Special: Granite's multipliers; gate and up lie in one tensor (`shared_mlp`); layers may rotate nothing
-(`position_embedding_type` is not "rope"). Mamba layers and experts, of the models that have them, are refused.
+Special: Granite's multipliers; most layers of the models called H are Mamba 2's (`layers/mamba.py`) in place of
+attention; every token goes through one MLP (`shared_mlp`), and in some models through experts beside it; gate and up
+lie in one tensor; layers may rotate nothing (`position_embedding_type` is not "rope").
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.models.config import DecoderConfig, read_decoder_config, read_num_layers
+from quire.layers.decoder import LayerConfig
+from quire.layers.experts import ExpertsConfig
+from quire.layers.mamba import MambaConfig
+from quire.models.config import (
+    MAX_EPS,
+    MAX_HEADS,
+    MIN_EPS,
+    DecoderConfig,
+    read_decoder_config,
+    read_num_layers,
+    read_routing,
+)
 from quire.models.fields import Fields
 from quire.models.granite import MULTIPLIERS, with_multipliers
 from quire.models.layout import Layout
+from quire.models.mamba import ATTENTION, MAMBA, MAX_TAPS, heads_of, joined, read_kinds, refuse_limits
 from quire.models.smollm3 import some_without
 
-DOWN = (r"\.shared_mlp\.output_linear\.", ".mlp.down_proj.")
+DENSE = ((r"\.shared_mlp\.output_linear\.", ".mlp.down_proj."),)
+SPARSE = (
+    (r"\.block_sparse_moe\.(input_linear|experts\.gate_up_proj)(\.weight)?$", ".mlp.experts.gate_up_proj"),
+    (r"\.block_sparse_moe\.(output_linear|experts\.down_proj)(\.weight)?$", ".mlp.experts.down_proj"),
+    (r"\.block_sparse_moe\.router(\.layer)?\.", ".mlp.gate."),
+    (r"\.shared_mlp\.output_linear\.", ".mlp.shared_experts.down_proj."),
+)
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
-    for name in ("layer_types", "layers_block_type"):
-        all_of_them = ([kind] * num_layers for kind in ("attention", "full_attention"))
-        fields.refuse(name, tuple(all_of_them), "recurrent layers")
-    if "layer_types" not in fields and "layers_block_type" not in fields:
-        raise fields.error("layer_types", f"{num_layers} of 'attention'")
+    name = "layer_types" if "layer_types" in fields else "layers_block_type"
+    kinds = read_kinds(fields, name, fields.strings(name) or [MAMBA] * num_layers, num_layers, {})
     rotates = fields.choice("position_embedding_type", {"rope", "nope"}, default="nope") == "rope"
     bias, inner = fields.flag("attention_bias", default=False), fields.integer("shared_intermediate_size")
+    experts = _read_experts(fields, inner)
     config = read_decoder_config(
         fields,
         generation,
         windows=(None,) * num_layers,
         qkv_bias=bias,
         output_bias=bias,
+        experts=experts,
         read=MULTIPLIERS,
     )
     config = with_multipliers(config, fields)
-    joined = (("shared_mlp.input_linear", (("mlp.gate_proj", inner), ("mlp.up_proj", inner))),)
+    layer = config.layer if experts else replace(config.layer, intermediate_size=inner)
+    mamba = _read_mamba(fields) if MAMBA in kinds else None
+    block = "mlp.shared_experts." if experts else "mlp."
+    halves = (("shared_mlp.input_linear", ((f"{block}gate_proj", inner), (f"{block}up_proj", inner))),)
     return replace(
         config,
-        layer=replace(config.layer, intermediate_size=inner),
+        layer=layer,
+        layers=None if mamba is None else tuple(_layer(layer, kind == ATTENTION, mamba) for kind in kinds),
         ropes=None if rotates else some_without(config.rope, [False] * num_layers),
-        layout=Layout(renamed=(DOWN,), joined=joined),
+        layout=Layout(renamed=SPARSE if experts else DENSE, joined=(*halves, *joined(mamba))),
+    )
+
+
+def _layer(layer: LayerConfig, attends: bool, mamba: MambaConfig) -> LayerConfig:
+    return layer if attends else replace(layer, recurrent=mamba)
+
+
+def _read_experts(fields: Fields, shared: int) -> ExpertsConfig | None:
+    """Experts, which yield what they do beside the MLP of every token; None: there are none."""
+    if fields.integer("num_local_experts", default=8, min=0) == 0:
+        return None
+    return ExpertsConfig(read_routing(fields, "num_local_experts"), fields.integer("intermediate_size"), shared)
+
+
+def _read_mamba(fields: Fields) -> MambaConfig:
+    """Raises ModelConfigError."""
+    refuse_limits(fields)
+    heads, groups = heads_of(fields, "mamba_n_heads", "mamba_n_groups", 1)
+    inner = fields.integer("mamba_expand", default=2, max=MAX_HEADS) * fields.integer("hidden_size")
+    fields.refuse("mamba_d_head", ("auto", inner // heads), f"it must be mamba_expand * hidden_size / {heads}")
+    if inner % heads:
+        raise fields.error("mamba_n_heads", f"a divisor of mamba_expand * hidden_size ({inner})")
+    return MambaConfig(
+        groups,
+        heads,
+        inner // heads,
+        fields.integer("mamba_d_state", default=256, max=MAX_HEADS),
+        fields.integer("mamba_d_conv", default=4, min=2, max=MAX_TAPS),
+        fields.number("rms_norm_eps", default=1e-6, above=MIN_EPS, max=MAX_EPS),
+        fields.flag("mamba_proj_bias", default=False),
+        fields.flag("mamba_conv_bias", default=True),
     )

@@ -202,11 +202,12 @@ def check_ranks(
     heads, counts = layer.num_heads, sorted({each.num_kv_heads for each in layers})
     allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in counts)]
     net = config.recurrent
-    parts, called = (0, "") if net is None else net.parts
-    allowed = [n for n in allowed if not parts % n]
+    if net is not None:
+        allowed = [n for n in allowed if not net.cut_by(n)]
     if size not in allowed:
         kv_heads = " or ".join(map(str, counts))
-        recurrent = f", and the {parts} {called} of its recurrent layers" if parts else ""
+        cut = "" if net is None else net.cut_by(size)
+        recurrent = f", and {cut} of its recurrent layers" if cut else ""
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values){recurrent}; allowed: {', '.join(map(str, allowed))}"

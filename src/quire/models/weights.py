@@ -31,7 +31,7 @@ from quire.parallel.group import Gather, Group, OneRank, Split, share
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROUTER = ".gate.weight"
-RECURRENT = ("in_proj_a.weight", "in_proj_b.weight", ".conv1d.weight")
+RECURRENT = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight", ".in_proj_dt.weight", ".conv1d.weight")
 """What a recurrent layer's decays, betas and convolution are made of: few numbers, of which small errors add up."""
 BY_HEADS = ".kv_b_proj.weight"
 """Latent attention's, which is cut into a small product for each head."""

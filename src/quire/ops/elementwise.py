@@ -43,6 +43,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+def grouped_norm(x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """An RMS norm of each of so many equal parts of a row, in `dtype`, rounded once.
+
+    x: [tokens, width] fp32; weight: [width] fp32.
+    """
+    parts = x.view(len(x), groups, -1)
+    scale = parts.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (parts * scale * weight.view(groups, -1)).flatten(1).to(dtype)
+
+
 def _normalized(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

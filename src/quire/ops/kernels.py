@@ -21,6 +21,7 @@ from quire.ops import (
     experts,
     latent,
     logit_edits,
+    mamba,
     sampling,
     short_conv,
     states,
@@ -31,6 +32,7 @@ from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
+from quire.ops.mamba import MambaWeights
 from quire.ops.mxfp4 import Mxfp4Product, Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import DeviceSpans, RaggedBatch
@@ -360,6 +362,24 @@ class Kernels:
     ) -> torch.Tensor:
         """See `states.delta_net`."""
         return states.delta_net(x, ab, weights, cache, batch, layer)
+
+    def mamba(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        weights: MambaWeights,
+        cache: StateCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        """See `mamba.mamba`."""
+        return mamba.mamba(x, dt, weights, cache, batch, layer)
+
+    def grouped_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See `elementwise.grouped_norm`."""
+        return elementwise.grouped_norm(x, weight, groups, eps, dtype)
 
     def short_conv(
         self, x: torch.Tensor, weights: ShortConvWeights, cache: ConvCache, batch: RaggedBatch, layer: int

@@ -18,6 +18,7 @@ from quire.ops.experts import Routing
 from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.linear import Product
+from quire.ops.mamba import MambaWeights
 from quire.ops.mxfp4 import BIAS, GROUP, NUMBERS, Mxfp4Weight
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch, Trees
@@ -91,6 +92,7 @@ def run(kernels: Kernels) -> Iterator[Check]:
     yield from (check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
     if type(kernels).delta_net is not Kernels.delta_net:  # plain torch takes seconds, a row at a time
         yield check_delta_net(kernels, torch.bfloat16)
+        yield check_mamba(kernels, torch.bfloat16)
         yield check_short_conv(kernels, torch.bfloat16)
     yield from (check_trees(kernels, dtype, cache) for dtype, cache in CACHES)
     yield from (check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
@@ -276,6 +278,11 @@ def check_latent_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype:
 def check_delta_net(kernels: Kernels, dtype: torch.dtype) -> Check:
     """As `check_attention`, of a gated delta net."""
     return _check_chunks("gated delta net", _DeltaNet, kernels, dtype, "auto")
+
+
+def check_mamba(kernels: Kernels, dtype: torch.dtype) -> Check:
+    """As `check_attention`, of a Mamba 2 layer."""
+    return _check_chunks("Mamba 2", _Mamba, kernels, dtype, "auto")
 
 
 def check_short_conv(kernels: Kernels, dtype: torch.dtype) -> Check:
@@ -484,6 +491,34 @@ class _DeltaNet(_Attention):
             raise TypeError(f"a cache of states is needed, not {type(kv).__name__}")
         x, ab = rows[:, : -self.rates], rows[:, -self.rates :].float()
         return self.kernels.delta_net(x, ab, self.weights, kv, batch, 0)
+
+
+class _Mamba(_Attention):
+    """Mamba 2: of each token C, B and x, a gate, and what steps are made of."""
+
+    shape = StateShape(1, 2, 4, 64, 48, 4, torch.float32, 16)
+    width = shape.channels + shape.heads * shape.value_dim + shape.heads
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
+        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
+        shape = self.shape = replace(self.shape, dtype=dtype, block_size=block_size)
+        generator = torch.Generator().manual_seed(5)
+        sizes = (shape.taps, shape.channels), (shape.channels,), *((shape.heads,),) * 3
+        conv, bias, decay, shift, skip = (self._draw(*size, generator=generator) for size in sizes)
+        self.weights = MambaWeights(conv, bias, -decay.exp(), shift, skip)
+
+    def cache(self, filled: int = 0) -> KVCache:
+        """Room for two such requests."""
+        return StateCache(2 * self.blocks + 1, self.shape)
+
+    def step(
+        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """See `_Attention`: [rows, heads * value_dim]."""
+        if not isinstance(kv, StateCache):
+            raise TypeError(f"a cache of states is needed, not {type(kv).__name__}")
+        heads = self.shape.heads
+        return self.kernels.mamba(rows[:, :-heads], rows[:, -heads:].float(), self.weights, kv, batch, 0)
 
 
 class _ShortConv(_Attention):

@@ -7,7 +7,19 @@ from contextlib import contextmanager
 
 import torch
 
-from quire.ops.cpu import attention, experts, latent, layer, linear, quantize, recurrent, rows, sampling, short_conv
+from quire.ops.cpu import (
+    attention,
+    experts,
+    latent,
+    layer,
+    linear,
+    mamba,
+    quantize,
+    recurrent,
+    rows,
+    sampling,
+    short_conv,
+)
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
 from quire.ops.elementwise import Activation
@@ -16,6 +28,7 @@ from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
+from quire.ops.mamba import MambaWeights
 from quire.ops.memory import Scratch
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
@@ -41,7 +54,10 @@ class CpuKernels(Kernels):
     def __init__(self, isa: str, deterministic: bool = True) -> None:
         super().__init__(deterministic)
         self.name = isa
-        modules = (attention, experts, latent, layer, linear, quantize, recurrent, rows, sampling, short_conv)
+        modules = (
+            *(attention, experts, latent, layer, linear, mamba),
+            *(quantize, recurrent, rows, sampling, short_conv),
+        )
         self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})
         self._scratch = Scratch()  # of one product
         self._workspace = Scratch()  # of one layer, or of its experts
@@ -170,6 +186,22 @@ class CpuKernels(Kernels):
         layer: int,
     ) -> torch.Tensor:
         return recurrent.delta_net(self._lib, x, ab, weights, cache, batch, layer, self._workspace)
+
+    def mamba(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        weights: MambaWeights,
+        cache: StateCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        return mamba.mamba(self._lib, x, dt, weights, cache, batch, layer, self._workspace)
+
+    def grouped_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return mamba.grouped_norm(self._lib, x, weight, groups, eps, dtype)
 
     def short_conv(
         self, x: torch.Tensor, weights: ShortConvWeights, cache: ConvCache, batch: RaggedBatch, layer: int
