@@ -44,6 +44,7 @@ CLASSES = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
     "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
@@ -55,6 +56,7 @@ CLASSES = {
     "gemma4_unified_text": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
@@ -94,6 +96,7 @@ LATENT: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+INDEXER = {"index_topk": 24, "index_n_heads": 8, "index_head_dim": 16}
 HYBRID: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -116,7 +119,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "deepseek_v32": {**LATENT, **INDEXER},
     "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "glm_moe_dsa": {**LATENT, **INDEXER},
     "glm4_moe_lite": {name: size for name, size in LATENT.items() if name != "first_k_dense_replace"},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "hy_v3": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},

@@ -261,9 +261,11 @@ def test_a_quantized_folder_gives_the_bits_of_quantizing_at_load(how: Quantizati
 # The layer behind the last
 
 
-def save_with_mtp(folder: Path, **options: Any) -> tuple[Path, Any, dict[str, torch.Tensor]]:
+def save_with_mtp(
+    folder: Path, architecture: str = "deepseek_v3", **options: Any
+) -> tuple[Path, Any, dict[str, torch.Tensor]]:
     """A V3 checkpoint of 3 layers and one behind them, transformers' model of 4 layers, and the extra tensors."""
-    save_checkpoint(folder, "deepseek_v3", num_hidden_layers=4, **options)
+    save_checkpoint(folder, architecture, num_hidden_layers=4, **options)
     reference = load_reference(folder)
     generator = torch.Generator().manual_seed(9)
     shapes = {"enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,), "eh_proj": (64, 128)}

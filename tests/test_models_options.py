@@ -36,6 +36,7 @@ ELSEWHERE = {
     "normalize": "of experts: test_models_moe.py",
     "embedding_scale_rounded": "shows in narrower types alone: test_models_families.py",
     "latent": "attention of another kind: test_latent.py",
+    "index": "which positions that sees: test_models_sparse.py",
     "experts": "there are others in their place: test_models_moe.py",
     "dense_layers": "which layers have experts: test_models_moe.py",
 }

@@ -106,10 +106,12 @@ def load(
         stages=config.pipeline_parallel_size,
         max_model_len=config.max_model_len,
     )
-    if model.config.recurrent_layers and spec is not None and spec.tree_width > 1:
+    linear = bool(model.config.recurrent_layers) or model.config.layer.index is not None
+    if linear and spec is not None and spec.tree_width > 1:
+        kind = "recurrent layers" if model.config.recurrent_layers else "sparse attention"
         raise ConfigError(
-            f"speculative_config: tree_width={spec.tree_width}, but the model has recurrent layers, for which drafts "
-            "must follow one another; leave it out"
+            f"speculative_config: tree_width={spec.tree_width}, but the model has {kind}, for which drafts must "
+            "follow one another; leave it out"
         )
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")

@@ -75,7 +75,7 @@ def _of_cpu(config: EngineConfig, model: Model) -> list[str]:
     """Why it is slower than it might be, and what changes nothing here although it was set."""
     notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
     if not config.deterministic:
-        if model.config.layer.latent:
+        if model.config.layer.expands:
             notes.append(TWO_FORMS)
         elif config.tensor_parallel_size == 1:
             notes.append("deterministic=False changes nothing on a CPU for this model")

@@ -19,6 +19,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.per_layer_input import PerLayerGate, gate_shapes
 from quire.layers.recurrent import RecurrentConfig, RecurrentLayer
 from quire.layers.shared_kv import SharedKVAttention
+from quire.layers.sparse_latent import IndexConfig, SparseLatentAttention
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, LayerParts, RaggedBatch
 from quire.ops.elementwise import Activation
@@ -84,6 +85,7 @@ class LayerConfig:
             norm after it.
         per_layer_input: width of what the layer gets of the tokens themselves, see `PerLayerInputs`; 0: nothing.
         latent: of latent attention, in place of attention with keys and values of their own; None: it is not latent.
+        index: what chooses the positions that latent attention sees; None: it sees all.
     """
 
     hidden_size: int
@@ -106,12 +108,18 @@ class LayerConfig:
     recurrent: RecurrentConfig | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    index: IndexConfig | None = None
     value_norm: bool = False
     value_is_key: bool = False
     kv_source: int | None = None
     experts_beside: bool = False
     scalar: bool = False
     per_layer_input: int = 0
+
+    @property
+    def expands(self) -> bool:
+        """Whether its latent attention may have another form, see `layers.latent`."""
+        return self.latent is not None and self.index is None
 
     @property
     def kv_sides(self) -> int:
@@ -126,6 +134,8 @@ class LayerConfig:
             shapes |= self.recurrent.tensor_shapes(hidden)
         else:
             shapes |= self.latent.tensor_shapes(hidden, self.num_heads) if self.latent else self._attention_shapes()
+            if self.latent and self.index:
+                shapes |= self.index.tensor_shapes(hidden, self.latent.q_lora_rank or 0)
         if self.experts is not None:
             shapes |= self.experts.tensor_shapes(hidden)
             if self.experts_beside:
@@ -319,6 +329,9 @@ def _attention(
         shape, bias, eps = (config.num_heads, config.head_dim), config.qkv_bias, config.rms_norm_eps
         scale = config.scale or config.head_dim**-0.5
         return SharedKVAttention(*shape, weights, layer, window, bias=bias, eps=eps, scale=scale)
+    if config.latent and config.index:
+        both = config.latent, config.index
+        return SparseLatentAttention(*both, config.num_heads, weights, layer, config.query_scaling)
     if config.latent:
         return LatentAttention(config.latent, config.num_heads, weights, layer, config.query_scaling)
     return Attention(

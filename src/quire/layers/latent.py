@@ -42,6 +42,7 @@ class LatentConfig:
         v_head_dim: width of a head's value.
         bias: whether the products that compress, and the output, have biases (`attention_bias`).
         scale: factor of the scores.
+        index_key: width of what the cache holds of a token behind that, for sparse attention.
     """
 
     q_lora_rank: int | None
@@ -51,6 +52,7 @@ class LatentConfig:
     v_head_dim: int
     bias: bool
     scale: float
+    index_key: int = 0
 
     @property
     def qk_head_dim(self) -> int:
@@ -59,14 +61,14 @@ class LatentConfig:
     @property
     def row(self) -> int:
         """Numbers that the cache holds of a token, a layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.kv_lora_rank + self.qk_rope_head_dim + self.index_key
 
     def tensor_shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
         """The attention's tensors by name, with their shapes."""
         rank, queries = self.q_lora_rank, heads * self.qk_head_dim
         restored = heads * (self.qk_nope_head_dim + self.v_head_dim)
         shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.kv_a_proj_with_mqa.weight": (self.row, hidden),
+            "self_attn.kv_a_proj_with_mqa.weight": (self.row - self.index_key, hidden),
             "self_attn.kv_a_layernorm.weight": (self.kv_lora_rank,),
             "self_attn.kv_b_proj.weight": (restored, self.kv_lora_rank),
             "self_attn.o_proj.weight": (hidden, heads * self.v_head_dim),
@@ -126,7 +128,7 @@ class LatentAttention:
         # Products of each head, for keys and for values; these also map results out of the latent space.
         self._restoring = (
             [(kernels.pack([weight.contiguous()]), value) for weight, value in zip(to_keys, values, strict=True)]
-            if may_expand(kernels)
+            if may_expand(kernels) and not config.index_key
             else []
         )
 
@@ -135,10 +137,10 @@ class LatentAttention:
     ) -> torch.Tensor:
         """x: [tokens, hidden]; tables: cos and sin, [tokens, rope / 2] each. Returns [tokens, hidden]."""
         config, kernels = self.config, self._kernels
-        still, turned = self._project(x, tables, kv, batch)
-        factors = self.query_factors.of(batch) if self.query_factors else None
-        if factors is not None:
-            still, turned = (still * factors).to(x.dtype), (turned * factors).to(x.dtype)
+        q = self.queries(x if config.q_lora_rank is None else self.query_norm(self.compressed_queries(x)))
+        still, turned = self._halves(q, tables, batch)
+        norm = self.norm
+        kernels.store_latent(self.compressed(x), norm.weight, norm.eps, tables, kv, batch, self.layer)
         restored = None
         if self._restoring and batch.trees is None:
             key = ("expanded", config, self.heads, id(kv))
@@ -192,19 +194,17 @@ class LatentAttention:
             keys[:, place, :, :still] = to_key.matmul(flat).view(*latent.shape[:2], still)
             values[:, place, :, :value] = to_value.matmul(flat).view(*latent.shape[:2], value)
 
-    def _project(
-        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    def _halves(
+        self, q: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], batch: RaggedBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the step's rows; returns the queries' still and turned parts, [tokens, heads, nope] and [.., rope]."""
-        if self.config.q_lora_rank is None:
-            q = self.queries(x)
-        else:
-            q = self.queries(self.query_norm(self.compressed_queries(x)))
-        q = q.view(len(x), self.heads, self.config.qk_head_dim)
-        norm = self.norm
-        self._kernels.store_latent(self.compressed(x), norm.weight, norm.eps, tables, kv, batch, self.layer)
-        still = self.config.qk_nope_head_dim
-        return q[..., :still], self._kernels.rotate_interleaved(q[..., still:], tables)
+        """The queries' still and turned parts, [tokens, heads, nope] and [.., rope], of q [tokens, heads * both]."""
+        q = q.view(len(q), self.heads, self.config.qk_head_dim)
+        nope = self.config.qk_nope_head_dim
+        still, turned = q[..., :nope], self._kernels.rotate_interleaved(q[..., nope:], tables)
+        factors = self.query_factors.of(batch) if self.query_factors else None
+        if factors is None:
+            return still, turned
+        return (still * factors).to(q.dtype), (turned * factors).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class Model(ModelSizes):
         stage: Group | None = None,
         stages: int = 1,
     ) -> None:
-        expands = config.layer.latent is not None and may_expand(weights.kernels)
+        expands = config.layer.expands and may_expand(weights.kernels)
         super().__init__(config, weights.dtype, weights.quantization, expands)
         self.kernels, self.ranks = weights.kernels, ranks or OneRank()
         self.stage, self.stages = stage or self.ranks, stages

@@ -29,6 +29,7 @@ from quire.parallel.group import Group
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "quire.models.deepseek_v3",
+    "DeepseekV32ForCausalLM": "quire.models.deepseek_v32",
     "Ernie4_5ForCausalLM": "quire.models.ernie4_5",
     "Exaone4ForCausalLM": "quire.models.exaone4",
     "Gemma3ForCausalLM": "quire.models.gemma3",
@@ -41,6 +42,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "quire.models.glm4",
     "Glm4MoeForCausalLM": "quire.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "quire.models.glm_moe_dsa",
     "GptOssForCausalLM": "quire.models.gpt_oss",
     "GraniteForCausalLM": "quire.models.granite",
     "GraniteMoeHybridForCausalLM": "quire.models.granitemoehybrid",
@@ -147,6 +149,8 @@ def build_model(
         raise ConfigError("models with recurrent layers run on a CPU alone so far; set device to cpu")
     if not config.layer.causal and kernels.reads_spans:
         raise ConfigError("models whose attention goes both ways run on a CPU alone so far; set device to cpu")
+    if config.layer.index is not None and kernels.reads_spans:
+        raise ConfigError("models with sparse attention run on a CPU alone so far; set device to cpu")
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # what is stored quantized is as the model asks for it
         checkpoint = LaidOutCheckpoint(checkpoint, layout)
@@ -211,6 +215,11 @@ def check_ranks(
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values){recurrent}; allowed: {', '.join(map(str, allowed))}"
+        )
+    if stages > 1 and any(each.index and each.index.shared for each in layers):
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: some layers attend to what the one before them chose, which stages do "
+            "not pass on; leave it out, or use tensor_parallel_size"
         )
     if stages > 1 and (config.per_layer_width or any(each.kv_source is not None for each in layers)):
         raise ConfigError(

@@ -33,6 +33,8 @@ HEAD = "lm_head.weight"
 ROUTER = ".gate.weight"
 RECURRENT = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight", ".in_proj_dt.weight", ".conv1d.weight")
 """What a recurrent layer's decays, betas and convolution are made of: few numbers, of which small errors add up."""
+INDEXER = tuple(f".indexer.{name}.weight" for name in ("wq_b", "wk", "weights_proj"))
+"""What chooses positions: a small error would change which."""
 BY_HEADS = ".kv_b_proj.weight"
 """Latent attention's, which is cut into a small product for each head."""
 EXPERT = re.compile(r".*\.experts\.\d+\..*")
@@ -305,9 +307,9 @@ class WeightsUnder:
 
 
 def is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, `RECURRENT`, embedding
-    tables."""
-    plain = ROUTER, BY_HEADS, *RECURRENT
+    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, `RECURRENT`, `INDEXER`,
+    embedding tables."""
+    plain = ROUTER, BY_HEADS, *RECURRENT, *INDEXER
     return len(shape) == 1 or name in (EMBEDDING, PER_LAYER_TABLE) or name.endswith(plain)
 
 

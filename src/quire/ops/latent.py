@@ -26,6 +26,7 @@ def store_latent(
     kv: KVCache,
     batch: RaggedBatch,
     layer: int,
+    index_keys: torch.Tensor | None = None,
 ) -> None:
     """Normalize the compressed vector, turn the shared key, and write both into the cache's slots.
 
@@ -36,11 +37,13 @@ def store_latent(
         norm: [latent], weight of `kv_a_layernorm`.
         tables: cos and sin of the step's positions, [tokens, rope / 2] fp32 each. Dimensions 2i and 2i + 1 turn
             together (interleaved), and lie there side by side in the cache too.
+        index_keys: [tokens, ...], what lies behind them in the rows of sparse attention; None: nothing.
     """
     latent = len(norm)
     vector = elementwise.rms_norm(compressed[:, :latent], norm, eps)
     key = rotate_interleaved(compressed[:, latent:].unsqueeze(1), tables).squeeze(1)
-    row = torch.cat([vector, key], dim=1)  # [tokens, latent + rope]
+    parts = [vector, key] if index_keys is None else [vector, key, index_keys]
+    row = torch.cat(parts, dim=1)  # [tokens, latent + rope (+ index key)]
     block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
     if kv.scales is None:
         kv.numbers[block, layer, 0, KEY, offset] = row

@@ -9,6 +9,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
 from quire.layers.latent import RESTORED_BYTES, may_expand
 from quire.models.model import Model
+from quire.ops import sparse
 from quire.ops.memory import Scratch
 from quire.runner.kv_pools import GroupPlan, Pools, longest_held
 from quire.runner.proposer import Speculation
@@ -245,7 +246,9 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
         per_token = max(per_token, room)
     if apart:  # normed apart: copies, and of what is turned in plain torch fp32 ones
         per_token += 4 * 4 * heads
-    restored = RESTORED_BYTES if layer.latent and may_expand(model.kernels) else 0
+    restored = RESTORED_BYTES if layer.expands and may_expand(model.kernels) else 0
+    if layer.index is not None:
+        restored = sparse.SCORE_BYTES + 2 * sparse.GATHERED_BYTES + 2 * 8 * layer.index.top * tokens
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
     return body + restored + _logits(config, model, logit_rows, 0)
 

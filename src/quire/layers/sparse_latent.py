@@ -1,0 +1,152 @@
+"""Latent attention to some positions alone, which an indexer chooses (DeepSeek V3.2, https://arxiv.org/abs/2512.02556).
+
+The indexer has queries of its own, made of the compressed ones, and one key a token, which lies in the token's row of
+the cache behind what attention reads. In the reference both are turned by a Hadamard matrix and rounded to fp8, which
+saves time there: products stay those of what is turned, so it is left out here, and nothing is rounded but to the
+model's data type. A layer may take what the one before it chose (GLM-5.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.layers.attention import QueryScaling
+from quire.layers.latent import LatentAttention, LatentConfig
+from quire.layers.weights import LayerWeights
+from quire.ops import KVCache, RaggedBatch, elementwise, latent, sparse
+
+INDEX_EPS = 1e-6
+"""Of the norm of index keys, whatever `rms_norm_eps` is: as in DeepSeek's own code and in transformers."""
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """What chooses the positions that a row attends to.
+
+    Attributes:
+        heads, head_dim: of its queries (`index_n_heads`, `index_head_dim`); there is one key.
+        top: how many positions (`index_topk`).
+        interleaved: which pairs of its first dimensions turn: those side by side, or half of them apart.
+        shared: this layer takes what the one before it chose.
+    """
+
+    heads: int
+    head_dim: int
+    top: int
+    interleaved: bool = False
+    shared: bool = False
+
+    def tensor_shapes(self, hidden: int, queries: int) -> dict[str, tuple[int, ...]]:
+        """Its tensors, for compressed queries of so many numbers."""
+        if self.shared:
+            return {}
+        return {
+            "self_attn.indexer.wq_b.weight": (self.heads * self.head_dim, queries),
+            "self_attn.indexer.wk.weight": (self.head_dim, hidden),
+            "self_attn.indexer.k_norm.weight": (self.head_dim,),
+            "self_attn.indexer.k_norm.bias": (self.head_dim,),
+            "self_attn.indexer.weights_proj.weight": (self.heads, hidden),
+        }
+
+
+class Indexer:
+    """Index keys, and which positions rows attend to. Its products are never quantized, as a router's are not.
+
+    Args:
+        config: sizes.
+        rope: dimensions of a query and key that turn, the first ones.
+    """
+
+    def __init__(self, config: IndexConfig, rope: int, weights: LayerWeights) -> None:
+        name, pack = "self_attn.indexer.", weights.kernels.pack
+        self._config, self._rope, self._kernels = config, rope, weights.kernels
+        self._queries = pack([weights.tensor(f"{name}wq_b.weight")])
+        self._keys = pack([weights.tensor(f"{name}wk.weight")])
+        self._weights = pack([weights.tensor(f"{name}weights_proj.weight", torch.float32)])
+        self._norm = weights.tensor(f"{name}k_norm.weight", torch.float32).clone()
+        self._bias = weights.tensor(f"{name}k_norm.bias", torch.float32).clone()
+
+    def keys(self, x: torch.Tensor, tables: Tables) -> torch.Tensor:
+        """x: [tokens, hidden], normed. Returns [tokens, head_dim]."""
+        keys = self._keys.matmul(x)
+        like = keys.shape[1:], self._norm, self._bias, INDEX_EPS
+        normed = torch.nn.functional.layer_norm(keys.float(), *like).to(x.dtype)
+        return self._turned(normed.unsqueeze(1), tables).squeeze(1)
+
+    def choose(
+        self,
+        x: torch.Tensor,
+        compressed: torch.Tensor,
+        tables: Tables,
+        parts: sparse.Split,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> list[torch.Tensor]:
+        """Positions [rows, top], for each of `parts.beyond`.
+
+        Args:
+            x: [tokens, hidden]. compressed: [tokens, q_lora_rank], the normed compressed queries.
+        """
+        if not parts.beyond:
+            return []
+        config, rows = self._config, parts.rows
+        own = tables[0][rows], tables[1][rows]
+        q = self._queries.matmul(compressed[rows]).view(len(rows), config.heads, config.head_dim)
+        q = self._turned(q, own)
+        scale = config.heads**-0.5 * config.head_dim**-0.5  # above 0, so that it may stand before the relu or behind it
+        weights = self._weights.matmul(x[rows].float()) * scale
+        counts = [each.last - each.first for each in parts.beyond]
+        return [
+            sparse.select(own_q, own_weights, each, kv, batch, layer, config.top)
+            for each, own_q, own_weights in zip(
+                parts.beyond, torch.split(q, counts), torch.split(weights, counts), strict=True
+            )
+        ]
+
+    def _turned(self, x: torch.Tensor, tables: Tables) -> torch.Tensor:
+        """x: [tokens, heads, head_dim], of which the first dimensions turn."""
+        first, rest = x[..., : self._rope], x[..., self._rope :]
+        if self._config.interleaved:
+            turned = self._kernels.rotate_interleaved(first, tables)
+        else:
+            turned = elementwise.rotate(first, *tables)
+        return torch.cat([turned, rest], dim=-1)
+
+
+class SparseLatentAttention(LatentAttention):
+    """Latent attention of one layer to what its indexer chooses. See `LatentAttention`."""
+
+    def __init__(
+        self,
+        config: LatentConfig,
+        index: IndexConfig,
+        heads: int,
+        weights: LayerWeights,
+        layer: int,
+        query_scaling: QueryScaling | None = None,
+    ) -> None:
+        super().__init__(config, heads, weights, layer, query_scaling)
+        self._index = index
+        self._indexer = None if index.shared else Indexer(index, config.qk_rope_head_dim, weights)
+
+    def __call__(self, x: torch.Tensor, tables: Tables, kv: KVCache, batch: RaggedBatch) -> torch.Tensor:
+        """x: [tokens, hidden]; tables: cos and sin, [tokens, rope / 2] each. Returns [tokens, hidden]."""
+        config, kernels = self.config, self._kernels
+        compressed = self.query_norm(self.compressed_queries(x))
+        still, turned = self._halves(self.queries(compressed), tables, batch)
+        keys = self._indexer.keys(x, tables) if self._indexer else x.new_zeros(len(x), self._index.head_dim)
+        latent.store_latent(self.compressed(x), self.norm.weight, self.norm.eps, tables, kv, batch, self.layer, keys)
+        parts = batch.once(("split", self._index.top), lambda: sparse.split(batch, self._index.top))
+        chosen: list[torch.Tensor] = batch.once("chosen", list)  # by the last layer that chose
+        if self._indexer is not None:
+            chosen[:] = self._indexer.choose(x, compressed, tables, parts, kv, batch, self.layer)
+        q = torch.cat([self.into_latent(still), turned], dim=-1)  # [tokens, heads, latent + rope]
+        seen = chosen, parts, kv, batch, self.layer, config.scale, config.kv_lora_rank
+        out = self.out_of_latent(sparse.attend(kernels, q, *seen))
+        kv.pulse[0] += 1
+        return self.output(out.flatten(1))
