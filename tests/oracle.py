@@ -68,6 +68,7 @@ CLASSES = {
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
     "mistral3": ("Mistral3Config", "Mistral3ForConditionalGeneration"),
     "mistral4": ("Mistral4Config", "Mistral4ForCausalLM"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
@@ -135,6 +136,20 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
     "mistral4": LATENT,
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 24,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 4,
+        "topk_group": 2,
+        "time_step_min": 1e-9,  # transformers clamps prompts' steps by what is of initialization
+    },
     "granitemoehybrid": {
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
@@ -165,6 +180,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 """Architectures that nest the text model, which the option `text` names: what stands beside it."""
 HEAD_DIM_16 = {
+    "nemotron_h",
     "ernie4_5",
     "gemma3_model",
     "gemma3_text",

@@ -37,6 +37,7 @@ from tests.oracle import (
     reference_logits,
     save_checkpoint,
 )
+from tests.test_models_deepseek import edit_tensors
 
 PROMPT = random_prompt(90)
 ORDER = list(range(len(product.prompts())))
@@ -48,6 +49,25 @@ MULTIPLIERS = {
 }
 MIXED = {**MULTIPLIERS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        {"moe_latent_size": 32, "routed_scaling_factor": 2.5, "norm_topk_prob": False, "use_bias": True},
+    ),
+    "nemotron_h-older": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "edit": {
+                "layers_block_type": ...,
+                "hybrid_override_pattern": "M-*",
+                "num_hidden_layers": 3,
+                "time_step_limit": [0.0, math.inf],
+            },
+        },
+    ),
     "lfm2": ("lfm2", {}),
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_ffn_dim_multiplier": 0.8}),
     "lfm2-older": (
@@ -108,7 +128,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     assert output == reference_choices(reference, PROMPT, output)
 
 
-@pytest.mark.parametrize("case", ["lfm2", "granite-h"])
+@pytest.mark.parametrize("case", ["lfm2", "granite-h", "nemotron_h"])
 def test_a_half_precision_model_errs_no_more_than_transformers(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
@@ -118,7 +138,7 @@ def test_a_half_precision_model_errs_no_more_than_transformers(case: str, tmp_pa
     assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
 
 
-@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe", "granite-h-older", "granite-h-experts"])
+@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe", "granite-h-older", "granite-h-experts", "nemotron_h-latent"])
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
@@ -127,12 +147,21 @@ def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Pat
     assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
 
 
-@pytest.mark.parametrize("case", ["lfm2-biases", "lfm2_moe", "granite-h"])
+@pytest.mark.parametrize("case", ["lfm2-biases", "lfm2_moe", "granite-h", "nemotron_h-latent"])
 def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "saved", architecture, **options)
     made = write_checkpoint(tmp_path / "made", json.loads((folder / "config.json").read_text()))
     assert chunked_logits(load_model(made), PROMPT, 37).isfinite().all()
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "nemotron_h")
+    before = chunked_logits(load_model(folder), PROMPT, 37)
+    edit_tensors(folder, **{"mtp.layers.0.norm.weight": torch.zeros(64), "mtp.layers.0.eh_proj.weight": torch.zeros(4)})
+    model = load_model(folder)
+    assert torch.equal(chunked_logits(model, PROMPT, 37), before)
+    assert "2 tensors" in model.notes[0] and "predict further tokens are not loaded" in model.notes[0]
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -150,6 +179,15 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         r"'mamba_n_heads' must be a multiple of mamba_n_groups \(3\)",
     ),
     "head": ("granitemoehybrid", {"mamba_d_head": 32}, "'mamba_d_head' is 32"),
+    "letters": (
+        "nemotron_h",
+        {"layers_block_type": ..., "hybrid_override_pattern": "M*X"},
+        "1024 letters of M",
+    ),
+    "no layers": ("nemotron_h", {"layers_block_type": ...}, "'hybrid_override_pattern' must be a string"),
+    "names": ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, "at least one is attention"),
+    "activation": ("nemotron_h", {"mlp_hidden_act": "silu"}, "'mlp_hidden_act' is 'silu'"),
+    "stream": ("nemotron_h", {"residual_in_fp32": True}, "'residual_in_fp32' is True"),
     "routing": ("lfm2_moe", {"num_experts_per_tok": 9}, "'num_experts_per_tok'"),
 }
 
@@ -405,6 +443,7 @@ def test_quire_doctor_tries_the_layers() -> None:
 ENGINES: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "granitemoehybrid": {**MIXED, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "nemotron_h": {"moe_latent_size": 32, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
 }
 """Models that go through all switches: as few layers as show."""
 

@@ -22,7 +22,8 @@ from tests.oracle import chunked_logits, random_prompt, save_checkpoint
 from tests.test_models_families import FAMILIES as OTHERS
 
 BOTH_WAYS = ("gemma3_text", {**OTHERS["gemma3_text"][1], "use_bidirectional_attention": True})
-FAMILIES = {**OTHERS, "qwen3_next": ("qwen3_next", {}), "gemma3_text-both-ways": BOTH_WAYS}
+NEMOTRON = ("nemotron_h", {"moe_latent_size": 32})
+FAMILIES = {**OTHERS, "qwen3_next": ("qwen3_next", {}), "gemma3_text-both-ways": BOTH_WAYS, "nemotron_h": NEMOTRON}
 
 PROMPT = random_prompt(60)
 ELSEWHERE = {
@@ -52,7 +53,7 @@ CASES = [
     "olmo3",
     "glm4",
 ]
-CASES += ["seed_oss", "mistral3-mistral4", "ernie4_5", "qwen3_next", "gemma3_text-both-ways"]
+CASES += ["seed_oss", "mistral3-mistral4", "ernie4_5", "qwen3_next", "gemma3_text-both-ways", "nemotron_h"]
 """Families that have all options together."""
 
 

@@ -1,4 +1,4 @@
-"""The decoder layer: attention, then a gated MLP or experts, each behind a norm and a residual.
+"""The decoder layer: attention, then an MLP or experts, each behind a norm and a residual; or one of both.
 
 All architectures share it; they differ in the options of `LayerConfig`, in the windows, and in what is rotated.
 """
@@ -14,7 +14,7 @@ from quire.layers.beside_experts import MLPBesideExperts, beside_shapes
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP, mlp_shapes
+from quire.layers.mlp import GatedMLP, PlainMLP, mlp_of, mlp_shapes
 from quire.layers.norm import RMSNorm
 from quire.layers.per_layer_input import PerLayerGate, gate_shapes
 from quire.layers.recurrent import RecurrentConfig, RecurrentLayer
@@ -70,7 +70,8 @@ class LayerConfig:
         qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
         qk_norm: which norms queries and keys have; None: none.
         norms: of the residual stream, and of what is added to it.
-        activation: of the MLP's gate.
+        activation: of the MLP's gate, or in place of one.
+        attends, mixes: whether it has attention or what is in its place, and an MLP or experts.
         scale: of the scores, where attention is not latent; None: head_dim ** -0.5.
         query_scaling: by position; None: there is none.
         sinks: each query head has a score that belongs to no key.
@@ -115,6 +116,8 @@ class LayerConfig:
     experts_beside: bool = False
     scalar: bool = False
     per_layer_input: int = 0
+    attends: bool = True
+    mixes: bool = True
 
     @property
     def expands(self) -> bool:
@@ -132,7 +135,7 @@ class LayerConfig:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in self.norms.present}
         if self.recurrent:
             shapes |= self.recurrent.tensor_shapes(hidden)
-        else:
+        elif self.attends:
             shapes |= self.latent.tensor_shapes(hidden, self.num_heads) if self.latent else self._attention_shapes()
             if self.latent and self.index:
                 shapes |= self.index.tensor_shapes(hidden, self.latent.q_lora_rank or 0)
@@ -140,9 +143,9 @@ class LayerConfig:
             shapes |= self.experts.tensor_shapes(hidden)
             if self.experts_beside:
                 shapes |= beside_shapes(self.experts.names.block, hidden)
-        if self.experts is None or self.experts_beside:
-            shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias)
-        if self.qk_norm and not self.recurrent:
+        if self.mixes and (self.experts is None or self.experts_beside):
+            shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size, self.mlp_bias, self.activation)
+        if self.qk_norm and self.attends and not self.recurrent:
             q, k = (self.num_heads, self.num_kv_heads) if self.qk_norm == "whole" else (1, 1)
             shapes["self_attn.q_norm.weight"] = (q * self.head_dim,)
             if self.kv_source is None:
@@ -187,15 +190,17 @@ class DecoderLayer:
     def __init__(self, config: LayerConfig, weights: LayerWeights, layer: int, window: int | None) -> None:
         names = config.norms
         self.before_attention = _norm(weights, names.before_attention, config)
-        self.attention = _attention(config, weights, layer, window)
+        self.attention = _attention(config, weights, layer, window) if config.attends else None
         self.after_attention = _norm(weights, names.after_attention, config)
         self.before_mlp = _norm(weights, names.before_mlp, config)
         self.after_mlp = _norm(weights, names.after_mlp, config)
-        self._query_factors = self.attention.query_factors
-        self.mlp: GatedMLP | ExpertsLayer | MLPBesideExperts
+        self._query_factors = self.attention.query_factors if self.attention else None
+        self.mlp: GatedMLP | PlainMLP | ExpertsLayer | MLPBesideExperts | None = None
         self.experts: ExpertsLayer | None = None
-        if config.experts is None:
-            self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias, config.activation)
+        if not config.mixes:
+            pass
+        elif config.experts is None:
+            self.mlp = mlp_of(weights, "mlp.", config.mlp_bias, config.activation)
         elif config.experts_beside:
             inside = config.activation, config.hidden_size, config.rms_norm_eps
             self.mlp = MLPBesideExperts(config.experts, weights, *inside)
@@ -282,15 +287,20 @@ class DecoderLayer:
         if self._whole is not None and (self._query_factors is None or self._query_factors.of(batch) is None):
             kv.pulse[0] += 1
             return self._whole(x, residual, tables, kv, batch)
-        x, residual = _added(self.before_attention, x, residual)
-        x = self.attention(x, tables, kv, batch)
-        if self.after_attention is not None:
-            x = self.after_attention(x)
+        if self.attention is not None:
+            x, residual = _added(self.before_attention, x, residual)
+            x = self.attention(x, tables, kv, batch)
+            if self.after_attention is not None:
+                x = self.after_attention(x)
+            if self.mlp is None:
+                return x, residual
         x, residual = _added(self.before_mlp, x, residual)
-        if isinstance(self.mlp, GatedMLP):
+        if isinstance(self.mlp, GatedMLP | PlainMLP):
             x = self.mlp(x)
-        else:
-            x = self.mlp(x, batch) if isinstance(self.mlp, ExpertsLayer) else self.mlp(x, residual, batch)
+        elif isinstance(self.mlp, ExpertsLayer):
+            x = self.mlp(x, batch)
+        elif self.mlp is not None:
+            x = self.mlp(x, residual, batch)
         return x if self.after_mlp is None else self.after_mlp(x), residual
 
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.layers.mlp import GatedMLP, mlp_shapes
+from quire.layers.mlp import GatedMLP, PlainMLP, mlp_of, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import Product, RaggedBatch
-from quire.ops.elementwise import Activation, sigmoid_gated
+from quire.ops.elementwise import Activation, is_gated, sigmoid_gated
 from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
 from quire.parallel.group import Gather, Group, Split
+
+INTO, OUT_OF = "latent_in_proj", "latent_out_proj"
+"""Products around the experts, where these have a width of their own."""
 
 ROUTING_BYTES = 32
 """Of a token for each expert: its logit, its score, and in plain torch what both are sorted by."""
@@ -41,7 +44,9 @@ class ExpertsConfig:
         selection_bias: whether the router has one (`e_score_correction_bias`).
         names: what the checkpoint calls them.
         bias: whether the router's logits, and both products of each expert, have one.
-        activation: of the gates.
+        activation: of the gates, and of the shared expert's; where it has none (`relu2`), neither have experts.
+        latent: width of what experts read and yield, of which two products of the layer's make it and the stream's; 0:
+            that is the stream's own.
         scales: whether each expert's weight is multiplied with a number of its own (`per_expert_scale`).
     """
 
@@ -54,26 +59,31 @@ class ExpertsConfig:
     bias: bool = False
     activation: Activation = "silu"
     scales: bool = False
+    latent: int = 0
 
     def tensor_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The tensors of a layer's experts by name, with their shapes."""
-        block, names, inner = self.names.block, self.names, self.intermediate_size
+        block, names, inner, read = self.names.block, self.names, self.intermediate_size, self.latent or hidden
         shapes: dict[str, tuple[int, ...]] = {f"{block}.gate.weight": (self.routing.num_experts, hidden)}
         if self.selection_bias:
             shapes[f"{block}.gate.e_score_correction_bias"] = (self.routing.num_experts,)
         for expert in range(self.routing.num_experts):
             prefix = f"{block}.experts.{expert}."
-            shapes[f"{prefix}{names.gate}.weight"] = shapes[f"{prefix}{names.up}.weight"] = (inner, hidden)
-            shapes[f"{prefix}{names.down}.weight"] = (hidden, inner)
+            first = (names.gate, names.up) if is_gated(self.activation) else (names.up,)
+            shapes |= {f"{prefix}{name}.weight": (inner, read) for name in first}
+            shapes[f"{prefix}{names.down}.weight"] = (read, inner)
             if self.bias:
-                shapes[f"{prefix}{names.gate}.bias"] = shapes[f"{prefix}{names.up}.bias"] = (inner,)
-                shapes[f"{prefix}{names.down}.bias"] = (hidden,)
+                shapes |= {f"{prefix}{name}.bias": (inner,) for name in first}
+                shapes[f"{prefix}{names.down}.bias"] = (read,)
         if self.bias:
             shapes[f"{block}.gate.bias"] = (self.routing.num_experts,)
         if self.scales:
             shapes[f"{block}.per_expert_scale"] = (self.routing.num_experts,)
         if self.shared_intermediate_size:
-            shapes |= mlp_shapes(f"{block}.shared_experts.", hidden, self.shared_intermediate_size)
+            sizes = hidden, self.shared_intermediate_size
+            shapes |= mlp_shapes(f"{block}.shared_experts.", *sizes, activation=self.activation)
+        if self.latent:
+            shapes[f"{block}.{INTO}.weight"], shapes[f"{block}.{OUT_OF}.weight"] = (read, hidden), (hidden, read)
         if self.shared_gate:
             shapes[f"{block}.shared_experts.gate.weight"] = (1, hidden)
         return shapes
@@ -164,16 +174,18 @@ class ExpertsLayer:
                 weights.elsewhere(prefix)
         else:
             bias = config.bias
-            up = [
-                weights.linear(prefix + names.gate, prefix + names.up, bias=bias, split=Split.OUTPUTS)
-                for prefix in prefixes
-            ]
+            up = [weights.linear(*_first(prefix, config), bias=bias, split=Split.OUTPUTS) for prefix in prefixes]
             down = [weights.linear(prefix + names.down, bias=bias, split=Split.INPUTS) for prefix in prefixes]
             products = [each.product for each in up], [each.product for each in down]
             self._experts, self._outputs = self._computed(*products, down[0].inputs), down[0].outputs
         shared = weights.expert_slots and weights.expert_group.size > weights.group.size
         self._everybody = Everybody(weights.expert_group, weights.group.size) if shared else None
-        self._shared = GatedMLP(weights, f"{block}.shared_experts.") if config.shared_intermediate_size else None
+        self._shared: GatedMLP | PlainMLP | None = None
+        if config.shared_intermediate_size:
+            self._shared = mlp_of(weights, f"{block}.shared_experts.", activation=config.activation)
+        self._latent = config.latent
+        self._into = weights.linear(f"{block}.{INTO}") if config.latent else None
+        self._out_of = weights.linear(f"{block}.{OUT_OF}") if config.latent else None
         self._shared_gate: Product | None = None
         if config.shared_gate:
             self._shared_gate = weights.kernels.pack([weights.tensor(f"{block}.shared_experts.gate.weight")])
@@ -185,12 +197,15 @@ class ExpertsLayer:
         ids, weights = self._kernels.route(logits, self.routing, self._bias, batch)
         if self._scales is not None:
             weights = weights * self._scales[ids]
+        read = x if self._into is None else self._into(x)
         if self._everybody is not None:
-            out = self._of_all(x, ids, weights, self._everybody)
+            out = self._of_all(read, ids, weights, self._everybody)
         else:
             self._kernels.count_experts(ids, batch, self.load)
-            out = self._experts(x, ids, weights)
+            out = self._experts(read, ids, weights)
             out = out if self._outputs is None else self._outputs(out)
+        if self._out_of is not None:
+            out = self._out_of(out)
         if self._shared is None:
             return out
         of_all = self._shared(x)
@@ -204,6 +219,7 @@ class ExpertsLayer:
         """A step of other replicas alone; x: [0, hidden], in the type of theirs."""
         if self._everybody is not None:
             top_k = self.routing.top_k
+            x = x.new_empty(0, self._latent or x.shape[1])
             self._of_all(x, torch.empty(0, top_k, dtype=torch.int64), torch.empty(0, top_k), self._everybody)
 
     def _of_all(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, everybody: Everybody) -> torch.Tensor:
@@ -237,7 +253,8 @@ class ExpertsLayer:
             raise TypeError(f"{type(self._experts).__name__} cannot tell what memory it needs; measure a step")
         experts, top_k = self.routing.num_experts, self.routing.top_k
         per_token = ROUTING_BYTES * experts + 32 * top_k  # ids and weights, and their copies
-        per_token += (3 * hidden + 3 * self._shared_size) * dtype.itemsize  # the experts', the shared one's, the sum
+        widths = 3 * hidden + 2 * self._latent + 3 * self._shared_size  # the experts', the shared one's, the sum
+        per_token += widths * dtype.itemsize
         return tokens * per_token + self._experts.workspace(tokens, top_k, dtype)
 
 
@@ -246,8 +263,14 @@ def first_slots(experts: int, slots: int) -> tuple[int, ...]:
     return tuple(slot % experts for slot in range(slots))
 
 
+def _first(prefix: str, config: ExpertsConfig) -> tuple[str, ...]:
+    """The weights of an expert that read its input."""
+    names = (config.names.gate, config.names.up) if is_gated(config.activation) else (config.names.up,)
+    return tuple(prefix + name for name in names)
+
+
 def _whole(weights: LayerWeights, prefix: str, config: ExpertsConfig) -> tuple[Product, Product]:
     """An expert's two products, read from the checkpoint."""
     names, bias = config.names, config.bias
-    up = weights.linear(prefix + names.gate, prefix + names.up, bias=bias)
+    up = weights.linear(*_first(prefix, config), bias=bias)
     return up.product, weights.linear(prefix + names.down, bias=bias).product

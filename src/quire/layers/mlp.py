@@ -1,11 +1,11 @@
-"""The gated MLP of a dense layer, and of shared experts (https://arxiv.org/abs/2002.05202)."""
+"""The MLP of a dense layer, and of shared experts, with a gate (https://arxiv.org/abs/2002.05202) or without."""
 
 from __future__ import annotations
 
 import torch
 
 from quire.layers.weights import LayerWeights
-from quire.ops.elementwise import Activation
+from quire.ops.elementwise import Activation, is_gated
 from quire.parallel.group import Split
 
 
@@ -31,10 +31,34 @@ class GatedMLP:
         return self.down(self._kernels.gelu_tanh_mul(gate_up) if gelu else self._kernels.silu_mul(gate_up))
 
 
-def mlp_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
-    """The tensors of a `GatedMLP` by name, with their shapes."""
+class PlainMLP:
+    """`down(max(up(x), 0) ** 2)`, without a gate; see `GatedMLP`."""
+
+    def __init__(self, weights: LayerWeights, prefix: str, bias: bool = False) -> None:
+        self.up = weights.linear(f"{prefix}up_proj", bias=bias, split=Split.OUTPUTS)
+        self.down = weights.linear(f"{prefix}down_proj", bias=bias, split=Split.INPUTS)
+        self._kernels = weights.kernels
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, hidden]. Same shape and type."""
+        return self.down(self._kernels.relu2(self.up(x)))
+
+
+def mlp_of(
+    weights: LayerWeights, prefix: str, bias: bool = False, activation: Activation = "silu"
+) -> GatedMLP | PlainMLP:
+    """The MLP that has this activation."""
+    return GatedMLP(weights, prefix, bias, activation) if is_gated(activation) else PlainMLP(weights, prefix, bias)
+
+
+def mlp_shapes(
+    prefix: str, hidden: int, inner: int, bias: bool = False, activation: Activation = "silu"
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of an MLP by name, with their shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+        if name == "gate_proj" and not is_gated(activation):
+            continue
         shapes[f"{prefix}{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{prefix}{name}.bias"] = (rows,)

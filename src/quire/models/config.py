@@ -144,7 +144,7 @@ class DecoderConfig:
         if self.layers is None:
             return layer_groups(windows)
         heads = [KVHeads(layer.num_kv_heads, layer.head_dim) for layer in self.layers]
-        without = {i for i, layer in enumerate(self.layers) if layer.kv_source is not None}
+        without = {i for i, layer in enumerate(self.layers) if layer.kv_source is not None or not layer.attends}
         return layer_groups(windows, heads, without, self.recurrent_layers)
 
     @property

@@ -86,7 +86,8 @@ class ModelSizes:
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
         self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides
         self.kv_saving = None
-        attending = [config.layer_at(i) for i in range(self.num_layers) if i not in config.recurrent_layers]
+        layers = [config.layer_at(i) for i in range(self.num_layers) if i not in config.recurrent_layers]
+        attending = [each for each in layers if each.attends]
         self.attention_width = sum(2 * each.head_dim for each in attending) // self.num_layers
         if layer.latent is not None:
             self.kv_saving = layer.num_heads * (layer.latent.qk_head_dim + layer.latent.v_head_dim) / layer.latent.row
@@ -204,6 +205,7 @@ class Model(ModelSizes):
             source = config.layer_at(index).kv_source
             if source is not None:
                 self._places[index] = self._places[source]
+            self._places.setdefault(index, (0, 0))  # of a layer without attention, which looks at no cache
         self.layers = [
             DecoderLayer(
                 config.layer_at(index),

@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "Mistral4ForCausalLM": "quire.models.mistral4",
     "MistralForCausalLM": "quire.models.mistral",
     "MixtralForCausalLM": "quire.models.mixtral",
+    "NemotronHForCausalLM": "quire.models.nemotron_h",
     "Olmo2ForCausalLM": "quire.models.olmo2",
     "Olmo3ForCausalLM": "quire.models.olmo3",
     "Phi3ForCausalLM": "quire.models.phi3",

@@ -13,8 +13,9 @@ from typing import Literal
 
 import torch
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""What the gate of an MLP goes through: all are x * sigmoid(f(x)), SiLU with f(x) = x."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+"""What the gate of an MLP goes through: x * sigmoid(f(x)), SiLU with f(x) = x. Or, without a gate, `relu2`: what is
+above 0 is squared, and the rest is 0."""
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
@@ -106,10 +107,21 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return (wide / slope.neg_().exp_().add_(1.0)).to(x.dtype)
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """`max(x, 0) ** 2` in x's data type (https://arxiv.org/abs/2109.08668)."""
+    return x.relu().square_()
+
+
+def is_gated(activation: Activation) -> bool:
+    """Whether it is applied to a gate, which multiplies something else."""
+    return activation != "relu2"
+
+
 GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul,
     "gelu_tanh": gelu_tanh_mul,
     "clamped_swiglu": clamped_swiglu_mul,
+    "relu2": relu2,
 }
 
 

@@ -239,6 +239,10 @@ class Kernels:
         """See `elementwise.gelu_tanh_mul`."""
         return elementwise.gelu_tanh_mul(x)
 
+    def relu2(self, x: torch.Tensor) -> torch.Tensor:
+        """See `elementwise.relu2`."""
+        return elementwise.relu2(x)
+
     def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `elementwise.soft_cap`."""
         return elementwise.soft_cap(logits, cap)
@@ -314,7 +318,7 @@ class Kernels:
         """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`).
 
         Args:
-            activation: of the gates.
+            activation: of the gates; where it has none (`relu2`), the first products are those of `up` alone.
             shared: how ranks share them. Each expert: brings together the columns that they have between the products.
                 Or slots: the products are those of this rank's, and the result is whole. None: all are here.
         """

@@ -110,6 +110,9 @@ class CpuKernels(Kernels):
     def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
         return rows.gelu_tanh_mul(self._lib, x)
 
+    def relu2(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.relu2(self._lib, x)
+
     def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         return rows.soft_cap(self._lib, logits, cap)
 

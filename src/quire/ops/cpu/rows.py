@@ -12,12 +12,12 @@ import torch
 
 from quire.ops.cpu.attention import describe
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
-from quire.ops.elementwise import Activation
+from quire.ops.elementwise import Activation, is_gated
 from quire.ops.kernels import HeadNorm
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import RaggedBatch
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu2": 3}
 """Their numbers in gate.h."""
 
 PROTOTYPES: dict[str, Prototype] = {
@@ -81,11 +81,17 @@ def gelu_tanh_mul(lib: Library, x: torch.Tensor) -> torch.Tensor:
     return _gate(lib, x, "gelu_tanh")
 
 
+def relu2(lib: Library, x: torch.Tensor) -> torch.Tensor:
+    """See `Kernels.relu2`."""
+    return _gate(lib, x, "relu2")
+
+
 def _gate(lib: Library, x: torch.Tensor, activation: Activation) -> torch.Tensor:
     x = x.contiguous()
     rows, width = x.shape
-    out = x.new_empty(rows, width // 2)
-    lib.gate(ACTIVATIONS[activation], DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, width // 2)
+    size = width // 2 if is_gated(activation) else width
+    out = x.new_empty(rows, size)
+    lib.gate(ACTIVATIONS[activation], DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, size)
     return out
 
 

@@ -132,7 +132,7 @@ struct Room {
         const int64_t number = bytes_of(e.dtype);
         rows = 0;
         gate_up = rows + round_up(turns * std::max(e.hidden * number, e.out * 4), 64);
-        active = gate_up + round_up(turns * 2 * e.inner.own * number, 64);
+        active = gate_up + round_up(turns * inputs_of(e.activation) * e.inner.own * number, 64);
         scratch = active + round_up(turns * e.inner.own * number, 64);
         // A group has at least one row: what is rounded up for its sake counts at every row.
         int64_t most = 0;
@@ -191,7 +191,7 @@ Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     auto activate = [&](int64_t g) {
         const int64_t first = plan.groups[g].first, inner = e.inner.own;
         for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++) {
-            const T* gate = (const T*)gate_up + turn * 2 * inner;
+            const T* gate = (const T*)gate_up + turn * inputs_of(e.activation) * inner;
             T* to = (T*)active + turn * inner;
             with_activation(e.activation, [&](auto which) { gate_part<which>(gate, gate + inner, to, inner); });
         }

@@ -24,7 +24,7 @@ struct Experts {
     Group* group;  // or null
     Share inner;
     const Slots* slots;                          // or null: an expert's slot is its number
-    const Weight *const *gate_up, *const *down;  // by this rank's slots: [2 * inner.own, hidden], [out, inner.width]
+    const Weight *const *gate_up, *const *down;  // by this rank's slots: [2 * inner.own (without a gate, once), hidden], [out, inner.width]
 };
 
 struct ExpertsStep {

@@ -206,13 +206,14 @@ QUIRE_API void quire_add_rms_norm(int32_t dtype, int32_t weight_dtype, void* x, 
 }
 
 // activation(gate) * up for x [rows, 2 * size] = gate | up; the former is rounded to the data type before the product.
+// RELU2 for x [rows, size].
 QUIRE_API void quire_gate(int32_t activation, int32_t dtype, const void* x, void* out, int64_t rows, int64_t size) {
     const int64_t parts = (size + GATE_PART - 1) / GATE_PART;
     with_type(dtype, [=](auto* type) {
         using T = decltype(type);
         for_each(rows * parts, std::min(size, GATE_PART), [=](int64_t i) {
             const int64_t row = i / parts, first = i % parts * GATE_PART, some = std::min(size - first, GATE_PART);
-            const T gate = (T)x + row * 2 * size + first, to = (T)out + row * size + first;
+            const T gate = (T)x + row * inputs_of(activation) * size + first, to = (T)out + row * size + first;
             with_activation(activation, [&](auto which) { gate_part<which>(gate, gate + size, to, some); });
         });
     });
