@@ -10,7 +10,7 @@ import torch
 from quire.layers.mlp import GatedMLP, PlainMLP, mlp_of, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import Product, RaggedBatch
-from quire.ops.elementwise import Activation, is_gated, sigmoid_gated
+from quire.ops.elementwise import WITHOUT_GATE, Activation, sigmoid_gated
 from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
 from quire.parallel.group import Gather, Group, Split
 
@@ -69,7 +69,7 @@ class ExpertsConfig:
             shapes[f"{block}.gate.e_score_correction_bias"] = (self.routing.num_experts,)
         for expert in range(self.routing.num_experts):
             prefix = f"{block}.experts.{expert}."
-            first = (names.gate, names.up) if is_gated(self.activation) else (names.up,)
+            first = (names.gate, names.up) if self.activation not in WITHOUT_GATE else (names.up,)
             shapes |= {f"{prefix}{name}.weight": (inner, read) for name in first}
             shapes[f"{prefix}{names.down}.weight"] = (read, inner)
             if self.bias:
@@ -265,7 +265,7 @@ def first_slots(experts: int, slots: int) -> tuple[int, ...]:
 
 def _first(prefix: str, config: ExpertsConfig) -> tuple[str, ...]:
     """The weights of an expert that read its input."""
-    names = (config.names.gate, config.names.up) if is_gated(config.activation) else (config.names.up,)
+    names = (config.names.gate, config.names.up) if config.activation not in WITHOUT_GATE else (config.names.up,)
     return tuple(prefix + name for name in names)
 
 

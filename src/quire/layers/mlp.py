@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.weights import LayerWeights
-from quire.ops.elementwise import Activation, is_gated
+from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.parallel.group import Split
 
 
@@ -48,7 +48,11 @@ def mlp_of(
     weights: LayerWeights, prefix: str, bias: bool = False, activation: Activation = "silu"
 ) -> GatedMLP | PlainMLP:
     """The MLP that has this activation."""
-    return GatedMLP(weights, prefix, bias, activation) if is_gated(activation) else PlainMLP(weights, prefix, bias)
+    return (
+        GatedMLP(weights, prefix, bias, activation)
+        if activation not in WITHOUT_GATE
+        else PlainMLP(weights, prefix, bias)
+    )
 
 
 def mlp_shapes(
@@ -57,7 +61,7 @@ def mlp_shapes(
     """The tensors of an MLP by name, with their shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-        if name == "gate_proj" and not is_gated(activation):
+        if name == "gate_proj" and activation in WITHOUT_GATE:
             continue
         shapes[f"{prefix}{name}.weight"] = (rows, columns)
         if bias:

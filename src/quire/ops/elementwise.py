@@ -17,6 +17,8 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """What the gate of an MLP goes through: x * sigmoid(f(x)), SiLU with f(x) = x. Or, without a gate, `relu2`: what is
 above 0 is squared, and the rest is 0."""
 
+WITHOUT_GATE: frozenset[Activation] = frozenset({"relu2"})
+
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
 """GELU's f(x) = GELU_LINEAR * x + GELU_CUBIC * x ** 3, in the approximation by a tanh (https://arxiv.org/abs/1606.08415):
@@ -110,11 +112,6 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """`max(x, 0) ** 2` in x's data type (https://arxiv.org/abs/2109.08668)."""
     return x.relu().square_()
-
-
-def is_gated(activation: Activation) -> bool:
-    """Whether it is applied to a gate, which multiplies something else."""
-    return activation != "relu2"
 
 
 GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -13,7 +13,7 @@ from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.cpu.linear import CpuProduct, gather
 from quire.ops.cpu.rows import ACTIVATIONS
-from quire.ops.elementwise import Activation, is_gated
+from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.ops.experts import ExpertSlots, Routing
 from quire.ops.linear import Product
 from quire.ops.memory import Scratch
@@ -168,7 +168,7 @@ class CpuExperts:
         self._inner = share_of(shared) if isinstance(shared, Gather) else Share(0, out.in_features, out.in_features)
         self._slots = _described(shared) if isinstance(shared, ExpertSlots) else None
         self._count = len(shared.replicas) if isinstance(shared, ExpertSlots) else len(out)
-        halves = 2 if is_gated(activation) else 1
+        halves = 2 if activation not in WITHOUT_GATE else 1
         wanted = len(out) if self._slots is None else self._slots.own, halves * self._inner.own
         whole = isinstance(shared, Gather) or up.in_features == out.out_features
         if (len(out), up.out_features) != wanted or len(up) != len(out) or not whole:

@@ -12,7 +12,7 @@ import torch
 
 from quire.ops.cpu.attention import describe
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
-from quire.ops.elementwise import Activation, is_gated
+from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.ops.kernels import HeadNorm
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import RaggedBatch
@@ -89,7 +89,7 @@ def relu2(lib: Library, x: torch.Tensor) -> torch.Tensor:
 def _gate(lib: Library, x: torch.Tensor, activation: Activation) -> torch.Tensor:
     x = x.contiguous()
     rows, width = x.shape
-    size = width // 2 if is_gated(activation) else width
+    size = width // 2 if activation not in WITHOUT_GATE else width
     out = x.new_empty(rows, size)
     lib.gate(ACTIVATIONS[activation], DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, size)
     return out
