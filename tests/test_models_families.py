@@ -45,6 +45,7 @@ from tests.oracle import (
     sizes_of,
 )
 from tests.test_models_deepseek import edit_tensors
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 PROMPT = random_prompt(90)
 ORDER = list(range(len(product.prompts())))
