@@ -9,17 +9,16 @@ import pytest
 from benchmarks.peers import gguf_layout
 
 from quire.models.fields import Fields
-from quire.models.random_checkpoint import SHAPES
-from quire.models.registry import read_config
+from quire.models.random_checkpoint import SHAPES, tensor_shapes
 
-TINY = ("qwen3-tiny", "qwen3-moe-tiny", "deepseek-v2-tiny")
+TINY = ("qwen3-tiny", "qwen3-moe-tiny", "deepseek-v2-tiny", "gemma3-tiny", "qwen3.5-tiny")
 
 
 def stored(shape: str) -> dict[str, np.ndarray[Any, Any]]:
     """A checkpoint's tensors by name; every number is another one."""
-    config = read_config(Fields(SHAPES[shape], "config.json"), Fields({}, "none"))
+    shapes = tensor_shapes(Fields(SHAPES[shape], "config.json"), as_published=True)
     generator = np.random.default_rng(0)
-    return {name: generator.standard_normal(sizes) for name, sizes in config.tensor_shapes().items()}
+    return {name: generator.standard_normal(sizes) for name, sizes in shapes.items()}
 
 
 def converted(shape: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -32,7 +31,7 @@ def test_every_model_that_quire_makes_up_has_sizes_in_gguf(shape: str) -> None:
     [arch] = {name.partition(".")[0] for name in values}
     assert arch == gguf_layout.architecture(SHAPES[shape])
     assert values[f"{arch}.block_count"] == SHAPES[shape]["num_hidden_layers"]
-    assert all(type(value) in (str, bool, int, float) for value in values.values())
+    assert all(type(value) in (str, bool, int, float, list) for value in values.values())
 
 
 @pytest.mark.parametrize("shape", TINY)
@@ -142,3 +141,25 @@ def test_norms_and_the_scores_of_experts_are_kept_in_fp32() -> None:
     kept = {name for name, array in converted("deepseek-v2-tiny").items() if gguf_layout.kept_in_fp32(name, array)}
     norms = {f"blk.{layer}.{part}_norm.weight" for layer in (0, 1) for part in ("attn", "attn_kv_a", "ffn")}
     assert kept == norms | {"output_norm.weight", "blk.1.ffn_gate_inp.weight"}
+
+
+def test_a_windowed_gemma_has_four_norms_a_layer_and_their_weights_whole() -> None:
+    layer = {name.removeprefix("blk.1.") for name in converted("gemma3-tiny") if name.startswith("blk.1.")}
+    norms = {f"{name}.weight" for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")}
+    assert norms < layer and "attn_q_norm.weight" in layer
+    assert gguf_layout.adjusted("blk.1.attn_q_norm.weight", np.zeros(3), "gemma3").tolist() == [1, 1, 1]
+    assert gguf_layout.adjusted("blk.1.attn_q_norm.weight", np.zeros(3), "qwen3").tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="query_pre_attn_scalar is 24"):
+        gguf_layout.metadata(SHAPES["gemma3-tiny"] | {"query_pre_attn_scalar": 24})
+
+
+def test_a_recurrent_layer_has_decays_and_a_convolution_of_two_dimensions() -> None:
+    tensors = converted("qwen3.5-tiny")
+    assert tensors["blk.0.ssm_conv1d.weight"].shape == (3 * 4 * 32, 4)
+    assert tensors["blk.0.attn_qkv.weight"].shape == (3 * 4 * 32, 64)
+    assert tensors["blk.3.attn_q.weight"].shape == (2 * 4 * 32, 64)  # and the gate
+    assert gguf_layout.kept_in_fp32("blk.0.ssm_conv1d.weight", tensors["blk.0.ssm_conv1d.weight"])
+    assert gguf_layout.adjusted("blk.0.ssm_a", np.zeros(2), "qwen35").tolist() == [-1, -1]
+    assert gguf_layout.adjusted("blk.0.ssm_norm.weight", np.ones(2), "qwen35").tolist() == [1, 1]
+    with pytest.raises(ValueError, match="linear_num_value_heads is 8"):
+        gguf_layout.metadata(SHAPES["qwen3.5-tiny"] | {"linear_num_value_heads": 8})

@@ -1,7 +1,9 @@
-"""What a GGUF file says of a model, and how its tensors lie there: Qwen3, dense and sparse, and DeepSeek V2.
+"""What a GGUF file says of a model, and how its tensors lie there: Qwen3, dense and sparse, DeepSeek V2, Gemma 3 and
+Qwen3.5.
 
 As llama.cpp's own converter writes them (https://github.com/ggml-org/llama.cpp, the folder `conversion`). Only NumPy
-is needed. A tensor may be of any type: it is at most split, turned or stacked.
+is needed. A tensor may be of any type: it is at most split, turned or stacked; what else becomes of its numbers, in
+fp32, is `adjusted`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ import numpy as np
 Config = Mapping[str, Any]
 Array = np.ndarray[Any, Any]
 
-ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "deepseek_v2": "deepseek2"}
+ARCHITECTURES = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2",
+    "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen35",
+}
 """llama.cpp's names, by `model_type`."""
 
 ONLY: dict[str, dict[str, Any]] = {
@@ -29,6 +37,8 @@ ONLY: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
         "scoring_func": "softmax",
     },
+    "gemma3_text": {"attention_bias": False, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
+    "qwen3_5_text": {"attention_bias": False},
 }
 """By `model_type`, what config.json must say: llama.cpp takes it for granted, or it is not converted here."""
 ONLY_YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1}
@@ -53,9 +63,26 @@ LAYER_NAMES = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
+AFTER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OTHERS = {"gemma3": AFTER, "qwen35": {"post_attention_layernorm": "post_attention_norm"}}
+"""What stands otherwise in `LAYER_NAMES`, by llama.cpp's name of the architecture."""
+BARE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+"""Tensors whose names do not end with "weight"."""
 EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+BARE_LAYER = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, BARE))})")
 
 
 def architecture(config: Config) -> str:
@@ -77,14 +104,15 @@ def _require(config: Config, only: Config, arch: str) -> None:
             raise ValueError(f"{name} is {config[name]!r}; llama.cpp's {arch} needs {value!r} here")
 
 
-def metadata(config: Config) -> dict[str, str | float | int | bool]:
+def metadata(config: Config) -> dict[str, Any]:
     """The model's sizes by their keys in GGUF. What is an integer there is one here, and so on.
 
     Raises:
         ValueError: the model is none of those that are converted.
     """
     arch = architecture(config)
-    own = {"qwen3": _heads, "qwen3moe": _sparse, "deepseek2": _latent}[arch](config)
+    own = {"qwen3": _heads, "qwen3moe": _sparse, "deepseek2": _latent, "gemma3": _windowed, "qwen35": _recurrent}
+    rope = config.get("rope_parameters", config)
     values = {
         "vocab_size": config["vocab_size"],
         "context_length": config["max_position_embeddings"],
@@ -93,9 +121,9 @@ def metadata(config: Config) -> dict[str, str | float | int | bool]:
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(config["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
     }
-    return {f"{arch}.{name}": value for name, value in (values | own).items()}
+    return {f"{arch}.{name}": value for name, value in (values | own[arch](config)).items()}
 
 
 def _heads(config: Config) -> dict[str, Any]:
@@ -103,6 +131,29 @@ def _heads(config: Config) -> dict[str, Any]:
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
+    }
+
+
+def _windowed(config: Config) -> dict[str, Any]:
+    """llama.cpp takes it for granted that five of six layers see a window, and how their positions turn."""
+    if config["query_pre_attn_scalar"] != config["head_dim"]:
+        raise ValueError(f"query_pre_attn_scalar is {config['query_pre_attn_scalar']}; llama.cpp needs head_dim here")
+    return _heads(config) | {"attention.sliding_window": config["sliding_window"]}
+
+
+def _recurrent(config: Config) -> dict[str, Any]:
+    heads, rope = config["linear_num_value_heads"], config["rope_parameters"]
+    if heads != config["linear_num_key_heads"]:
+        raise ValueError(f"linear_num_value_heads is {heads}; only as many as linear_num_key_heads are converted")
+    return _heads(config) | {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * config["linear_value_head_dim"],
+        "full_attention_interval": config["full_attention_interval"],
+        "rope.dimension_count": int(config["head_dim"] * rope["partial_rotary_factor"]),
+        "rope.dimension_sections": [*rope["mrope_section"], 0],
     }
 
 
@@ -168,8 +219,10 @@ def tensors(config: Config, stored: Mapping[str, Array]) -> Iterator[tuple[str, 
             keys, values = _split(config, array)
             yield f"blk.{layer[1]}.attn_k_b.weight", keys
             yield f"blk.{layer[1]}.attn_v_b.weight", values
+        elif layer and layer[2] == "linear_attn.conv1d":
+            yield gguf_name(name, architecture(config)), array.reshape(array.shape[0], -1)
         else:
-            yield gguf_name(name), array
+            yield gguf_name(name, architecture(config)), array
 
 
 def _stacked(stored: Mapping[str, Array], prefix: str, part: str) -> Array:
@@ -185,20 +238,35 @@ def _split(config: Config, array: Array) -> tuple[Array, Array]:
     return np.ascontiguousarray(keys.swapaxes(1, 2)), np.ascontiguousarray(values)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str) -> str:
     """A tensor's name in GGUF, by its name in the checkpoint, where it goes there as it is.
+
+    Args:
+        arch: llama.cpp's name of the architecture.
 
     Raises:
         ValueError: it has none.
     """
     layer, outer = LAYER.fullmatch(name), name.removesuffix(".weight")
-    if layer and layer[2] in LAYER_NAMES:
-        return f"blk.{layer[1]}.{LAYER_NAMES[layer[2]]}.weight"
+    names = LAYER_NAMES | OTHERS.get(arch, {})
+    if layer and layer[2] in names:
+        return f"blk.{layer[1]}.{names[layer[2]]}.weight"
+    if bare := BARE_LAYER.fullmatch(name):
+        return f"blk.{bare[1]}.{BARE[bare[2]]}"
     if outer != name and outer in OUTER_NAMES:
         return f"{OUTER_NAMES[outer]}.weight"
     raise ValueError(f"the tensor {name} has no place in a GGUF file of a model that is converted here")
 
 
 def kept_in_fp32(name: str, array: Array) -> bool:
-    """Whether llama.cpp wants this tensor of a GGUF file in fp32: norms and the scores of experts."""
-    return array.ndim == 1 or name.endswith(".ffn_gate_inp.weight")
+    """Whether llama.cpp wants this tensor of a GGUF file in fp32: norms, convolutions and the scores of experts."""
+    return array.ndim == 1 or name.endswith((".ffn_gate_inp.weight", ".ssm_conv1d.weight"))
+
+
+def adjusted(name: str, numbers: Array, arch: str) -> Array:
+    """The numbers of a tensor that is kept in fp32, as llama.cpp wants them: norms whole, where checkpoints hold what
+    they have more than 1, and decays themselves, where they hold logarithms."""
+    if name.endswith(".ssm_a"):
+        return -np.exp(numbers)
+    whole = arch in OTHERS and name.endswith("norm.weight") and not name.endswith(".ssm_norm.weight")
+    return numbers + 1 if whole else numbers

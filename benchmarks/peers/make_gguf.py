@@ -31,12 +31,14 @@ FORMATS = {
 def convert(folder: Path, file: Path) -> None:
     """Write a bf16 checkpoint as GGUF. Without a head of its own, the embedding table is the head too."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    writer = gguf.GGUFWriter(str(file), gguf_layout.architecture(config))
+    arch = gguf_layout.architecture(config)
+    writer = gguf.GGUFWriter(str(file), arch)
     _add_metadata(writer, gguf_layout.metadata(config))
     _add_vocabulary(writer, config["vocab_size"])
     for name, bits in gguf_layout.tensors(config, dict(bf16_tensors(folder / "model.safetensors"))):
         if gguf_layout.kept_in_fp32(name, bits):
-            writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
+            numbers = (bits.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(name, gguf_layout.adjusted(name, numbers, arch))
         else:
             writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
@@ -45,8 +47,9 @@ def convert(folder: Path, file: Path) -> None:
     writer.close()
 
 
-def _add_metadata(writer: Any, values: Mapping[str, str | float | int | bool]) -> None:
+def _add_metadata(writer: Any, values: Mapping[str, Any]) -> None:
     add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add[list] = writer.add_array
     for name, value in values.items():
         add[type(value)](name, value)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)

@@ -31,6 +31,8 @@ WIDER, NORMS = 8.0, 0.5
 PROMPTS, LENGTH, OUTPUT = 4, 300, 48
 TOLERANCE = 1e-4
 """Most that the logarithm of a token's probability may differ, in fp32."""
+TOLERANCES = {"gemma3-tiny": 2e-2, "qwen3.5-tiny": 5e-4}
+"""The same where llama.cpp rounds otherwise: it looks GELU up in a table of fp16, and sums a prompt's states in chunks."""
 
 Score = tuple[int, float]
 """The likeliest next token, and the logarithm of the actual one's probability."""
@@ -52,11 +54,12 @@ def main() -> int:
             print(f"{shape}: {error}")
             failed = True
             continue
-        good = same == PROMPTS * OUTPUT and worst <= TOLERANCE
+        allowed = TOLERANCES.get(shape, TOLERANCE)
+        good = same == PROMPTS * OUTPUT and worst <= allowed
         failed |= not good
         print(
             f"{shape}: {'the same' if good else 'DIFFERENT'}: {same} of {PROMPTS * OUTPUT} greedy tokens, "
-            f"log-probabilities differ by at most {worst:.1e} (allowed: {TOLERANCE:.0e})"
+            f"log-probabilities differ by at most {worst:.1e} (allowed: {allowed:.0e})"
         )
     return int(failed)
 

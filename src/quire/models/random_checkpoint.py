@@ -70,6 +70,33 @@ _DEEPSEEK_V2 = _COMMON | {
     "routed_scaling_factor": 1.0,
 }
 
+
+def _mrope(sections: list[int]) -> dict[str, Any]:
+    """Rotary embedding of Qwen3.5, whose sections are all the same for text."""
+    how = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
+    return how | {"mrope_section": sections, "mrope_interleaved": True}
+
+
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+_QWEN3_5 = _COMMON | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "tie_word_embeddings": True,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3
     | {
@@ -181,6 +208,66 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
         "max_position_embeddings": 163840,
     },
+    "gemma3-1b": _GEMMA3
+    | {
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 32768,
+    },
+    "gemma3-tiny": _GEMMA3
+    | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 32,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 8192,
+    },
+    "qwen3.5-0.8b": _QWEN3_5
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "rope_parameters": _mrope([11, 11, 10]),
+        "max_position_embeddings": 262144,
+    },
+    "qwen3.5-tiny": _QWEN3_5
+    | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "rope_parameters": _mrope([2, 1, 1]),
+        "max_position_embeddings": 8192,
+    },
 }
 """The config.json of the models that the names say, and of tiny ones for trying things out.
 
@@ -269,7 +356,7 @@ def write_checkpoint(
         partial.mkdir(parents=True)
         _check_room(partial, weight_bytes(config, how))
         (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        checkpoint = RandomCheckpoint(partial)
+        checkpoint = RandomCheckpoint(partial, as_published=how is None)
         if how is None:
             described = {name: _described(entry) for name, entry in checkpoint.entries.items()}
             file = partial / SINGLE_FILE
@@ -308,14 +395,21 @@ class RandomCheckpoint(Checkpoint):
         folder: holds config.json, of any architecture that Quire has.
         device: where the weights are made.
         spread: their standard deviation.
+        as_published: tensors are those of published checkpoints, which may hold several of the model's.
     """
 
-    def __init__(self, folder: Path, device: torch.device | str = "cpu", spread: float = SPREAD) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        spread: float = SPREAD,
+        as_published: bool = False,
+    ) -> None:
         self.folder = folder
         self.config, self.generation = Fields.read(folder / "config.json"), Fields({}, "none")
         self.entries = {
             name: TensorEntry(name, "BF16", shape, folder, 0, 2 * math.prod(shape))
-            for name, shape in _tensor_shapes(self.config).items()
+            for name, shape in tensor_shapes(self.config, as_published).items()
         }
         self._seeds = {name: seed for seed, name in enumerate(self.entries)}
         self._device, self._spread = device, spread
@@ -332,8 +426,20 @@ def _drawn(shape: tuple[int, ...], generator: torch.Generator, spread: float) ->
     return tensor.fill_(1.0) if len(shape) == 1 else tensor.normal_(0.0, spread, generator=generator)
 
 
-def _tensor_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
-    return read_config(config, Fields({}, "none")).tensor_shapes()
+def tensor_shapes(fields: Fields, as_published: bool) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint by name; see `RandomCheckpoint`."""
+    config = read_config(fields, Fields({}, "none"))
+    shapes = config.tensor_shapes()
+    layout = config.layout if as_published else None
+    if layout is None:
+        return shapes
+    by_heads = [(end, parts) for end, _, parts in layout.by_heads]
+    for end, parts in (*by_heads, *layout.joined):
+        first = f"{parts[0][0]}.weight"
+        for prefix in [name.removesuffix(first) for name in shapes if name.endswith(first)]:
+            held = [shapes.pop(f"{prefix}{part}.weight") for part, _ in parts]
+            shapes[f"{prefix}{end}.weight"] = (sum(shape[0] for shape in held), *held[0][1:])
+    return shapes
 
 
 def _holds(folder: Path, config: Mapping[str, Any], how: Quantization | None) -> bool:
