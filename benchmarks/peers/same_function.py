@@ -32,7 +32,7 @@ PROMPTS, LENGTH, OUTPUT = 4, 300, 48
 TOLERANCE = 1e-4
 """Most that the logarithm of a token's probability may differ, in fp32."""
 TOLERANCES = {"gemma3-tiny": 2e-2, "qwen3.5-tiny": 5e-4}
-"""The same where llama.cpp rounds otherwise: it looks GELU up in a table of fp16, and sums a prompt's states in chunks."""
+"""The same where llama.cpp rounds otherwise: its GELU is a table of fp16, and it takes a prompt's states in chunks."""
 
 Score = tuple[int, float]
 """The likeliest next token, and the logarithm of the actual one's probability."""
