@@ -75,6 +75,7 @@ class RecurrentCache(KVCache):
     """The device's blocks of recurrent layers. Block 0 is null: it stands for blocks that are not there.
 
     Attributes:
+        layer_bytes: of a layer's part of a block.
         offsets: where each part begins in a layer's bytes.
         views: of each part, [num_blocks, layers, *its shape].
     """
@@ -92,7 +93,7 @@ class RecurrentCache(KVCache):
         self.pulse = array("q", [0])
         size = shape.layers * shape.layer_bytes
         self.memory = zeros(num_blocks * size, device).view(num_blocks, size)
-        self._parts = shape.parts
+        self.layer_bytes, self._parts = shape.layer_bytes, shape.parts
         self.offsets: list[int] = []
         self.views: list[torch.Tensor] = []
         by_layer, first = self.memory.view(num_blocks, shape.layers, shape.layer_bytes), 0

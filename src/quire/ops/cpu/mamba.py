@@ -68,7 +68,7 @@ def mamba(
     states, keys, updates, decays, _ = cache.offsets
     struct = CMamba(
         inputs=inputs,
-        blocks=cache.memory.data_ptr() + layer * shape.layer_bytes,
+        blocks=cache.memory.data_ptr() + layer * cache.layer_bytes,
         states=states,
         keys=keys,
         updates=updates,

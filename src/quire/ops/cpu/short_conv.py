@@ -49,9 +49,9 @@ def inputs_of(
     """
     tables = batch.once(("tables", id(cache)), lambda: checked_tables(batch, cache))
     starts, contexts = batch.once("spans", lambda: (torch.tensor(batch.row_starts), torch.tensor(batch.context_lens)))
-    view = cache.views[part]
+    first = cache.memory.data_ptr() + layer * cache.layer_bytes + cache.offsets[part]
     inputs = CInputs(
-        blocks=view[0, layer].data_ptr(),
+        blocks=first,
         block_bytes=cache.bytes_per_block,
         block_size=cache.block_size,
         channels=conv.shape[1],

@@ -35,6 +35,7 @@ constexpr int ROWS = 4, COLUMNS = 4, FOLDED = 4;  // rows at a time, and vectors
 #else
 constexpr int ROWS = 2, COLUMNS = 2, FOLDED = 2;
 #endif
+constexpr int64_t AHEAD = 1024;  // numbers of a state that are asked for ahead
 constexpr int64_t UNIT = 256;  // channels of a row that one item convolves
 
 INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
@@ -145,7 +146,11 @@ INLINE void read_part(const float* state, int64_t stride, int64_t dim, const flo
     f32x16 total[R][V] = {};
     for (int64_t a = 0; a < dim; a++) {
         f32x16 row[V];
-        for (int v = 0; v < V; v++) row[v] = some<WHOLE>(state + a * stride + v * LANES, columns - v * LANES);
+        for (int v = 0; v < V; v++) {
+            const float* at = state + a * stride + v * LANES;
+            if (R == 1) __builtin_prefetch(at + AHEAD);  // a state is read once, from memory
+            row[v] = some<WHOLE>(at, columns - v * LANES);
+        }
         for (int r = 0; r < R; r++) {
             const f32x16 q = splat(query[r * query_stride + a]);
             for (int v = 0; v < V; v++) total[r][v] = fma(q, row[v], total[r][v]);
@@ -222,12 +227,10 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
         const int64_t there = in.block(tile->span, tile->begin), offset = tile->begin % size;
         const Block block(net, there);
         f32x16 sums = {};
-        if (tile->old) {
-            for (int64_t j = 0; j < tile->old; j++)
-                for (int64_t c = 0; c < width; c += LANES)
-                    store(room.updates + j * stride + c, load_some(block.updates(head) + (offset + j) * width + c, width - c));
-            sums = load_some(block.decays(head) + offset, tile->old);
-        }
+        if (tile->old) sums = load_some(block.decays(head) + offset, tile->old);
+        const float* updates[TILE];  // of each row of the tile
+        for (int64_t j = 0; j < tile->rows; j++)
+            updates[j] = j < tile->old ? block.updates(head) + (offset + j) * width : room.updates + j * stride;
         const float* mixed = net.mixed + tile->row * in.channels;
         for (int64_t i = tile->old; i < tile->rows;) {
             const bool many = tile->rows - i >= ROWS;
@@ -251,7 +254,7 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
                 const f32x16 value = load_some(x + c, left), update = value * dt;
                 store(room.updates + i * stride + c, update);
                 f32x16 y = decay * load(room.said + i * stride + c);
-                for (int64_t j = 0; j <= i; j++) y = fma(splat(weights[j]), load(room.updates + j * stride + c), y);
+                for (int64_t j = 0; j <= i; j++) y = fma(splat(weights[j]), load_some(updates[j] + c, left), y);
                 y = fma(splat(net.skip[head]), value, y);
                 store_some(net.out + row * all + head * width + c, y * silu(load_some(gate + c, left)), left);
                 if (there) store_some(block.updates(head) + (offset + i) * width + c, update, left);
@@ -267,7 +270,7 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
         const float decay = exp(splat(sums[TILE - 1]))[0];
         for (int64_t j = 0; j < TILE; j++)
             for (int64_t c = 0; c < stride; c += LANES)
-                store(room.left + j * stride + c, load(room.updates + j * stride + c) * left[j]);
+                store(room.left + j * stride + c, load_some(updates[j] + c, width - c) * left[j]);
         const float* keys = packed + group * dim * TILE;
         int64_t a = 0;
         for (; a + FOLDED <= dim; a += FOLDED)
