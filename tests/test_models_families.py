@@ -540,7 +540,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "layer_types": ("olmo3", {"layer_types": ["full_attention"]}, "'layer_types' must be 3 of"),
     "rope sections": ("olmo3", {"rope_parameters": {"full_attention": {}, "other": {}}}, "'other' must be absent"),
     "limit": ("gpt_oss", {"swiglu_limit": 6.0}, "'swiglu_limit' is 6.0"),
-    "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
     "activation": ("gemma3_text", {"hidden_activation": "gelu"}, "'hidden_activation' must be 'gelu_pytorch_tanh'"),
     "soft cap of logits": ("gemma3_text", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
     "soft cap of scores": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),

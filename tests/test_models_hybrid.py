@@ -15,6 +15,7 @@ import torch
 from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 
 from quire.config import EngineConfig
+from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError
 from quire.models.quantize import quantize_folder
@@ -480,6 +481,31 @@ def test_drafts_change_no_token(folder: str, alone: dict[int, Any]) -> None:
         assert product.run(engine, ORDER) == alone
         assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
         assert engine.stats.drafted > 0
+
+
+def test_what_is_cached_changes_no_token_and_is_used(folder: str) -> None:
+    """At the end of an equal prompt, and from the third request on where prompts leave one another."""
+    common = {"model": folder, "threads": 1, "max_model_len": 512, "check_invariants": True}
+    with_cache, without = Engine(EngineConfig(**common)), Engine(EngineConfig(**common, prefix_cache="off"))
+    head = random_prompt(170, seed=1)
+    prompts = [head + random_prompt(40, seed=seed) for seed in range(2, 5)]
+    found = []
+    for number, prompt in enumerate([*prompts, prompts[0]]):
+        tokens, cached = greedy_in(with_cache, number, prompt)
+        assert (tokens, 0) == greedy_in(without, number, prompt)
+        found.append(cached)
+    assert found[0] == 0 and found[2] >= 160 and found[3] == 209
+
+
+def greedy_in(engine: Engine, number: int, prompt: list[int]) -> tuple[list[int], int]:
+    """Some tokens after a prompt, and how many of the prompt's were cached."""
+    engine.add(Request(number, prompt, product.params(0), max_tokens=5))
+    tokens, cached = [], 0
+    while not engine.idle:
+        for update in engine.step():
+            tokens += update.tokens
+            cached = update.cached_tokens
+    return tokens, cached
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 // Mamba 2's state-space layer over rows and states in blocks: see `ops/mamba.py`, which has the formulas.
 //
-// Four loops: rows are convolved; tiles of spans get the products of their queries and keys, which the heads of a group
+// Three loops: rows are convolved; tiles of spans get the products of their queries and keys, which the heads of a group
 // share; heads of spans go through the tiles, with the state in front, and are gated. Every sum runs in one order, over a
 // tile at an absolute position, in lanes that do not meet: no bit depends on how many rows come at once, or on the number
 // of threads. Lanes of a tile that no row has been written to may hold anything, and are never added.
