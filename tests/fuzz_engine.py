@@ -65,6 +65,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     ),
     "experts": lambda folder: save_checkpoint(folder, "qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=2),
     "latent": lambda folder: save_with_mtp(folder, q_lora_rank=32, v_head_dim=16),  # sizes that int4 divides
+    "sparse": lambda folder: save_with_mtp(folder, "deepseek_v32", q_lora_rank=32, v_head_dim=16, index_topk=40),
 }
 DRAFT_MODELS: dict[str, Callable[[Path], object]] = {
     "draft_model": lambda folder: save_checkpoint(folder, "llama", num_hidden_layers=1),
@@ -102,8 +103,8 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
 }
 """What must change no bit."""
 
-SPARSE = ("experts", "latent")
-"""Models with experts."""
+WITH_EXPERTS = ("experts", "latent", "sparse")
+WITHOUT_TREES = ("sparse",)
 
 POOLS = (0, 0, 0, 2, 30)
 """Blocks beyond those that the longest request needs."""
@@ -121,6 +122,7 @@ DRAFTS: list[tuple[dict[str, Any], str]] = [
     ({"method": "eagle", "model": "eagle"}, "llama"),
     ({"method": "eagle3", "model": "eagle3", "tree_width": 2, "num_speculative_tokens": 6}, "llama"),
     ({"method": "mtp", "num_speculative_tokens": 2}, "latent"),
+    ({"method": "mtp", "num_speculative_tokens": 2}, "sparse"),
 ]
 """How tokens are drafted, and the one model that it is for, if it is."""
 
@@ -137,7 +139,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 def fit(switches: dict[str, Any], model: str) -> None:
     """Leave out what there is not yet beside tiers, and experts' ranks where there are no experts."""
-    if model not in SPARSE:
+    if model not in WITH_EXPERTS:
         switches.pop("enable_expert_parallel", None)
         switches.pop("data_parallel_size", None)
     if "data_parallel_size" in switches or "window" in model or switches["prefix_cache"] == "off":
@@ -198,7 +200,7 @@ class Fuzz:
         numbers = merged({name: luck(name).choice(each) for name, each in NUMBERS.items()})
         switches = merged({name: luck(name).choice(each) for name, each in SWITCHES.items()})
         spec, _ = luck("drafts").choice([each for each in DRAFTS if each[1] in ("", model)])
-        if spec:
+        if spec and not ("tree_width" in spec and model in WITHOUT_TREES):
             switches["speculative_config"] = {"adaptive": False, **spec, **self._draft_model(spec, model)}
         fit(switches, model)
         switches["num_kv_blocks"] = 1 + CONTEXT // switches["block_size"] + 1 + luck("pool").choice(POOLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,9 @@ def save_with_mtp(
     table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     copies = {"embed_tokens.weight": table, "shared_head.head.weight": table.clone()}
     edit_tensors(folder, **{f"model.layers.3.{name}": tensor for name, tensor in (extra | copies).items()})
-    edit_json(folder / "config.json", {"num_hidden_layers": 3, "num_nextn_predict_layers": 1})
+    fields = json.loads((folder / "config.json").read_text())
+    lists = {name: fields[name][:3] for name in ("mlp_layer_types", "layer_types") if name in fields}
+    edit_json(folder / "config.json", {"num_hidden_layers": 3, "num_nextn_predict_layers": 1, **lists})
     return folder, reference, extra
 
 

@@ -366,6 +366,7 @@ def test_prompts_stand_before_texts(tmp_path):
         ({"in_features": 63}, "in_features"),
         ({"out_features": 95}, "linear.weight"),
         ({"bias": True}, "linear.bias"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name"),
     ],
 )
 def test_dense_layers_that_are_not_what_they_say_are_refused(tmp_path, edit, named):

@@ -138,7 +138,7 @@ def start_rows(
         ("kernels", info.kernels),
         ("threads", str(info.threads)),
         *info.memory_plan,
-        ("prefix cache", options.engine.prefix_cache),
+        ("prefix cache", str(info.config.get("prefix_cache", options.engine.prefix_cache))),
         *(
             [("replicas", f"{replicas}; sizes are those of each, and the others load now")]
             if (replicas := options.engine.replicas) > 1

@@ -183,6 +183,8 @@ class EngineProcess:
             config=self._start.config
             | {
                 "threads": engine.threads,
+                "prefix_cache": engine.config.prefix_cache,
+                "enable_chunked_prefill": engine.config.enable_chunked_prefill,
                 "max_model_len": engine.max_model_len,
                 "num_kv_blocks": plan.num_blocks - 1,  # as the option counts: without the null block
                 "dtype": str(model.dtype).removeprefix("torch."),

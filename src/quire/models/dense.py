@@ -53,6 +53,8 @@ class Dense:
             CheckpointError: its weights cannot be read.
         """
         fields = Fields.read(folder / "config.json")
+        for name in ("module_input_name", "module_output_name"):
+            fields.refuse(name, ("sentence_embedding",), "a dense layer of anything but the pooled state")
         outputs, biased = fields.integer("out_features"), fields.flag("bias", default=True)
         if fields.integer("in_features") != inputs:
             raise fields.error("in_features", f"{inputs}, which is what the module before yields")
