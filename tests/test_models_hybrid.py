@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 
+from quire.cli.inspect import describe
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine
@@ -220,6 +221,12 @@ def test_a_configuration_that_is_not_supported_is_refused_by_the_fields_name(
             load_model(file.parent)
     finally:
         file.write_text(before)
+
+
+def test_inspect_says_what_a_request_keeps_in_recurrent_layers(saved: Callable[[str], Path]) -> None:
+    found = describe(saved("lfm2"), 1 << 34, None)
+    assert found["state_bytes"] == 2 * 2 * 16 * 64 * 2, "two blocks of two layers, 16 inputs of 64 numbers in bf16"
+    assert found["kv_bytes_per_token"]["bf16"] == 2 * 2 * 16 * 2, "of the one layer with attention"
 
 
 # -- the layers ----------------------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         *((f"weights in {name}", format_size(size)) for name, size in found["weight_bytes"].items()),
         *((f"KV in {name}", f"{format_size(size)} a token") for name, size in found["kv_bytes_per_token"].items()),
     ]
+    if found["state_bytes"]:
+        rows.append(("recurrent states", f"{format_size(found['state_bytes'])} a request"))
     if found["kv_saving"]:
         rows.append(("latent attention", f"{found['kv_saving']:.0f} times less than all heads' keys and values"))
     print_table(f"{args.model}", rows, stderr=False)
@@ -106,14 +108,16 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
     weights = {"bf16": sizes.weight_bytes} | {name: _quantized_bytes(sizes, config, name) for name in WEIGHTS[1:]}
     kv: dict[str, int] = {}
     full: dict[str, int] = {}
+    states = 0
     for cache, name in CACHES:
         shapes = sizes.kv_shapes(cache)  # type: ignore[arg-type]
         tokens = [
             (shape, group) for shape, group in zip(shapes, sizes.groups, strict=True) if isinstance(shape, KVShape)
         ]
-        states = sum(shape.bytes_per_token for shape in shapes if not isinstance(shape, KVShape))
+        kept = (shape.bytes_per_token * shape.block_size for shape in shapes if not isinstance(shape, KVShape))
+        states = 2 * sum(kept)  # of a request: where it is, and one block before
         kv[name] = sum(shape.bytes_per_token for shape, _ in tokens)
-        full[name] = 32 * states + sum(
+        full[name] = states + sum(
             shape.bytes_per_token * min(length, (group.window or length) + 32) for shape, group in tokens
         )
     fits = [
@@ -132,6 +136,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
         "tokenizer": tokenizer_of(folder),
         "weight_bytes": weights,
         "kv_bytes_per_token": kv,
+        "state_bytes": states,
         "kv_saving": sizes.kv_saving,
         "memory": memory,
         "requests_that_fit": fits,
