@@ -1,4 +1,8 @@
-"""What a gated delta net or Mamba 2 takes, beside what reading its states would: `python -m benchmarks.recurrent`.
+"""What the delta rule or Mamba 2 takes, beside what its bytes and products would: `python -m benchmarks.recurrent`.
+
+A decoded token reads a state, the rows of its tile (half of them on average) and the convolution's weights; every
+sixteenth writes a state. A token of a prompt is multiplied with a state twice (in Mamba 2 once), and added to one; in
+its tile it meets half of the others. These products are compared with the rate of torch's in fp32.
 
 Random numbers in the shape of a published model, one thread; the least processor time of many calls, so that a busy
 machine plays a small part. Layers take turns, so that their states come from memory as they do in a model.
@@ -14,11 +18,12 @@ import torch
 
 from quire.ops import RaggedBatch, choose_kernels
 from quire.ops.mamba import MambaWeights
-from quire.ops.states import DeltaNetWeights, StateCache, StateShape
+from quire.ops.states import TILE, DeltaNetWeights, StateCache, StateShape
 
 SHAPES = {
     "qwen3.5-0.8b": StateShape(18, 16, 16, 128, 128, 4, torch.bfloat16, 16),
     "qwen3.5-9b": StateShape(24, 16, 32, 128, 128, 4, torch.bfloat16, 16),
+    "kimi-linear": StateShape(20, 32, 32, 128, 128, 4, torch.bfloat16, 16, decay_dim=128),
 }
 MAMBA = {
     "granite-4.0-h-tiny": StateShape(36, 1, 48, 128, 64, 4, torch.bfloat16, 16),
@@ -26,6 +31,7 @@ MAMBA = {
 }
 """Shapes of Mamba 2."""
 PROMPT = 256
+SQUARE, READ = 1024, 2**28
 
 
 def least(call: Callable[[], object], times: int) -> float:
@@ -49,11 +55,11 @@ def main() -> None:
         return torch.randn(*size, generator=generator)
 
     x = drawn(PROMPT, shape.channels + shape.heads * shape.value_dim).to(shape.dtype)
-    ab, heads = drawn(PROMPT, 2 * shape.heads), shape.heads
+    ab, decays = drawn(PROMPT, shape.rates), shape.heads * shape.decay_dim
     weights = DeltaNetWeights(
-        drawn(shape.taps, shape.channels), -drawn(heads).exp(), drawn(heads), drawn(shape.value_dim), 1e-6
+        drawn(shape.taps, shape.channels), -drawn(decays).exp(), drawn(decays), drawn(shape.value_dim), 1e-6
     )
-    of_mamba = MambaWeights(weights.conv, drawn(shape.channels), weights.decay, drawn(heads), drawn(heads))
+    of_mamba = MambaWeights(weights.conv, drawn(shape.channels), weights.decay, drawn(decays), drawn(decays))
     cache = StateCache(2 + PROMPT // shape.block_size, shape)
     table = torch.arange(1, cache.num_blocks).view(1, -1)
 
@@ -62,25 +68,38 @@ def main() -> None:
         batch = RaggedBatch(none, torch.arange(start, end), none, [0, count], [end], table, shape.block_size)
         for layer in range(shape.layers):
             if name in MAMBA:
-                kernels.mamba(x[:count], ab[:count, :heads], of_mamba, cache, batch, layer)
+                kernels.mamba(x[:count], ab[:count, :decays], of_mamba, cache, batch, layer)
             else:
                 kernels.delta_net(x[:count], ab[:count], weights, cache, batch, layer)
 
     with kernels.threads(1), torch.inference_mode():
         layers(0, PROMPT)
-        states = shape.layers * heads * shape.key_dim * shape.value_dim * 4
-        numbers = drawn(4 * states // 4)
-        read = numbers.nbytes / least(lambda: numbers.sum(), 30)
+        numbers, square = drawn(READ // 4), drawn(SQUARE, SQUARE)
+        read = READ / least(lambda: numbers.sum(), 30)
+        matrix = 2 * SQUARE**3 / least(lambda: square @ square, 5)
         decode, fold = least(lambda: layers(PROMPT - 8, PROMPT - 7), 60), least(lambda: layers(PROMPT - 1, PROMPT), 60)
         prefill = least(lambda: layers(0, PROMPT), 3) / PROMPT
-    each = 1e6 / shape.layers
-    mean = (15 * decode + fold) / 16
-    print(
-        f"{shape.layers} layers of {states / shape.layers / 2**20:.1f} MiB of state; a sum reads {read / 1e9:.1f} GB/s"
-    )
+    each, mean = 1e6 / shape.layers, (15 * decode + fold) / 16 / shape.layers
+    state, num_bytes, operations = work(shape, 1 if name in MAMBA else 2)
+    print(f"{shape.layers} layers of {state / 2**20:.1f} MiB of state")
+    print(f"a sum reads {read / 1e9:.1f} GB/s, a product of fp32 has {matrix / 1e9:.0f} GFLOP/s")
     print(f"a decoded token: {decode * each:.0f} us a layer, {fold * each:.0f} in the step that ends a tile")
-    print(f"of the speed at which states could be read: {states / read / mean:.0%}")
-    print(f"a token of a prompt: {prefill * each:.1f} us a layer")
+    reading, computing = num_bytes / read / mean, operations / matrix / prefill * shape.layers
+    print(f"of the speed at which memory is read: {reading:.0%} (states alone: {state / read / mean:.0%})")
+    print(f"a token of a prompt: {prefill * each:.1f} us a layer, {computing:.0%} of fp32")
+
+
+def work(shape: StateShape, vectors: int) -> tuple[float, float, float]:
+    """Of a layer: bytes of a state, bytes that a decoded token reads or writes on average, operations of a prompt's.
+
+    Args:
+        vectors: of a token, with which states and rows are multiplied.
+    """
+    numbers, rows = shape.heads * shape.key_dim * shape.value_dim, (TILE - 1) / 2
+    row = shape.key_heads * shape.key_dim + shape.heads * (shape.value_dim + shape.decay_dim)
+    num_bytes = 4 * (numbers * (1 + 1 / TILE) + rows * row + shape.taps * shape.channels)
+    in_tile = 2 * vectors * shape.heads * rows * (shape.key_dim + shape.value_dim)
+    return 4 * numbers, num_bytes, 2 * (vectors + 1) * numbers + in_tile
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from quire.config import EngineConfig
@@ -22,7 +23,7 @@ from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
 from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels
 from quire.ops.cpu import library
-from quire.ops.states import DeltaNetWeights, StateCache, StateShape
+from quire.ops.states import DeltaNetWeights, Gate, StateCache, StateShape
 from tests import test_determinism as product
 from tests.oracle import (
     chunked_logits,
@@ -64,7 +65,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     reference, model = load_reference(folder), load_model(folder)
     expected = reference_logits(reference, PROMPT)
     assert expected.abs().max() > 0.5, "the logits tell models apart"
-    torch.testing.assert_close(chunked_logits(model, PROMPT, 37), expected, rtol=0, atol=1e-4)
+    # What differs is the error of transformers' chunks as much as ours, which grows with a logit.
+    torch.testing.assert_close(chunked_logits(model, PROMPT, 37), expected, rtol=2e-5, atol=1e-4)
     output = greedy(model, PROMPT, 64)
     assert output == reference_choices(reference, PROMPT, output)
 
@@ -130,6 +132,8 @@ def test_tensors_of_other_sizes_than_the_configuration_says_are_refused(tmp_path
 # -- the rule ------------------------------------------------------------------------------------------------------
 
 SHAPE = StateShape(2, 2, 4, 32, 40, 4, torch.float32, 16)
+SHAPES = {"": SHAPE, "-by-channel": replace(SHAPE, key_heads=4, decay_dim=32)}
+"""Of a gated delta net, and of Kimi delta attention."""
 IMPLEMENTATIONS = [*library.usable(), "torch"]
 
 
@@ -149,11 +153,10 @@ class Sequences:
             return torch.randn(*size, generator=generator)
 
         self.x = drawn(requests, length, width).to(shape.dtype)
-        self.ab = drawn(requests, length, 2 * shape.heads)
-        decay = -torch.exp(3 * drawn(shape.heads) - 2)
-        self.weights = DeltaNetWeights(
-            0.5 * drawn(shape.taps, shape.channels), decay, drawn(shape.heads), 1 + drawn(shape.value_dim), 1e-6
-        )
+        self.ab, decays = drawn(requests, length, shape.rates), shape.heads * shape.decay_dim
+        conv, decay, shift = 0.5 * drawn(shape.taps, shape.channels), -torch.exp(3 * drawn(decays) - 2), drawn(decays)
+        gate: Gate = "silu" if shape.decay_dim == 1 else "sigmoid"
+        self.weights = DeltaNetWeights(conv, decay, shift, 1 + drawn(shape.value_dim), 1e-6, gate)
         each = -(-length // shape.block_size)
         self.cache = StateCache(1 + each * requests, shape)
         self.cache.memory.fill_(255)  # NaN everywhere: what is read before it is written shows
@@ -198,29 +201,37 @@ def by_the_recurrence(sequences: Sequences, request: int = 0) -> torch.Tensor:
     conv = torch.nn.functional.conv1d(padded, weights.conv.double().T[:, None], groups=shape.channels)[0].T
     keys = shape.key_heads * shape.key_dim
     q, k, v = torch.split(torch.nn.functional.silu(conv), [keys, keys, shape.heads * shape.value_dim], dim=1)
-    a, b = ab.chunk(2, dim=1)
+    a, b = ab.split([shape.heads * shape.decay_dim, shape.heads], dim=1)
     g = weights.decay.double() * torch.nn.functional.softplus(a + weights.shift.double())
     heads = [part.view(1, len(x), -1, size) for part, size in ((q, 32), (k, 32), (v, 40))]
     heads = [*(part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in heads[:2]), heads[2]]
-    out, _ = torch_recurrent_gated_delta_rule(*heads, g=g[None], beta=b.sigmoid()[None])
+    if shape.decay_dim == 1:
+        out, _ = torch_recurrent_gated_delta_rule(*heads, g=g[None], beta=b.sigmoid()[None])
+    else:
+        settings = {"initial_state": None, "output_final_state": False}
+        by_channel = g.view(1, len(x), shape.heads, shape.decay_dim)
+        out, _ = recurrent_kimi_delta_attention(*heads, g=by_channel, beta=b.sigmoid()[None], **settings)
     out = out[0].double()
     normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps) * weights.norm.double()
-    return (normed * torch.nn.functional.silu(gate.view_as(out))).flatten(1)
+    through = torch.nn.functional.silu if weights.gate == "silu" else torch.sigmoid
+    return (normed * through(gate.view_as(out))).flatten(1)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_the_rule_is_the_recurrence(name: str) -> None:
-    sequences = Sequences(implementation(name), SHAPE, 150)
+def test_the_rule_is_the_recurrence(name: str, shape: str) -> None:
+    sequences = Sequences(implementation(name), SHAPES[shape], 150)
     torch.testing.assert_close(sequences.whole().double(), by_the_recurrence(sequences), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(name: str, block_size: int) -> None:
+def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(name: str, block_size: int, kind: str) -> None:
     """Rows that are rejected later, and what lies in blocks that nobody has written, are not numbers."""
     kernels, rnd = implementation(name), random.Random(block_size)
-    length, times = (70, 1) if name == "torch" else (200, 10)
-    shape = replace(SHAPE, block_size=block_size, dtype=torch.bfloat16)
+    length, times = (70 if kind == "" else 37, 1) if name == "torch" else (200, 10 if kind == "" else 3)
+    shape = replace(SHAPES[kind], block_size=block_size, dtype=torch.bfloat16)
     alone = Sequences(kernels, shape, length, requests=3)
     expected = [alone.whole(request) for request in range(3)]
     for _ in range(times):

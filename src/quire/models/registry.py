@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, UnknownArchitectureError
+from quire.layers.delta_net import DeltaNetConfig
 from quire.layers.experts import ExpertsConfig
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
@@ -146,8 +147,8 @@ def build_model(
     notes = [note, _own_code_note(checkpoint.config)]
     checkpoint = of_numbers(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
-    if config.recurrent_layers and kernels.reads_spans:
-        raise ConfigError("models with recurrent layers run on a CPU alone so far; set device to cpu")
+    if config.recurrent is not None and kernels.reads_spans and not isinstance(config.recurrent, DeltaNetConfig):
+        raise ConfigError("models with short convolutions or Mamba layers run on a CPU alone so far; set device to cpu")
     if not config.layer.causal and kernels.reads_spans:
         raise ConfigError("models whose attention goes both ways run on a CPU alone so far; set device to cpu")
     if config.layer.index is not None and kernels.reads_spans:

@@ -121,17 +121,17 @@ def _span(rows: _Rows, out: torch.Tensor, cache: StateCache, table: list[int], s
     for position in range(first, start + len(out)):
         place, block, offset = position % TILE, table[position // size], position % size
         if position < start:
-            keys[:, place] = cache.keys[block, layer, :, :, offset].repeat_interleave(each, 0)
+            keys[:, place] = cache.keys[block, layer, :, offset].repeat_interleave(each, 0)
             updates[:, place] = cache.updates[block, layer, :, offset]
-            sums[:, place] = cache.decays[block, layer, :, offset]
+            sums[:, place] = cache.decays[block, layer, :, offset, 0]
         else:
             row = position - start
             keys[:, place] = rows.k[row].repeat_interleave(each, 0)
             updates[:, place] = rows.u[row]
             total = sums[:, place] = rows.g[row] + (sums[:, place - 1] if place else 0)
             if block:
-                cache.keys[block, layer, :, :, offset] = rows.k[row]
-                cache.updates[block, layer, :, offset], cache.decays[block, layer, :, offset] = rows.u[row], total
+                cache.keys[block, layer, :, offset] = rows.k[row]
+                cache.updates[block, layer, :, offset], cache.decays[block, layer, :, offset, 0] = rows.u[row], total
             q = rows.q[row].repeat_interleave(each, 0)  # [heads, key_dim]
             out[row] = torch.exp(total).unsqueeze(1) * (state * q.unsqueeze(2)).sum(1)
             for j in range(place + 1):

@@ -5,6 +5,9 @@ lets decay and corrects:
 
     S_i = exp(g_i) S_(i-1) + k_i u_i^T,  u_i = beta_i (v_i - exp(g_i) S_(i-1)^T k_i),  o_i = S_i^T q_i
 
+In Kimi delta attention (https://arxiv.org/abs/2510.26692) g_i is a vector, of the key's width: each row of S decays by
+itself, and what is written exp(G) (k . k) below is a sum over the key's numbers, each with its own factor.
+
 It is computed in another form, which reads a state and writes none: with S0, the state at the last position that is a
 multiple of `TILE`, and G_i, the sum of g since then,
 
@@ -23,7 +26,7 @@ last one. See `core.kv_group` for which blocks are there; of those that are not 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -46,6 +49,7 @@ class StateShape(RecurrentShape):
         heads, value_dim: the same of values; each key head serves heads / key_heads values next to each other.
         taps: tokens that the convolution before the rule sees, its own included.
         dtype: of that convolution's inputs; all else is fp32.
+        decay_dim: numbers by which a head's state decays: 1, or key_dim, one for each of its rows.
     """
 
     layers: int
@@ -56,6 +60,7 @@ class StateShape(RecurrentShape):
     taps: int
     dtype: torch.dtype
     block_size: int
+    decay_dim: int = 1
 
     @property
     def channels(self) -> int:
@@ -63,16 +68,20 @@ class StateShape(RecurrentShape):
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
+    def rates(self) -> int:
+        """Columns of what decays and betas are made of."""
+        return self.heads * (self.decay_dim + 1)
+
+    @property
     def parts(self) -> list[Part]:
         """States, keys, updates, decays, inputs."""
-        keys, updates = (self.key_heads, self.key_dim, self.block_size), (self.heads, self.block_size, self.value_dim)
-        wide = torch.float32
+        wide, size = torch.float32, self.block_size
         return [
             Part(wide, (self.heads, self.key_dim, self.value_dim)),
-            Part(wide, keys, 2),
-            Part(wide, updates, 1),
-            Part(wide, (self.heads, self.block_size), 1),
-            Part(self.dtype, (self.block_size, self.channels), 0),
+            Part(wide, (self.key_heads, size, self.key_dim), 1),
+            Part(wide, (self.heads, size, self.value_dim), 1),
+            Part(wide, (self.heads, size, self.decay_dim), 1),
+            Part(self.dtype, (size, self.channels), 0),
         ]
 
     def cache(self, num_blocks: int, device: torch.device | str = "cpu") -> StateCache:
@@ -84,10 +93,11 @@ class StateCache(RecurrentCache):
     """The device's blocks of layers that keep a matrix a head.
 
     Attributes:
+        widths: columns of what the rule reads of a token: see `delta_net`.
         states: [num_blocks, layers, heads, key_dim, value_dim] fp32, after a block's last token.
-        keys: [num_blocks, layers, key_heads, key_dim, block_size] fp32, so that a tile's lie side by side.
+        keys: [num_blocks, layers, key_heads, block_size, key_dim] fp32.
         updates: [num_blocks, layers, heads, block_size, value_dim] fp32, u above.
-        decays: [num_blocks, layers, heads, block_size] fp32, G above.
+        decays: [num_blocks, layers, heads, block_size, decay_dim] fp32, G above.
         inputs: [num_blocks, layers, block_size, channels] in the model's data type.
     """
 
@@ -95,7 +105,11 @@ class StateCache(RecurrentCache):
         """Raises what `RecurrentCache` does."""
         super().__init__(num_blocks, shape, device)
         self.states_shape = shape
+        self.widths = shape.channels + shape.heads * shape.value_dim, shape.rates
         self.states, self.keys, self.updates, self.decays, self.inputs = self.views
+
+
+Gate = Literal["silu", "sigmoid"]
 
 
 class DeltaNetWeights(NamedTuple):
@@ -103,10 +117,11 @@ class DeltaNetWeights(NamedTuple):
 
     Attributes:
         conv: [taps, channels], the last tap is a token's own.
-        decay: [heads], negative: g = decay * softplus(a + shift).
-        shift: [heads].
+        decay: [heads * decay_dim], negative: g = decay * softplus(a + shift).
+        shift: [heads * decay_dim].
         norm: [value_dim], weight of the RMS norm of each head's result.
         eps: of that.
+        gate: what the gate goes through before it multiplies the result.
     """
 
     conv: torch.Tensor
@@ -114,6 +129,7 @@ class DeltaNetWeights(NamedTuple):
     shift: torch.Tensor
     norm: torch.Tensor
     eps: float
+    gate: Gate = "silu"
 
 
 def delta_net(
@@ -123,7 +139,7 @@ def delta_net(
 
     Args:
         x: [tokens, channels + heads * value_dim]: queries, keys and values before the convolution, and the gate.
-        ab: [tokens, 2 * heads] fp32: what decays and betas are made of.
+        ab: [tokens, heads * (decay_dim + 1)] fp32: what decays are made of, then what betas are.
 
     Returns:
         [tokens, heads * value_dim] in x's data type.
@@ -142,7 +158,8 @@ def delta_net(
         _span(made, out[rows], cache, table, context - (end - begin), layer)
     scale = out.square().mean(-1, keepdim=True).add_(weights.eps).rsqrt_()
     gate = x[:, shape.channels :].float().view_as(out)
-    return (out * scale * weights.norm * gate * _sigmoid(gate)).flatten(1).to(x.dtype)
+    out = out * scale * weights.norm * _sigmoid(gate)
+    return (out * gate if weights.gate == "silu" else out).flatten(1).to(x.dtype)
 
 
 def check_batch(x: torch.Tensor, ab: torch.Tensor, cache: StateCache, batch: RaggedBatch, layer: int) -> None:
@@ -151,18 +168,17 @@ def check_batch(x: torch.Tensor, ab: torch.Tensor, cache: StateCache, batch: Rag
     Raises:
         ValueError: it does not, or the batch has trees, whose rows do not continue one another.
     """
-    shape = cache.states_shape
     check_no_trees(batch)
-    widths = shape.channels + shape.heads * shape.value_dim, 2 * shape.heads
-    if (x.shape[1], ab.shape[1]) != widths or len(x) != len(ab) or not 0 <= layer < cache.layers:
+    if (x.shape[1], ab.shape[1]) != cache.widths or len(x) != len(ab) or not 0 <= layer < cache.layers:
         raise ValueError(
             f"inputs {list(x.shape)} and {list(ab.shape)} for layer {layer} do not fit states of {cache.layers} "
-            f"layers, whose inputs have {widths[0]} and {widths[1]} columns"
+            f"layers, whose inputs have {cache.widths[0]} and {cache.widths[1]} columns"
         )
 
 
 class _Rows(NamedTuple):
-    """A span's rows, fp32: q, k [tokens, key_heads, key_dim], v [tokens, heads, value_dim], beta, g [tokens, heads]."""
+    """A span's rows, fp32: q, k [tokens, key_heads, key_dim], v [tokens, heads, value_dim], beta [tokens, heads], g
+    [tokens, heads, decay_dim]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -191,11 +207,12 @@ def _prepared(
     keys = shape.key_heads * shape.key_dim
     q, k, v = (part.contiguous() for part in torch.split(total, [keys, keys, shape.heads * shape.value_dim], dim=1))
     q, k = (_unit(each.view(count, shape.key_heads, shape.key_dim)) for each in (q, k))
-    a, b = (part.contiguous() for part in ab.float().chunk(2, dim=1))
+    a, b = (part.contiguous() for part in torch.split(ab.float(), [shape.heads * shape.decay_dim, shape.heads], dim=1))
     a = a + weights.shift
     softplus = a.clamp(min=0) + torch.log1p(torch.exp(-a.abs()))
     v = v.view(count, shape.heads, shape.value_dim)
-    return _Rows(q * shape.key_dim**-0.5, k, v, _sigmoid(b), weights.decay * softplus)
+    g = (weights.decay * softplus).view(count, shape.heads, shape.decay_dim)
+    return _Rows(q * shape.key_dim**-0.5, k, v, _sigmoid(b), g)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -210,36 +227,36 @@ def _span(rows: _Rows, out: torch.Tensor, cache: StateCache, table: list[int], s
     first = start // size * size
     if first:
         state.copy_(cache.states[table[first // size - 1], layer])
-    keys = torch.zeros(shape.heads, TILE, shape.key_dim)
-    updates, sums = torch.zeros(shape.heads, TILE, shape.value_dim), torch.zeros(shape.heads, TILE)
+    keys, updates = (torch.zeros(shape.heads, TILE, width) for width in (shape.key_dim, shape.value_dim))
+    sums = torch.zeros(shape.heads, TILE, shape.decay_dim)
     for position in range(first, start + len(out)):
         place, block, offset = position % TILE, table[position // size], position % size
         if position < start:
-            keys[:, place] = cache.keys[block, layer, :, :, offset].repeat_interleave(each, 0)
+            keys[:, place] = cache.keys[block, layer, :, offset].repeat_interleave(each, 0)
             updates[:, place] = cache.updates[block, layer, :, offset]
             sums[:, place] = cache.decays[block, layer, :, offset]
         else:
             row = position - start
             q, k = (part[row].repeat_interleave(each, 0) for part in (rows.q, rows.k))  # [heads, key_dim]
             sums[:, place] = rows.g[row] + (sums[:, place - 1] if place else 0)
-            total = sums[:, place]
-            since = torch.exp(total.unsqueeze(1) - sums[:, :place])  # [heads, rows before]
-            decay = torch.exp(total).unsqueeze(1)
-            seen = _weighted((keys[:, :place] * k.unsqueeze(1)).sum(-1) * since, updates[:, :place])
-            update = rows.v[row] - decay * (state * k.unsqueeze(2)).sum(1) - seen
+            total = sums[:, place]  # [heads, decay_dim]
+            before = keys[:, :place] * torch.exp(total.unsqueeze(1) - sums[:, :place])  # [heads, rows before, key_dim]
+            decay = torch.exp(total)
+            seen = _weighted((before * k.unsqueeze(1)).sum(-1), updates[:, :place])
+            update = rows.v[row] - (state * (decay * k).unsqueeze(2)).sum(1) - seen
             update *= rows.beta[row].unsqueeze(1)
             keys[:, place], updates[:, place] = k, update
-            read = _weighted((keys[:, :place] * q.unsqueeze(1)).sum(-1) * since, updates[:, :place])
+            read = _weighted((before * q.unsqueeze(1)).sum(-1), updates[:, :place])
             own = (k * q).sum(-1, keepdim=True) * update
-            out[row] = decay * (state * q.unsqueeze(2)).sum(1) + read + own
+            out[row] = (state * (decay * q).unsqueeze(2)).sum(1) + read + own
             if block:
-                cache.keys[block, layer, :, :, offset] = rows.k[row]
+                cache.keys[block, layer, :, offset] = rows.k[row]
                 cache.updates[block, layer, :, offset], cache.decays[block, layer, :, offset] = update, total
         if place == TILE - 1:
-            left = torch.exp(sums[:, -1:] - sums)  # [heads, TILE]
-            state *= torch.exp(sums[:, -1]).view(-1, 1, 1)
+            left = keys * torch.exp(sums[:, -1:] - sums)  # [heads, TILE, key_dim]
+            state *= torch.exp(sums[:, -1]).unsqueeze(2)
             for j in range(TILE):
-                state += (keys[:, j] * left[:, j : j + 1]).unsqueeze(2) * updates[:, j].unsqueeze(1)
+                state += left[:, j].unsqueeze(2) * updates[:, j].unsqueeze(1)
             if block and (position + 1) % size == 0 and position >= start:
                 cache.states[block, layer] = state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 
@@ -24,13 +25,17 @@ class CDeltaNet(ctypes.Structure):
     _fields_ = (
         ("blocks", POINTER),
         *((name, I64) for name in ("block_bytes", "states", "keys", "updates", "decays", "inputs")),
-        *((name, I64) for name in ("block_size", "key_heads", "heads", "key_dim", "value_dim", "taps", "channels")),
+        *(
+            (name, I64)
+            for name in ("block_size", "key_heads", "heads", "key_dim", "value_dim", "decay_dim", "taps", "channels")
+        ),
         *((name, I64) for name in ("dtype", "spans", "tokens", "table_width")),
         *((name, POINTER) for name in ("row_starts", "context_lens", "tables", "x", "ab")),
         *((name, POINTER) for name in ("conv", "decay", "shift", "norm", "mixed", "rates", "results", "scratch")),
         ("scratch_bytes", I64),
         ("out", POINTER),
         ("eps", F32),
+        ("sigmoid", ctypes.c_int32),
     )
 
 
@@ -50,52 +55,62 @@ def delta_net(
         ValueError: what is given does not fit the cache, or the batch has trees.
     """
     check_batch(x, ab, cache, batch, layer)
-    shape, tokens, threads = cache.states_shape, len(x), lib.threads()
-    tables = batch.once(("tables", id(cache)), lambda: checked_tables(batch, cache))
-    starts, contexts = batch.once("spans", lambda: (torch.tensor(batch.row_starts), torch.tensor(batch.context_lens)))
+    step = batch.once(("delta_net", id(cache)), lambda: _Step(lib, cache, batch, len(x), x.dtype))
     x, ab = x.contiguous(), ab.contiguous()
-    out = x.new_empty(tokens, shape.heads * shape.value_dim)
-    each = lib.delta_net_scratch_bytes(shape.key_dim, shape.value_dim)
-    sizes = [4 * tokens * count for count in (shape.channels, 2 * shape.heads, shape.heads * shape.value_dim)]
-    mixed = workspace.at_least(threads * each + sum(-(-size // 64) * 64 for size in sizes))
-    rates = mixed + -(-sizes[0] // 64) * 64
-    results = rates + -(-sizes[1] // 64) * 64
-    states, keys, updates, decays, inputs = cache.offsets
-    struct = CDeltaNet(
-        blocks=cache.memory.data_ptr() + layer * shape.layer_bytes,
-        block_bytes=cache.bytes_per_block,
-        states=states,
-        keys=keys,
-        updates=updates,
-        decays=decays,
-        inputs=inputs,
-        block_size=cache.block_size,
-        key_heads=shape.key_heads,
-        heads=shape.heads,
-        key_dim=shape.key_dim,
-        value_dim=shape.value_dim,
-        taps=shape.taps,
-        channels=shape.channels,
-        dtype=DTYPES[x.dtype],
-        spans=len(batch.context_lens),
-        tokens=tokens,
-        table_width=tables.shape[1],
-        row_starts=starts.data_ptr(),
-        context_lens=contexts.data_ptr(),
-        tables=tables.data_ptr(),
-        x=x.data_ptr(),
-        ab=ab.data_ptr(),
-        conv=weights.conv.data_ptr(),
-        decay=weights.decay.data_ptr(),
-        shift=weights.shift.data_ptr(),
-        norm=weights.norm.data_ptr(),
-        mixed=mixed,
-        rates=rates,
-        results=results,
-        scratch=results + -(-sizes[2] // 64) * 64,
-        scratch_bytes=each,
-        out=out.data_ptr(),
-        eps=weights.eps,
-    )
-    lib.delta_net(ctypes.addressof(struct))
+    out = x.new_empty(len(x), step.columns)
+    struct = step.struct
+    struct.blocks = step.blocks + layer * step.layer_bytes
+    struct.x, struct.ab, struct.out = x.data_ptr(), ab.data_ptr(), out.data_ptr()
+    struct.conv, struct.decay = weights.conv.data_ptr(), weights.decay.data_ptr()
+    struct.shift, struct.norm = weights.shift.data_ptr(), weights.norm.data_ptr()
+    struct.eps, struct.sigmoid = weights.eps, weights.gate == "sigmoid"
+    struct.mixed = mixed = workspace.at_least(step.room)
+    struct.rates, struct.results, struct.scratch = (mixed + offset for offset in step.offsets)
+    lib.delta_net(step.address)
     return out
+
+
+class _Step:
+    """What is the same for all layers of a step: they are computed one after another, so one structure serves all."""
+
+    __slots__ = ("_kept", "address", "blocks", "columns", "layer_bytes", "offsets", "room", "struct")
+
+    def __init__(self, lib: Library, cache: StateCache, batch: RaggedBatch, tokens: int, dtype: torch.dtype) -> None:
+        shape = cache.states_shape
+        tables = checked_tables(batch, cache)
+        starts, contexts = torch.tensor(batch.row_starts), torch.tensor(batch.context_lens)
+        self._kept = tables, starts, contexts
+        self.blocks, self.layer_bytes = cache.memory.data_ptr(), shape.layer_bytes
+        self.columns = shape.heads * shape.value_dim
+        each = lib.delta_net_scratch_bytes(shape.key_dim, shape.value_dim)
+        ends = itertools.accumulate(
+            -(-4 * tokens * count // 64) * 64 for count in (shape.channels, shape.rates, self.columns)
+        )
+        self.offsets = tuple(ends)
+        self.room = self.offsets[-1] + lib.threads() * each
+        states, keys, updates, decays, inputs = cache.offsets
+        self.struct = CDeltaNet(
+            block_bytes=cache.bytes_per_block,
+            states=states,
+            keys=keys,
+            updates=updates,
+            decays=decays,
+            inputs=inputs,
+            block_size=cache.block_size,
+            key_heads=shape.key_heads,
+            heads=shape.heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            decay_dim=shape.decay_dim,
+            taps=shape.taps,
+            channels=shape.channels,
+            dtype=DTYPES[dtype],
+            spans=len(batch.context_lens),
+            tokens=tokens,
+            table_width=tables.shape[1],
+            row_starts=starts.data_ptr(),
+            context_lens=contexts.data_ptr(),
+            tables=tables.data_ptr(),
+            scratch_bytes=each,
+        )
+        self.address = ctypes.addressof(self.struct)

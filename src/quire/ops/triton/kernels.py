@@ -16,8 +16,10 @@ from quire.ops.logit_edits import Edits
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import DeviceSpans, RaggedBatch
+from quire.ops.recurrent import RecurrentCache
 from quire.ops.sampling import Filters, TokenScores
-from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling
+from quire.ops.states import DeltaNetWeights, StateCache
+from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling, states
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.routing import count_experts, route
@@ -80,7 +82,7 @@ class TritonKernels(Kernels):
         return cache.place(tokens, span_of_row, recent, spans, block_size)
 
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
-        cache.copy_blocks(kv, copies)
+        kv.copy(copies) if isinstance(kv, RecurrentCache) else cache.copy_blocks(kv, copies)
 
     # -- row by row ----------------------------------------------------------------------------------------
 
@@ -176,6 +178,19 @@ class TritonKernels(Kernels):
         self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
     ) -> torch.Tensor:
         return latent.attend_latent(q, kv, batch, layer, scale, width)
+
+    # -- recurrent layers ----------------------------------------------------------------------------------
+
+    def delta_net(
+        self,
+        x: torch.Tensor,
+        ab: torch.Tensor,
+        weights: DeltaNetWeights,
+        cache: StateCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        return states.delta_net(x, ab, weights, cache, batch, layer)
 
     # -- sampling ------------------------------------------------------------------------------------------
 

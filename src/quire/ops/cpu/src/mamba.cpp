@@ -47,7 +47,7 @@ struct Block {
     uint8_t* first;
     Block(const Mamba& net, int64_t block) : net(net), first(net.blocks + block * net.inputs.block_bytes) {}
     float* state(int64_t head) const { return (float*)(first + net.states) + head * net.state_dim * net.head_dim; }
-    float* keys(int64_t group) const {  // [state_dim, block_size]
+    float* keys(int64_t group) const {  // [block_size, state_dim]
         return (float*)(first + net.keys) + group * net.state_dim * net.inputs.block_size;
     }
     float* updates(int64_t head) const {  // [block_size, head_dim]
@@ -90,8 +90,11 @@ void mix(const Mamba& net, int64_t row, int64_t from) {
     }
     if (const int64_t number = in.block(span, position)) {
         std::memcpy(in.stored<T>(number, position) + from, x + row * width + from, (to - from) * sizeof(T));
-        float* stored = Block(net, number).keys(0) + position % in.block_size;
-        for (int64_t i = std::max(from, keys); i < std::min(to, 2 * keys); i++) stored[(i - keys) * in.block_size] = out[i];
+        const Block block(net, number);
+        for (int64_t i = std::max(from, keys); i < std::min(to, 2 * keys); i++) {
+            const int64_t group = (i - keys) / net.state_dim, a = (i - keys) % net.state_dim;
+            block.keys(group)[position % in.block_size * net.state_dim + a] = out[i];
+        }
     }
 }
 
@@ -116,8 +119,9 @@ void score(const Mamba& net, const Tile& tile, int64_t group, float* packed) {
     const Inputs& in = net.inputs;
     const int64_t dim = net.state_dim, width = in.channels;
     if (tile.old) {
-        const float* stored = Block(net, in.block(tile.span, tile.begin)).keys(group) + tile.begin % in.block_size;
-        for (int64_t a = 0; a < dim; a++) store(packed + a * TILE, load(stored + a * in.block_size));
+        const float* stored = Block(net, in.block(tile.span, tile.begin)).keys(group) + tile.begin % in.block_size * dim;
+        for (int64_t j = 0; j < tile.old; j++)
+            for (int64_t a = 0; a < dim; a++) packed[a * TILE + j] = stored[j * dim + a];
     }
     for (int64_t i = tile.old; i < tile.rows; i++) {
         const float* key = net.mixed + (tile.row + i) * width + (net.groups + group) * dim;

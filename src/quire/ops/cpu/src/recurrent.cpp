@@ -1,4 +1,4 @@
-// The gated delta net, over rows and states in blocks: see `ops/states.py`, which has the formulas and the layout.
+// The gated delta rule, over rows and states in blocks: see `ops/states.py`, which has the formulas and the layout.
 //
 // Three loops: rows are convolved and normalized, a head of a row at a time; heads of spans go through the rule, tile by
 // tile; heads of rows are normed and gated. Every sum runs in one order, over a tile at an absolute position, in lanes
@@ -18,17 +18,22 @@ static_assert(TILE == LANES);
 struct DeltaNet {  // as in recurrent.py
     uint8_t* blocks;  // of a layer, in the first block
     int64_t block_bytes, states, keys, updates, decays, inputs;  // from one block to the next; where the parts begin
-    int64_t block_size, key_heads, heads, key_dim, value_dim, taps, channels;
+    int64_t block_size, key_heads, heads, key_dim, value_dim, decay_dim, taps, channels;
     int64_t dtype, spans, tokens, table_width;
     const int64_t *row_starts, *context_lens, *tables;
     const void* x;  // [tokens, channels + heads * value_dim]
-    const float *ab;  // [tokens, 2 * heads]
+    const float *ab;  // [tokens, heads * (decay_dim + 1)]
     const float *conv, *decay, *shift, *norm;  // conv: [taps, channels]
-    float *mixed, *rates, *results;  // [tokens, channels], [tokens, 2 * heads], [tokens, heads * value_dim]
+    float *mixed, *rates, *results;  // head by head, each [tokens, its width]; as ab; [tokens, heads * value_dim]
     uint8_t* scratch;  // of each thread
     int64_t scratch_bytes;
     void* out;  // [tokens, heads * value_dim]
     float eps;
+    int32_t sigmoid;  // the gate's function: sigmoid; 0: silu
+    int64_t rate_columns() const { return heads * (decay_dim + 1); }
+    // Convolved rows of a head: those of queries come first, then those of keys, then those of values.
+    float* mixed_keys(int64_t unit) const { return mixed + unit * tokens * key_dim; }
+    float* mixed_values(int64_t head) const { return mixed_keys(2 * key_heads) + head * tokens * value_dim; }
 };
 
 namespace {
@@ -38,9 +43,30 @@ constexpr float L2_EPS = 1e-6f;
 #if defined(__AVX512F__)
 constexpr int ALONE = 8, TOGETHER = 4, COLUMNS = 2;  // vectors of a single row; rows at a time, and vectors of theirs
 constexpr int FOLDED = 8, BEFORE = 4;  // rows of a state at a time; vectors of what rows before one say
+constexpr int PAIRED = 8;  // rows whose keys meet another one at a time
 #else
-constexpr int ALONE = 2, TOGETHER = 2, COLUMNS = 1, FOLDED = 4, BEFORE = 2;
+constexpr int ALONE = 2, TOGETHER = 2, COLUMNS = 1, FOLDED = 4, BEFORE = 2, PAIRED = 2;
 #endif
+
+// The sum of each of N vectors, as `sum` has it.
+template <int N>
+INLINE void sums_of(const f32x16* v, float* out) {
+#if defined(__AVX512F__)
+    if constexpr (N == LANES) {  // pairs of vectors become one, with half as many numbers of each
+        f32x16 x[N];
+        for (int i = 0; i < N; i++) x[i] = v[i];
+        for (int left = N, width = LANES / 2; width; left /= 2, width /= 2)
+            for (int i = 0; i < left / 2; i++) {
+                i32x16 low, high;
+                for (int lane = 0; lane < LANES; lane++) low[lane] = lane / width * 2 * width + lane % width;
+                high = low + width;
+                x[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], low) + __builtin_shuffle(x[2 * i], x[2 * i + 1], high);
+            }
+        return store(out, x[0]);
+    }
+#endif
+    for (int i = 0; i < N; i++) out[i] = sum(v[i]);
+}
 
 // Parts of a block that there is.
 struct Block {
@@ -48,20 +74,31 @@ struct Block {
     uint8_t* first;
     Block(const DeltaNet& net, int64_t block) : net(net), first(net.blocks + block * net.block_bytes) {}
     float* state(int64_t head) const { return (float*)(first + net.states) + head * net.key_dim * net.value_dim; }
-    float* keys(int64_t key_head) const {  // [key_dim, block_size]
-        return (float*)(first + net.keys) + key_head * net.key_dim * net.block_size;
+    float* keys(int64_t key_head) const {  // [block_size, key_dim]
+        return (float*)(first + net.keys) + key_head * net.block_size * net.key_dim;
     }
     float* updates(int64_t head) const {  // [block_size, value_dim]
         return (float*)(first + net.updates) + head * net.block_size * net.value_dim;
     }
-    float* decays(int64_t head) const { return (float*)(first + net.decays) + head * net.block_size; }
+    float* decays(int64_t head) const {  // [block_size, decay_dim]
+        return (float*)(first + net.decays) + head * net.block_size * net.decay_dim;
+    }
     template <class T>
     T* inputs(int64_t offset) const {
         return (T*)(first + net.inputs) + offset * net.channels;
     }
 };
 
+INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
+
+// log(1 + x) of numbers from 0 to 1, to about 1 ulp: 2 atanh(x / (2 + x)), as a series.
+INLINE f32x16 log1p(f32x16 x) {
+    const f32x16 z = x / (2.0f + x), square = z * z;
+    f32x16 series = splat(1.0f / 15.0f);
+    for (int odd = 13; odd > 0; odd -= 2) series = fma(series, square, splat(1.0f / (float)odd));
+    return 2.0f * z * series;
+}
 
 // -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -83,7 +120,7 @@ void mix(const DeltaNet& net, int64_t span, int64_t row, int64_t unit) {
         else
             seen[tap] = at < 0 ? nullptr : Block(net, table[at / size]).inputs<T>(at % size) + first;
     }
-    float* out = net.mixed + row * net.channels + first;
+    float* out = (is_key ? net.mixed_keys(unit) : net.mixed_values(unit - 2 * net.key_heads)) + row * dim;
     f32x16 squares = {};
     for (int64_t i = 0; i < dim; i += LANES) {
         f32x16 total = {};
@@ -103,48 +140,48 @@ void mix(const DeltaNet& net, int64_t span, int64_t row, int64_t unit) {
         const Block block(net, number);
         std::memcpy(block.inputs<T>(position % size) + first, x + row * width + first, dim * sizeof(T));
         if (is_key && unit >= net.key_heads)
-            for (int64_t a = 0; a < dim; a++) block.keys(unit - net.key_heads)[a * size + position % size] = out[a];
+            std::memcpy(block.keys(unit - net.key_heads) + position % size * dim, out, dim * sizeof(float));
     }
 }
 
 // Of each head of a row, how its state decays, and how far it is corrected.
 void rate(const DeltaNet& net, int64_t row) {
-    const float* ab = net.ab + row * 2 * net.heads;
-    float* out = net.rates + row * 2 * net.heads;
-    for (int64_t head = 0; head < net.heads; head += LANES) {
-        const int64_t left = net.heads - head;
-        f32x16 a = load_some(ab + head, left) + load_some(net.shift + head, left);
-        f32x16 small = exp(-select(less(a, splat(0.0f)), -a, a)), softplus = max(a, splat(0.0f));
-        for (int lane = 0; lane < LANES; lane++) softplus[lane] += (float)std::log1p((double)small[lane]);
-        store_some(out + head, load_some(net.decay + head, left) * softplus, left);
-        f32x16 b = load_some(ab + net.heads + head, left);
-        store_some(out + net.heads + head, 1.0f / (1.0f + exp(-b)), left);
+    const int64_t decays = net.heads * net.decay_dim;
+    const float* ab = net.ab + row * net.rate_columns();
+    float* out = net.rates + row * net.rate_columns();
+    for (int64_t i = 0; i < decays; i += LANES) {
+        const int64_t left = decays - i;
+        const f32x16 a = load_some(ab + i, left) + load_some(net.shift + i, left);
+        const f32x16 size = select(less(a, splat(0.0f)), -a, a), softplus = max(a, splat(0.0f)) + log1p(exp(-size));
+        store_some(out + i, load_some(net.decay + i, left) * softplus, left);
     }
+    for (int64_t i = 0; i < net.heads; i += LANES)
+        store_some(out + decays + i, sigmoid(load_some(ab + decays + i, net.heads - i)), net.heads - i);
 }
 
 // -- the rule -----------------------------------------------------------------------------------------------------
 
-// What a thread needs for one head: see `Tile`.
+INLINE int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
+
+// What a thread needs for one head: of the rows of a tile, keys and queries with the factors of the state or of the tile's
+// end, sums of decays, products with the state, updates; a state.
 struct Room {
-    float *keys, *weighted, *by_keys, *by_queries, *of_keys, *of_queries, *updates, *state;
+    float *keys, *queries, *sums, *decays, *of_keys, *of_queries, *updates, *state;
     Room(uint8_t* from, int64_t key_dim, int64_t width) {
         float* next = (float*)from;
         const auto take = [&](int64_t count) {
             float* part = next;
-            next += count;
+            next += padded(count);
             return part;
         };
-        keys = take(key_dim * TILE), weighted = take(key_dim * TILE);
-        by_keys = take(TILE * TILE), by_queries = take(TILE * TILE);
+        keys = take(key_dim * TILE), queries = take(key_dim * TILE), sums = take(key_dim * TILE), decays = take(key_dim);
         of_keys = take(TILE * width), of_queries = take(TILE * width), updates = take(TILE * width);
         state = take(key_dim * width);
     }
     static int64_t bytes(int64_t key_dim, int64_t width) {
-        return 4 * (2 * key_dim * TILE + 2 * TILE * TILE + 3 * TILE * width + key_dim * width);
+        return 4 * (3 * key_dim * TILE + padded(key_dim) + 3 * TILE * width + key_dim * width);
     }
 };
-
-INLINE int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
 // 16 numbers, of which `left` are there where they are not all.
 template <bool WHOLE>
@@ -194,24 +231,38 @@ void all_products(const float* m, int64_t stride, int64_t dim, const float* cons
         one(m, stride, dim, k + r, q + r, columns, out_k + r * out_stride, out_q + r * out_stride, out_stride);
 }
 
-// R rows of a state, decayed, and what the rows of a tile add: next[a][c] = decay * state[a][c] + sum_j w[a][j] * u[j][c].
+// Stores past the caches, whose lines need not be read for it, where the numbers lie in one line.
+INLINE void store_away(float* p, f32x16 v) {
+#if defined(__AVX512F__)
+    if ((uintptr_t)p % 64 == 0) return _mm512_stream_ps(p, (__m512)v);
+#endif
+    store(p, v);
+}
+
+INLINE void stored_away() {  // orders such stores before those that come after them
+#if defined(__AVX512F__)
+    _mm_sfence();
+#endif
+}
+
+// R rows of a state, decayed, and what the rows of a tile add: next[a][c] = decay[a] * state[a][c] + sum_j w[j][a] * u[j][c].
 template <int R, int V, bool WHOLE>
 void fold_part(const float* state, int64_t stride, const float* weights, const float* updates, int64_t updates_stride,
-                      float decay, int64_t columns, float* next, int64_t next_stride) {
+               const float* decay, int64_t dim, int64_t columns, float* next, int64_t next_stride, bool away) {
     f32x16 total[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++)
-            total[r][v] = decay * some<WHOLE>(state + r * stride + v * LANES, columns - v * LANES);
+            total[r][v] = decay[r] * some<WHOLE>(state + r * stride + v * LANES, columns - v * LANES);
     for (int64_t j = 0; j < TILE; j++)
         for (int v = 0; v < V; v++) {
             const f32x16 u = some<WHOLE>(updates + j * updates_stride + v * LANES, columns - v * LANES);
-            for (int r = 0; r < R; r++) total[r][v] = fma(splat(weights[r * TILE + j]), u, total[r][v]);
+            for (int r = 0; r < R; r++) total[r][v] = fma(splat(weights[j * dim + r]), u, total[r][v]);
         }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) {
             float* to = next + r * next_stride + v * LANES;
             if (WHOLE)
-                store(to, total[r][v]);
+                away ? store_away(to, total[r][v]) : store(to, total[r][v]);
             else if (columns > v * LANES)
                 store_some(to, total[r][v], columns - v * LANES);
         }
@@ -219,10 +270,10 @@ void fold_part(const float* state, int64_t stride, const float* weights, const f
 
 template <int R, int V>
 void fold_rows(const float* state, int64_t stride, const float* weights, const float* updates, int64_t updates_stride,
-               float decay, int64_t columns, float* next, int64_t next_stride) {
+               const float* decay, int64_t dim, int64_t columns, float* next, int64_t next_stride, bool away) {
     for (int64_t c = 0; c < columns; c += V * LANES) {
         const auto part = columns - c >= V * LANES ? fold_part<R, V, true> : fold_part<R, V, false>;
-        part(state + c, stride, weights, updates + c, updates_stride, decay, columns - c, next + c, next_stride);
+        part(state + c, stride, weights, updates + c, updates_stride, decay, dim, columns - c, next + c, next_stride, away);
     }
 }
 
@@ -240,11 +291,88 @@ INLINE void before(const float* updates, int64_t stride, int64_t rows, const flo
     }
 }
 
-// One head's columns `first` .. `first + width - 1` of one span.
-void rule(const DeltaNet& net, int64_t span, int64_t head, int64_t first, int64_t width, const Room& room) {
+// What the keys of some rows, whose decays stand at `sums`, are to a key and a query at `to`: products of two keys, or of a
+// query and a key. A decay of its own for each number of a key stands in the product, one for all of them before it.
+template <bool EACH>
+INLINE void pairs(const float* const* keys, const float* const* sums, const float* to, const float* k, const float* q,
+                  int64_t dim, float* seen, float* read) {
+    f32x16 of_both[2 * PAIRED] = {};
+    for (int64_t a = 0; a < dim; a += LANES) {
+        const f32x16 own = load_some(k + a, dim - a), query = load_some(q + a, dim - a);
+        for (int j = 0; j < PAIRED; j++) {
+            f32x16 key = load_some(keys[j] + a, dim - a);
+            if (EACH) key *= exp(load_some(to + a, dim - a) - load_some(sums[j] + a, dim - a));
+            of_both[j] = fma(own, key, of_both[j]);
+            of_both[PAIRED + j] = fma(query, key, of_both[PAIRED + j]);
+        }
+    }
+    float totals[2 * PAIRED];
+    sums_of<2 * PAIRED>(of_both, totals);
+    for (int j = 0; j < PAIRED; j++) seen[j] = totals[j], read[j] = totals[PAIRED + j];
+}
+
+// The weights of a tile's rows 0 .. i for row i, to its key (`seen`) and to its query (`read`). What comes after them in these
+// has no meaning.
+template <bool EACH>
+void weigh(const float* const* keys, const float* sums, int64_t i, const float* q, int64_t dim, float* seen, float* read) {
+    const float* there[PAIRED];
+    const float* decays[PAIRED] = {};
+    for (int64_t j = 0; j <= i; j += PAIRED) {
+        for (int64_t row = 0; row < PAIRED; row++) {
+            there[row] = keys[std::min(j + row, i)];
+            if (EACH) decays[row] = sums + std::min(j + row, i) * dim;
+        }
+        pairs<EACH>(there, decays, sums + i * dim, keys[i], q, dim, seen + j, read + j);
+    }
+    if (EACH) return;
+    const f32x16 since = exp(splat(sums[i]) - load(sums));
+    store(seen, load(seen) * since), store(read, load(read) * since);
+}
+
+// e^(to - sums), where a head's sum of decays (one number, or one for each of `dim`) stands at either: of `dim` numbers, to
+// `out`. Without `sums`, e^to.
+INLINE void decays_of(const float* to, const float* sums, int64_t decay_dim, int64_t dim, float* out) {
+    if (decay_dim == 1) {
+        const f32x16 all = exp(splat(sums ? *to - *sums : *to));
+        for (int64_t a = 0; a < padded(dim); a += LANES) store(out + a, all);
+        return;
+    }
+    for (int64_t a = 0; a < dim; a += LANES) {
+        const f32x16 end = load_some(to + a, dim - a);
+        store(out + a, exp(sums ? end - load_some(sums + a, dim - a) : end));
+    }
+}
+
+// out = factors * row, `dim` numbers.
+INLINE void scale(const float* row, const float* factors, int64_t dim, float* out) {
+    for (int64_t a = 0; a < dim; a += LANES) store_some(out + a, load_some(row + a, dim - a) * load(factors + a), dim - a);
+}
+
+// Some columns of a head of a span.
+struct Part {
+    int64_t span, head, first, width;
+};
+
+// Asks for the rows of a tile that is begun: few lines, which would be waited for one by one. (States come fast enough.)
+INLINE void expect(const DeltaNet& net, const Part& part) {
+    const auto ask = [](const float* rows, int64_t count, int64_t stride, int64_t width) {
+        for (int64_t row = 0; row < count; row++)
+            for (int64_t c = 0; c < width; c += LANES) __builtin_prefetch(rows + row * stride + c, 0, 2);
+    };
+    const int64_t size = net.block_size, *table = net.tables + part.span * net.table_width;
+    const int64_t start = net.context_lens[part.span] - (net.row_starts[part.span + 1] - net.row_starts[part.span]);
+    const int64_t old = start % TILE, offset = start % size - old, key_head = part.head / (net.heads / net.key_heads);
+    if (old == 0) return;
+    const Block block(net, table[start / size]);
+    ask(block.updates(part.head) + offset * net.value_dim + part.first, old, net.value_dim, part.width);
+    ask(block.keys(key_head) + offset * net.key_dim, old, net.key_dim, net.key_dim);
+}
+
+void rule(const DeltaNet& net, const Part& part, const Part* next_part, const Room& room) {
+    const int64_t span = part.span, head = part.head, first = part.first, width = part.width;
     const int64_t begin = net.row_starts[span], count = net.row_starts[span + 1] - begin, size = net.block_size;
-    const int64_t dim = net.key_dim, stride = padded(width), values = net.value_dim;
-    const int64_t end = net.context_lens[span], start = end - count, each = net.heads / net.key_heads, key_head = head / each;
+    const int64_t dim = net.key_dim, stride = padded(width), values = net.value_dim, decay_dim = net.decay_dim;
+    const int64_t end = net.context_lens[span], start = end - count, key_head = head / (net.heads / net.key_heads);
     const int64_t* table = net.tables + span * net.table_width;
     const int64_t from = start / size * size;
     const float* state = room.state;
@@ -259,36 +387,39 @@ void rule(const DeltaNet& net, int64_t span, int64_t head, int64_t first, int64_
         const int64_t old = std::clamp<int64_t>(start - tile, 0, TILE), rows = std::min(end - tile, TILE), offset = tile % size;
         const int64_t there = table[tile / size];
         const Block block(net, there);
-        f32x16 sums = {};
-        if (old) {
-            for (int64_t a = 0; a < dim; a++) store(room.keys + a * TILE, load(block.keys(key_head) + a * size + offset));
-            for (int64_t j = 0; j < old; j++)
-                for (int64_t c = 0; c < width; c += LANES)
-                    store(room.updates + j * stride + c, load_some(block.updates(head) + (offset + j) * values + first + c, width - c));
-            sums = load_some(block.decays(head) + offset, old);
+        const float *k[TILE], *q[TILE], *state_k[TILE], *state_q[TILE];
+        float *sums = room.sums, *own_decays = block.decays(head) + offset * decay_dim;
+        for (int64_t j = 0; j < old; j++) {
+            k[j] = block.keys(key_head) + (offset + j) * dim;
+            for (int64_t c = 0; c < width; c += LANES)
+                store(room.updates + j * stride + c, load_some(block.updates(head) + (offset + j) * values + first + c, width - c));
         }
-        const float *k[TILE], *q[TILE];
+        std::memcpy(sums, own_decays, old * decay_dim * sizeof(float));
         for (int64_t i = old; i < rows; i++) {
             const int64_t row = begin + tile + i - start;
-            q[i] = net.mixed + row * net.channels + key_head * dim;
-            k[i] = q[i] + net.key_heads * dim;
-            for (int64_t a = 0; a < dim; a++) room.keys[a * TILE + i] = k[i][a];
-            sums[i] = net.rates[row * 2 * net.heads + head] + (i ? sums[i - 1] : 0.0f);
+            q[i] = net.mixed_keys(key_head) + row * dim;
+            k[i] = net.mixed_keys(net.key_heads + key_head) + row * dim;
+            const float* rates = net.rates + row * net.rate_columns() + head * decay_dim;
+            for (int64_t d = 0; d < decay_dim; d++)
+                sums[i * decay_dim + d] = rates[d] + (i ? sums[(i - 1) * decay_dim + d] : 0.0f);
+            state_k[i] = room.keys + i * dim, state_q[i] = room.queries + i * dim;
+            decays_of(sums + i * decay_dim, nullptr, decay_dim, dim, room.decays);
+            scale(k[i], room.decays, dim, room.keys + i * dim);
+            scale(q[i], room.decays, dim, room.queries + i * dim);
         }
-        if (old < rows) {
-            all_products(room.keys, TILE, dim, k + old, q + old, rows - old, TILE, room.by_keys + old * TILE,
-                         room.by_queries + old * TILE, TILE);
-            all_products(state, state_stride, dim, k + old, q + old, rows - old, width, room.of_keys + old * stride,
+        if (old < rows)
+            all_products(state, state_stride, dim, state_k + old, state_q + old, rows - old, width, room.of_keys + old * stride,
                          room.of_queries + old * stride, stride);
-        }
+        if (next_part && tile + TILE >= end) expect(net, *next_part);
         for (int64_t i = old; i < rows; i++) {
             const int64_t row = begin + tile + i - start;
-            const f32x16 since = exp(splat(sums[i]) - sums);
-            const float decay = exp(splat(sums[i]))[0], beta = net.rates[(row * 2 + 1) * net.heads + head];
+            const float beta = net.rates[row * net.rate_columns() + net.heads * decay_dim + head];
             float seen[TILE], read[TILE];
-            store(seen, load(room.by_keys + i * TILE) * since);
-            store(read, load(room.by_queries + i * TILE) * since);
-            const float* v = net.mixed + row * net.channels + 2 * net.key_heads * dim + head * values + first;
+            if (decay_dim == 1)
+                weigh<false>(k, sums, i, q[i], dim, seen, read);
+            else
+                weigh<true>(k, sums, i, q[i], dim, seen, read);
+            const float* v = net.mixed_values(head) + row * values + first;
             float* out = net.results + (row * net.heads + head) * values + first;
             f32x16 knowns[BEFORE], results[BEFORE];
             for (int64_t c = 0; c < width; c += LANES) {
@@ -301,36 +432,37 @@ void rule(const DeltaNet& net, int64_t span, int64_t head, int64_t first, int64_
                         for (int64_t v = 0; c + v * LANES < width; v++)
                             before<1>(rows_before + v * LANES, stride, i, seen, read, knowns + v, results + v);
                 }
-                const f32x16 known = knowns[place];
-                f32x16 result = results[place];
-                f32x16 update = load_some(v + c, width - c) - decay * load(room.of_keys + i * stride + c) - known;
+                f32x16 update = load_some(v + c, width - c) - load(room.of_keys + i * stride + c) - knowns[place];
                 update = update * beta;
                 store(room.updates + i * stride + c, update);
-                result = fma(splat(read[i]), update, result);
-                result = fma(splat(decay), load(room.of_queries + i * stride + c), result);
-                store_some(out + c, result, width - c);
+                const f32x16 result = fma(splat(read[i]), update, results[place]);
+                store_some(out + c, result + load(room.of_queries + i * stride + c), width - c);
                 if (there) store_some(block.updates(head) + (offset + i) * values + first + c, update, width - c);
             }
         }
-        if (there && old < rows) {
-            for (int64_t i = old; i < rows && first == 0; i++) block.decays(head)[offset + i] = sums[i];
-        }
+        if (there && old < rows && first == 0)
+            std::memcpy(own_decays + old * decay_dim, sums + old * decay_dim, (rows - old) * decay_dim * sizeof(float));
         if (rows < TILE) break;
-        const f32x16 left = exp(splat(sums[TILE - 1]) - sums);
-        const float decay = exp(splat(sums[TILE - 1]))[0];
+        const float* total = sums + (TILE - 1) * decay_dim;
+        for (int64_t j = 0; j < TILE; j++) {
+            decays_of(total, sums + j * decay_dim, decay_dim, dim, room.decays);
+            scale(k[j], room.decays, dim, room.keys + j * dim);
+        }
+        decays_of(total, nullptr, decay_dim, dim, room.decays);
         float* next = room.state;
         int64_t next_stride = stride;
         if (there && old < TILE && (tile + TILE) % size == 0) next = block.state(head) + first, next_stride = values;
-        for (int64_t a = 0; a < dim; a++) store(room.weighted + a * TILE, load(room.keys + a * TILE) * left);
+        const bool away = next != room.state && tile + TILE >= end;  // the next who reads it is another step
         const auto fold = [&](auto rows_of, int64_t a, int64_t step) {
-            rows_of(state + a * state_stride, state_stride, room.weighted + a * TILE, room.updates, stride, decay, width,
-                    next + a * next_stride, next_stride);
+            rows_of(state + a * state_stride, state_stride, room.keys + a, room.updates, stride, room.decays + a, dim, width,
+                    next + a * next_stride, next_stride, away);
             return a + step;
         };
         int64_t a = 0;
         while (a + FOLDED <= dim) a = fold(fold_rows<FOLDED, COLUMNS>, a, FOLDED);
         while (a < dim) a = fold(fold_rows<1, COLUMNS>, a, 1);
         state = next, state_stride = next_stride;
+        if (away) stored_away();
     }
 }
 
@@ -351,7 +483,8 @@ void finish(const DeltaNet& net, int64_t row, int64_t head) {
     for (int64_t i = 0; i < size; i += LANES) {
         const int64_t left = size - i;
         f32x16 v = load_some(x + i, left) * scale * load_some(net.norm + i, left);
-        store_some(out + i, v * silu(load_some(gate + i, left)), left);
+        const f32x16 through = load_some(gate + i, left);
+        store_some(out + i, v * (net.sigmoid ? sigmoid(through) : silu(through)), left);
     }
 }
 
@@ -374,11 +507,16 @@ void delta_net(const DeltaNet& net) {
         mix<T>(net, span_of(row), row, item % units);
         if (item % units == 0) rate(net, row);
     });
-    parallel(net.spans * net.heads * parts, ONE_BY_ONE, threads(), [&](int64_t from, int64_t to, int thread) {
+    const int64_t all = net.spans * net.heads * parts;
+    const auto part_of = [&](int64_t item) {
+        const int64_t first = item % parts * width, head = item / parts;
+        return Part{head / net.heads, head % net.heads, first, std::min(width, net.value_dim - first)};
+    };
+    parallel(all, ONE_BY_ONE, threads(), [&](int64_t from, int64_t to, int thread) {
         const Room room(net.scratch + thread * net.scratch_bytes, net.key_dim, padded(net.value_dim));
         for (int64_t item = from; item < to; item++) {
-            const int64_t first = item % parts * width, head = item / parts % net.heads;
-            rule(net, item / parts / net.heads, head, first, std::min(width, net.value_dim - first), room);
+            const Part next = item + 1 < all ? part_of(item + 1) : Part{};
+            rule(net, part_of(item), item + 1 < all ? &next : nullptr, room);
         }
     });
     parallel_each(net.tokens * net.heads, {64}, [&](int64_t item) { finish<T>(net, item / net.heads, item % net.heads); });
