@@ -207,3 +207,39 @@ def test_what_does_not_fit_is_refused() -> None:
     batch.block_tables[0, 0] = kv.num_blocks
     with pytest.raises(ValueError, match=f"the cache has 0 to {kv.num_blocks - 1}"):
         kernels.attend(q, kv, batch, LAYER, 1.0, None)
+
+
+def seen_both_ways(request: Request, window: int | None) -> torch.Tensor:
+    """The definition, in float64: each row sees all keys, or those less than a window away."""
+    q, k, v = (tensor.double() for tensor in (request.q, request.k, request.v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    apart = torch.arange(len(q)).unsqueeze(1) - torch.arange(len(q))
+    if window is not None:
+        scores = scores.masked_fill(apart.abs() >= window, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_prompts_see_what_follows_and_not_their_company(
+    kernels: CpuKernels, dtype: torch.dtype, window: int | None
+) -> None:
+    shape, size, lengths = (4, 2, 24), 16, (1, 17, 128, 300, 129)
+    requests = [Request(length, shape, dtype, seed) for seed, length in enumerate(lengths)]
+    counts = [-(-length // size) for length in lengths]
+    kv = poisoned_cache(sum(counts) + 1, shape, size, dtype, "auto")
+    tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+    spans = [(0, length) for length in lengths]
+    batch, q = batch_of(spans, tables, size), torch.cat([request.q for request in requests])
+    store_kv(torch.cat([r.k for r in requests]), torch.cat([r.v for r in requests]), kv, batch, LAYER)
+
+    def attend(used: Kernels, q: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        return used.attend(q, kv, batch, LAYER, shape[2] ** -0.5, window, causal=False).view(q.shape)
+
+    for used in (kernels, Kernels()):
+        together = attend(used, q, batch).split(lengths)
+        for request, table, span, out in zip(requests, tables, spans, together, strict=True):
+            last_place = 2**-8 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(out.double(), seen_both_ways(request, window), atol=4 * last_place, rtol=0)
+            assert torch.equal(attend(used, request.q, batch_of([span], [table], size)), out)

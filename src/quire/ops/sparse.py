@@ -21,8 +21,8 @@ from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KEY, KVCache
 from quire.ops.ragged import RaggedBatch
 
-TILES = 16
-"""Key tiles that are scored at once. Does not change bits."""
+PRODUCT_BYTES = 4 * 2**20
+"""About how much memory the products have that are made at once. Does not change bits."""
 
 SCORE_BYTES = 64 * 2**20
 """Most memory of the scores that are sorted at once, with their order. Does not change bits."""
@@ -63,7 +63,13 @@ class Split:
 
 
 def split(batch: RaggedBatch, top: int) -> Split:
-    """Rows that see at most `top` positions, and the others."""
+    """Rows that see at most `top` positions, and the others.
+
+    Raises:
+        ValueError: rows are in trees.
+    """
+    if batch.trees is not None:
+        raise ValueError("rows of trees have no sparse attention")
     spans, beyond, whole, rows, starts = [], [], [], [], [0]
     for span, context in enumerate(batch.context_lens):
         first, last = batch.row_starts[span : span + 2]
@@ -141,11 +147,12 @@ def _scores(q: torch.Tensor, weights: torch.Tensor, by_tile: torch.Tensor) -> to
         part = q[first : first + at_once].reshape(-1, width)
         padded = part.new_zeros(-(-len(part) // multiple) * multiple, width)
         padded[: len(part)] = part
-        for tile in range(0, len(by_tile), TILES):
-            keys = by_tile[tile : tile + TILES]
+        tiles = max(1, PRODUCT_BYTES // (4 * KEY_TILE * len(padded)))
+        for tile in range(0, len(by_tile), tiles):
+            keys = by_tile[tile : tile + tiles]
             products = torch.bmm(padded.expand(len(keys), -1, -1), keys)[:, : len(part)].relu_()
             products = products.view(len(keys), -1, heads, KEY_TILE)
-            into = scores[first : first + at_once].view(-1, len(by_tile), KEY_TILE)[:, tile : tile + TILES]
+            into = scores[first : first + at_once].view(-1, len(by_tile), KEY_TILE)[:, tile : tile + tiles]
             for head in range(heads):  # element by element, so in one order
                 weighted = products[:, :, head] * weights[first : first + at_once, head].view(1, -1, 1)
                 into += weighted.transpose(0, 1)
