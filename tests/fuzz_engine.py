@@ -67,6 +67,13 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "latent": lambda folder: save_with_mtp(folder, q_lora_rank=32, v_head_dim=16),  # sizes that int4 divides
     "sparse": lambda folder: save_with_mtp(folder, "deepseek_v32", q_lora_rank=32, v_head_dim=16, index_topk=40),
 }
+RECURRENT: dict[str, Callable[[Path], object]] = {
+    "convolutions": lambda folder: save_checkpoint(folder, "lfm2_moe", dtype=torch.bfloat16),
+    "states": lambda folder: save_checkpoint(
+        folder, "nemotron_h", dtype=torch.bfloat16, moe_latent_size=32, mamba_head_dim=16
+    ),
+}
+MODELS |= RECURRENT
 DRAFT_MODELS: dict[str, Callable[[Path], object]] = {
     "draft_model": lambda folder: save_checkpoint(folder, "llama", num_hidden_layers=1),
     "eagle": lambda folder: write(folder, eagle_tensors()),
@@ -103,7 +110,7 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
 }
 """What must change no bit."""
 
-WITH_EXPERTS = ("experts", "latent", "sparse")
+WITH_EXPERTS = ("experts", "latent", "sparse", *RECURRENT)
 WITHOUT_TREES = ("sparse",)
 
 POOLS = (0, 0, 0, 2, 30)
@@ -142,7 +149,8 @@ def fit(switches: dict[str, Any], model: str) -> None:
     if model not in WITH_EXPERTS:
         switches.pop("enable_expert_parallel", None)
         switches.pop("data_parallel_size", None)
-    if "data_parallel_size" in switches or "window" in model or switches["prefix_cache"] == "off":
+    without_tiers = "window" in model or model in RECURRENT
+    if "data_parallel_size" in switches or without_tiers or switches["prefix_cache"] == "off":
         switches.pop("host_kv_memory", None)
 
 
@@ -200,7 +208,8 @@ class Fuzz:
         numbers = merged({name: luck(name).choice(each) for name, each in NUMBERS.items()})
         switches = merged({name: luck(name).choice(each) for name, each in SWITCHES.items()})
         spec, _ = luck("drafts").choice([each for each in DRAFTS if each[1] in ("", model)])
-        if spec and not ("tree_width" in spec and model in WITHOUT_TREES):
+        refused = "tree_width" in spec and model in WITHOUT_TREES
+        if spec and not refused and not (spec.get("model") == "itself" and model in RECURRENT):
             switches["speculative_config"] = {"adaptive": False, **spec, **self._draft_model(spec, model)}
         fit(switches, model)
         switches["num_kv_blocks"] = 1 + CONTEXT // switches["block_size"] + 1 + luck("pool").choice(POOLS)

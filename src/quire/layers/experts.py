@@ -61,6 +61,11 @@ class ExpertsConfig:
     scales: bool = False
     latent: int = 0
 
+    @property
+    def first(self) -> tuple[str, ...]:
+        """Names of an expert's weights that read its input."""
+        return (self.names.up,) if self.activation in WITHOUT_GATE else (self.names.gate, self.names.up)
+
     def tensor_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The tensors of a layer's experts by name, with their shapes."""
         block, names, inner, read = self.names.block, self.names, self.intermediate_size, self.latent or hidden
@@ -69,11 +74,10 @@ class ExpertsConfig:
             shapes[f"{block}.gate.e_score_correction_bias"] = (self.routing.num_experts,)
         for expert in range(self.routing.num_experts):
             prefix = f"{block}.experts.{expert}."
-            first = (names.gate, names.up) if self.activation not in WITHOUT_GATE else (names.up,)
-            shapes |= {f"{prefix}{name}.weight": (inner, read) for name in first}
+            shapes |= {f"{prefix}{name}.weight": (inner, read) for name in self.first}
             shapes[f"{prefix}{names.down}.weight"] = (read, inner)
             if self.bias:
-                shapes |= {f"{prefix}{name}.bias": (inner,) for name in first}
+                shapes |= {f"{prefix}{name}.bias": (inner,) for name in self.first}
                 shapes[f"{prefix}{names.down}.bias"] = (read,)
         if self.bias:
             shapes[f"{block}.gate.bias"] = (self.routing.num_experts,)
@@ -265,8 +269,7 @@ def first_slots(experts: int, slots: int) -> tuple[int, ...]:
 
 def _first(prefix: str, config: ExpertsConfig) -> tuple[str, ...]:
     """The weights of an expert that read its input."""
-    names = (config.names.gate, config.names.up) if config.activation not in WITHOUT_GATE else (config.names.up,)
-    return tuple(prefix + name for name in names)
+    return tuple(prefix + name for name in config.first)
 
 
 def _whole(weights: LayerWeights, prefix: str, config: ExpertsConfig) -> tuple[Product, Product]:

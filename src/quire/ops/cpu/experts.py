@@ -168,7 +168,7 @@ class CpuExperts:
         self._inner = share_of(shared) if isinstance(shared, Gather) else Share(0, out.in_features, out.in_features)
         self._slots = _described(shared) if isinstance(shared, ExpertSlots) else None
         self._count = len(shared.replicas) if isinstance(shared, ExpertSlots) else len(out)
-        halves = 2 if activation not in WITHOUT_GATE else 1
+        halves = 1 if activation in WITHOUT_GATE else 2
         wanted = len(out) if self._slots is None else self._slots.own, halves * self._inner.own
         whole = isinstance(shared, Gather) or up.in_features == out.out_features
         if (len(out), up.out_features) != wanted or len(up) != len(out) or not whole:

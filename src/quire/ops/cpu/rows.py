@@ -89,7 +89,7 @@ def relu2(lib: Library, x: torch.Tensor) -> torch.Tensor:
 def _gate(lib: Library, x: torch.Tensor, activation: Activation) -> torch.Tensor:
     x = x.contiguous()
     rows, width = x.shape
-    size = width // 2 if activation not in WITHOUT_GATE else width
+    size = width if activation in WITHOUT_GATE else width // 2
     out = x.new_empty(rows, size)
     lib.gate(ACTIVATIONS[activation], DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, size)
     return out
