@@ -14,7 +14,7 @@ from quire.ops import KVCache, RaggedBatch, paged_attention, store_kv
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import attention, splits
-from tests.test_cpu_attention import LAYER, Request, Span, batch_of, poisoned_cache
+from tests.test_cpu_attention import LAYER, Request, Span, batch_of, poisoned_cache, seen_both_ways
 from tests.triton_compile import compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -128,6 +128,22 @@ def test_without_the_contract_tiles_suit_the_step(spans: list[Span]) -> None:
     assert attention._make_plan(q, kv, batch.spans, None, True).rows == 64
     exact = paged_attention(q, kv, batch_of(spans, tables, 16), LAYER, 0.125, None).flatten(1)
     torch.testing.assert_close(attend(q, kv, batch, None, deterministic=False), exact, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_whole_prompts_see_what_follows_and_not_their_company(window: int | None) -> None:
+    lengths, size = (1, 17, 150, 290), 32
+    requests = [Request(length, (4, 2, 24), torch.float32, seed=length) for length in lengths]
+    kv, tables = stored(requests, size, "auto")
+
+    def both_ways(q: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        return attention.attend(q, kv, batch, LAYER, 24**-0.5, window, True, causal=False).view(q.shape)
+
+    batch = on_device([(0, length) for length in lengths], tables, size, (0, 2))
+    together = both_ways(torch.cat([r.q for r in requests]), batch).split(lengths)
+    for request, table, out in zip(requests, tables, together, strict=True):
+        torch.testing.assert_close(out.double(), seen_both_ways(request, window), atol=2e-6, rtol=0)
+        assert torch.equal(both_ways(request.q, on_device([(0, len(request.q))], [table], size)), out)
 
 
 LENGTH = 290
@@ -325,19 +341,22 @@ def test_a_batch_whose_spans_are_on_the_host_is_refused() -> None:
 
 
 def launch_all() -> None:
-    """Decoding of Qwen3-0.6B and a prompt of Qwen3-14B; called where kernels are compiled."""
+    """Decoding of Qwen3-0.6B, prompts of Qwen3-14B and of what sees both ways; called where kernels are compiled."""
 
-    def launch(heads: int, rows: int, spans: int, deterministic: bool, how: KVCacheDtype = "auto") -> None:
+    def launch(
+        heads: int, rows: int, spans: int, deterministic: bool, how: KVCacheDtype = "auto", causal: bool = True
+    ) -> None:
         kv = KVCache(2, 28, 8, 128, 16, torch.bfloat16, how)
         q = torch.empty(rows, heads + 16, 128, dtype=torch.bfloat16)[:, :heads]
         tables = [torch.zeros(2560, dtype=torch.int64)] * spans
         batch = on_device([(0, rows // spans)] * spans, tables, 16)
-        attention.attend(q, kv, batch, LAYER, 0.1, None, deterministic)
+        attention.attend(q, kv, batch, LAYER, 0.1, None, deterministic, None, causal)
 
     launch(16, 4, 4, True)
     launch(16, 4, 4, False)
     launch(40, 2048, 1, False)
     launch(16, 4, 4, True, "fp8")
+    launch(16, 512, 2, True, causal=False)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +366,7 @@ def test_kernels_compile_for_gpus(arch: int) -> None:
     found = compile_all("tests.test_triton_attention", arch)
     instruction = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[arch]
     kernels = [use for use in found if use["kernel"] == "_attend"]
-    wide, narrow, prompt, fp8 = kernels
+    wide, narrow, prompt, fp8, _ = kernels
     assert narrow["matrix"] == ["mma.sync"]
     assert all(use["matrix"] == [instruction] for use in kernels if use is not narrow)
     # Where a row's totals and its split's outputs do not fit beside each other, totals are spilled: loads and

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 from benchmarks.replay import ReplayProposer
 
 from quire.config import EngineConfig
+from quire.core.pooling import PoolingParams
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span
@@ -31,7 +33,8 @@ from quire.runner.draft_context import DraftContext
 from quire.runner.proposer import Branch, Drafts, Proposer, Row, Wanted
 from quire.runner.sampler import Sampler
 from tests.devices import DelayedDevice, on_device
-from tests.oracle import VOCAB, save_checkpoint
+from tests.oracle import VOCAB, load_reference, save_checkpoint
+from tests.test_pooling import embedding_gemma
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 MAX_TOKENS = 3
@@ -241,3 +244,31 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "TREE_SIZE", 6)
     for check in self_test.run(TritonKernels("cpu", deterministic=True)):
         assert check.passed, check
+
+
+def test_whole_prompts_that_see_both_ways_are_pooled_as_each_alone(tmp_path: Path) -> None:
+    folder, whole = str(embedding_gemma(tmp_path, window=10)), {"max_num_batched_tokens": 40}
+    engine = start(folder, {}, cuda_graphs="off", **whole)
+    alone = [pooled(engine, [index])[0] for index in range(4)]
+    assert pooled(start(folder, {}, check_invariants=True, block_size=32, **whole), [3, 1, 0, 2]) == [
+        alone[index] for index in (3, 1, 0, 2)
+    ]
+    reference = load_reference(Path(folder))
+    for prompt, sums in zip(prompts(), alone, strict=True):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(torch.tensor(sums, dtype=torch.float32), expected, atol=1e-4, rtol=0)
+
+
+def pooled(engine: Engine, indices: list[int]) -> list[list[float]]:
+    """The mean of each prompt's hidden states."""
+    found: dict[int, list[float]] = {}
+    params = SamplingParams(max_tokens=0, seed=0, speculate=False).resolved()
+    for index in indices:
+        engine.add(Request(index, prompts()[index], params, max_tokens=0, pooling=PoolingParams("mean")))
+    while not engine.idle:
+        for update in engine.step():
+            assert update.error is None
+            if update.pooled is not None:
+                found[update.request] = update.pooled
+    return [found[index] for index in indices]

@@ -149,8 +149,6 @@ def build_model(
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     if config.recurrent is not None and kernels.reads_spans and not isinstance(config.recurrent, DeltaNetConfig):
         raise ConfigError("models with short convolutions or Mamba layers run on a CPU alone so far; set device to cpu")
-    if not config.layer.causal and kernels.reads_spans:
-        raise ConfigError("models whose attention goes both ways run on a CPU alone so far; set device to cpu")
     if config.layer.index is not None and kernels.reads_spans:
         raise ConfigError("models with sparse attention run on a CPU alone so far; set device to cpu")
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)

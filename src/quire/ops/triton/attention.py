@@ -145,6 +145,20 @@ def _take_in(
 
 
 @triton.jit
+def _within(key, position, high, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """Whether rows at positions [ROWS, 1] see keys [1, KEYS], of which there are `high`."""
+    if CAUSAL:
+        seen = key <= position
+        if WINDOW:
+            seen &= key > position - WINDOW
+    else:
+        seen = (key < high) & (position >= 0)
+        if WINDOW:
+            seen &= (key > position - WINDOW) & (key < position + WINDOW)
+    return seen
+
+
+@triton.jit
 def _begin(sinks, head):
     """Maximum and sum of rows of the query heads `head` before their first split: those of the sinks, if any."""
     top = tl.full(head.shape, LOWEST, tl.float32)
@@ -189,6 +203,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -211,6 +226,11 @@ def _attend(
         base, low, high, first_split, last_split = reach(
             start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
         )
+        if not CAUSAL:  # rows see up to their span's end, or as far ahead as back
+            high = start + span_last - first_row
+            if WINDOW:
+                high = tl.minimum(high, start + tokens + WINDOW - 1)
+            last_split = tl.cdiv(high, SPLIT)
         last_split = tl.where(tokens > 0, last_split, first_split)
         if listed >= 0:
             first_split += listed
@@ -247,9 +267,7 @@ def _attend(
                 there = (key >= low) & (key < high)
                 plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
                 block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-                seen = key[None, :] <= position
-                if WINDOW:
-                    seen &= key[None, :] > position - WINDOW
+                seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
                 top, total, out = _take_in(
                     *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
                     *(HEAD_DIM, PLANE, QUANTIZED, DIM),
@@ -345,13 +363,15 @@ class _Plan(NamedTuple):
     splits: Splits
 
 
-def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, deterministic: bool) -> _Plan:
+def _make_plan(
+    q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, deterministic: bool, causal: bool = True
+) -> _Plan:
     tokens, heads, head_dim = q.shape
     count, group = len(spans.starts), heads // kv.kv_heads
     dim = max(16, _power_of_two(head_dim))
     head_bytes = dim * q.element_size()
     rows = _row_tile(group, -(-tokens // count) * group, head_bytes, deterministic)
-    short = min(SHORT, rows // group, max(1, tokens // count))
+    short = min(SHORT, rows // group, max(1, tokens // count)) if causal else 0  # whole prompts are long
     return _Plan(
         rows=rows,
         keys=min(64, max(16, TILE_BYTES // head_bytes)),
@@ -390,6 +410,7 @@ def attend(
     window: int | None,
     deterministic: bool,
     sinks: torch.Tensor | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """See `Kernels.attend`; reads `batch.spans`. Rows of padding are not written.
 
@@ -405,8 +426,8 @@ def attend(
     if spans is None:
         raise ValueError("this batch's spans are not on the device")
     tokens, heads, head_dim = q.shape
-    key = ("triton attention", q.shape, q.dtype, kv.kv_heads, window, deterministic)
-    plan = batch.once(key, lambda: _make_plan(q, kv, spans, window, deterministic))
+    key = ("triton attention", q.shape, q.dtype, kv.kv_heads, window, deterministic, causal)
+    plan = batch.once(key, lambda: _make_plan(q, kv, spans, window, deterministic, causal))
     splits, count = plan.splits, len(spans.starts)
     result = q.new_empty(tokens, heads * head_dim)
     shape: dict[str, Any] = {
@@ -444,6 +465,7 @@ def attend(
         PLANE=kv.numbers.stride(3),
         BLOCK_SIZE=kv.block_size,
         WINDOW=window or 0,
+        CAUSAL=causal,
         SPLIT=splits.keys,
         ROWS=plan.rows,
         KEYS=plan.keys,

@@ -127,9 +127,7 @@ class TritonKernels(Kernels):
         sinks: torch.Tensor | None = None,
         causal: bool = True,
     ) -> torch.Tensor:
-        if not causal:
-            raise ValueError("attention to what follows has no kernel on a GPU yet")
-        return attention.attend(q, kv, batch, layer, scale, window, self.deterministic, sinks)
+        return attention.attend(q, kv, batch, layer, scale, window, self.deterministic, sinks, causal)
 
     # -- mixture of experts --------------------------------------------------------------------------------
 

@@ -187,10 +187,11 @@ def list_splits(
 
     Args:
         programs: that each item is for: one a group of heads.
+        short: 0: no span is listed.
     """
     count = len(spans.starts)
     slots = most_splits(spans, block_size, window, short)
-    room = min(count * slots, SCRATCH_BYTES // (4 * short * heads * (head_dim + 2))) if slots > 1 else 0
+    room = min(count * slots, SCRATCH_BYTES // (4 * short * heads * (head_dim + 2))) if slots > 1 and short else 0
     workers = min(room, -(-PROGRAMS // programs))
     before = spans.row_starts.new_zeros(count + 1)
     if workers:
