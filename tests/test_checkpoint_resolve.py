@@ -24,8 +24,13 @@ FILES = {
     "pytorch_model.bin": b"not wanted",
     "consolidated.safetensors": b"the weights again",
     "original/params.json": b"not wanted",
+    "8bit/model.safetensors": b"not wanted",
+    "1_Pooling/config.json": b"{}",
+    "1_Pooling/old/config.json": b"not wanted",
+    "10_Dense/model.safetensors": b"of a module",
 }
-WANTED = {"config.json", "model.safetensors", "chat_template.jinja", "merges.txt"}
+WANTED = {"config.json", "model.safetensors", "chat_template.jinja", "merges.txt", "1_Pooling/config.json"}
+WANTED |= {"10_Dense/model.safetensors"}
 
 
 class Hub(BaseHTTPRequestHandler):

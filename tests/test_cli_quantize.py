@@ -15,7 +15,7 @@ def test_a_quantized_folder_is_used_like_any_checkpoint(tmp_path: Path, capsys: 
     told = capsys.readouterr()
     assert told.out == "" and "Weights, quantized to int4 in groups of 32" in told.err
     options = ["--max-tokens", "4", "--temperature", "0", "--num-kv-blocks", "16", "--max-model-len", "64"]
-    assert main(["generate", output, "def main(", *options]) == 0
+    assert main(["generate", output, "def main(", "-v", *options]) == 0
     told = capsys.readouterr()
     assert told.out and "int4 in groups of 32, the head int8" in told.err
     assert main(["generate", output, "x", "--quantization", "int8", *options]) == 2

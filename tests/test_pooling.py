@@ -20,6 +20,8 @@ from quire.errors import ConfigError, EmbeddingModelError, ModelConfigError
 from quire.models.checkpoint import resolve
 from quire.models.dense import Dense
 from quire.models.pooling import PoolingConfig
+from quire.models.quantize import quantize_folder
+from quire.ops import Quantization
 from quire.runner.device import Device
 from quire.runner.pooling import TOO_LARGE, launch_sum
 from tests.oracle import edit_json, load_reference, random_prompt, save_checkpoint
@@ -338,6 +340,12 @@ def test_a_model_that_embeds_alone_refuses_everything_else_by_name(gemma):
         with pytest.raises(RequestError, match="context length"):
             llm.embed([1] * 600)
         assert len(llm.embed([1, 2, 3])) == 1
+
+
+def test_a_quantized_copy_embeds_as_what_is_quantized_at_load(gemma, tmp_path):
+    quantize_folder(gemma, tmp_path / "quantized", Quantization("int8"))
+    made = embedded(gemma, PROMPTS, quantization="int8")
+    assert embedded(tmp_path / "quantized", PROMPTS) == made != embedded(gemma, PROMPTS)
 
 
 def test_prompts_stand_before_texts(tmp_path):

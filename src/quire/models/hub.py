@@ -18,8 +18,9 @@ EMBEDDED_MODELS = {
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
-"""Folders of other formats, and Mistral's second copy of the weights."""
+UNWANTED_FILES = ["[!0-9]*/*", "[0-9][!0-9_]*/*", "*/*/*", "consolidated*.safetensors"]
+"""Folders of other formats, all but modules of Sentence Transformers ("1_Pooling"), and Mistral's second copy of the
+weights."""
 
 
 def describe(folder: Path) -> str | None:

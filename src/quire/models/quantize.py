@@ -20,6 +20,8 @@ from quire.ops import Kernels, Quantization, choose_kernels
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*")
 """What is taken over beside the weights: configuration, tokenizer, chat template, licence."""
+MODULES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors")
+"""And what follows a model that embeds, as Sentence Transformers names its folders."""
 
 OnProgress = Callable[[str, float], None]
 """Told (phase, share of it done from 0 to 1)."""
@@ -118,7 +120,9 @@ def _tensors(
 
 
 def _copy_small_files(base: Path, folder: Path) -> None:
-    """Nothing but regular files (or links to them) at the top; the tensors' index is that of other files."""
-    for path in sorted({path for pattern in COPIED for path in base.glob(pattern)}):
+    """Nothing but regular files (or links to them); the tensors' index is that of other files."""
+    for path in sorted({path for pattern in (*COPIED, *MODULES) for path in base.glob(pattern)}):
         if path.is_file() and path.name not in (INDEX_FILE, RECORD_FILE):
-            shutil.copyfile(path, folder / path.name)
+            target = folder / path.relative_to(base)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
