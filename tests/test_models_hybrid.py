@@ -189,6 +189,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no layers": ("nemotron_h", {"layers_block_type": ...}, "'hybrid_override_pattern' must be a string"),
     "names": ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, "at least one is attention"),
     "activation": ("nemotron_h", {"mlp_hidden_act": "silu"}, "'mlp_hidden_act' is 'silu'"),
+    "width": ("nemotron_h", {"attention_head_dim": 32}, "'attention_head_dim' is 32"),
     "stream": ("nemotron_h", {"residual_in_fp32": True}, "'residual_in_fp32' is True"),
     "routing": ("lfm2_moe", {"num_experts_per_tok": 9}, "'num_experts_per_tok'"),
 }

@@ -58,6 +58,8 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads config.json and generation_config.json; raises ModelConfigError."""
     for name, (allowed, why) in REFUSED.items():
         fields.refuse(name, allowed, why)
+    head_dim = fields.integer("head_dim", default=128, max=MAX_HEADS)
+    fields.refuse("attention_head_dim", (head_dim,), f"heads of another width than head_dim ({head_dim})")
     kinds = _kinds(fields)
     eps = fields.number("layer_norm_epsilon", default=1e-5, above=MIN_EPS, max=MAX_EPS)
     inner = fields.integer("intermediate_size", default=21504)
