@@ -516,8 +516,14 @@ def greedy_in(engine: Engine, number: int, prompt: list[int]) -> tuple[list[int]
     return tokens, cached
 
 
+TWO, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+OTHERS = [(name, ranks) for name in ENGINES for ranks in (TWO, STAGES) if (name, ranks) != ("granitemoehybrid", TWO)]
+
+
 @pytest.mark.parametrize(
-    "ranks", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)]
+    ("folder", "ranks"),
+    [("granitemoehybrid", TWO), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+    indirect=["folder"],
 )
 def test_ranks_change_nothing(ranks: dict[str, Any], folder: str, alone: dict[int, Any]) -> None:
     with contextlib.closing(product.engine_of({"model": folder, "threads": 1}, product.PART[0], **ranks)) as engine:
