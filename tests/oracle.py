@@ -37,6 +37,7 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
@@ -127,6 +128,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "hy_v3": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "kimi_linear": {
+        **{
+            name: size
+            for name, size in LATENT.items()
+            if name not in ("n_routed_experts", "first_k_dense_replace", "q_lora_rank")
+        },
+        "num_local_experts": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention", "conv"],

@@ -50,6 +50,25 @@ MULTIPLIERS = {
     "logits_scaling": 0.5,
 }
 MIXED = {**MULTIPLIERS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+PUBLISHED: dict[str, Any] = {
+    "layer_types": ...,
+    "mlp_layer_types": ...,
+    "linear_num_heads": ...,
+    "linear_head_dim": ...,
+    "linear_conv_kernel_dim": ...,
+    "first_k_dense_replace": 1,
+    "moe_router_activation_func": "sigmoid",
+    "mla_use_nope": True,
+    "rope_theta": 10000.0,
+    "linear_attn_config": {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "num_heads": 4,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+    },
+}
+"""What Kimi Linear's own configuration says, where transformers writes other fields."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
     "nemotron_h-latent": (
@@ -89,6 +108,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "kimi_linear": ("kimi_linear", {}),
+    "kimi_linear-plain": (
+        "kimi_linear",
+        {
+            "moe_renormalize": False,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "linear_conv_kernel_dim": 3,
+            "v_head_dim": 16,
+        },
+    ),
+    "kimi_linear-published": ("kimi_linear", {"edit": PUBLISHED}),
     "lfm2_moe": ("lfm2_moe", {}),
     "lfm2_moe-plain": (
         "lfm2_moe",
@@ -130,7 +161,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     assert output == reference_choices(reference, PROMPT, output)
 
 
-@pytest.mark.parametrize("case", ["lfm2", "granite-h", "nemotron_h"])
+@pytest.mark.parametrize("case", ["lfm2", "kimi_linear", "granite-h", "nemotron_h"])
 def test_a_half_precision_model_errs_no_more_than_transformers(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
@@ -140,7 +171,9 @@ def test_a_half_precision_model_errs_no_more_than_transformers(case: str, tmp_pa
     assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
 
 
-@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe", "granite-h-older", "granite-h-experts", "nemotron_h-latent"])
+@pytest.mark.parametrize(
+    "case", ["lfm2", "kimi_linear-plain", "lfm2_moe", "granite-h-older", "granite-h-experts", "nemotron_h-latent"]
+)
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
@@ -149,7 +182,7 @@ def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Pat
     assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
 
 
-@pytest.mark.parametrize("case", ["lfm2-biases", "lfm2_moe", "granite-h", "nemotron_h-latent"])
+@pytest.mark.parametrize("case", ["lfm2-biases", "kimi_linear", "lfm2_moe", "granite-h", "nemotron_h-latent"])
 def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "saved", architecture, **options)
@@ -191,6 +224,14 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("nemotron_h", {"mlp_hidden_act": "silu"}, "'mlp_hidden_act' is 'silu'"),
     "width": ("nemotron_h", {"attention_head_dim": 32}, "'attention_head_dim' is 32"),
     "stream": ("nemotron_h", {"residual_in_fp32": True}, "'residual_in_fp32' is True"),
+    "positions": ("kimi_linear", {"mla_use_nope": False}, "'mla_use_nope' is False"),
+    "drafting": ("kimi_linear", {"num_nextn_predict_layers": 1}, "'num_nextn_predict_layers' is 1"),
+    "twice": (
+        "kimi_linear",
+        {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2]}},
+        "'full_attn_layers' must be with kda_layers each of the layers 1 to 3, once",
+    ),
+    "all linear": ("kimi_linear", {"layer_types": ["linear_attention"] * 3}, "at least one is 'full_attention'"),
     "routing": ("lfm2_moe", {"num_experts_per_tok": 9}, "'num_experts_per_tok'"),
 }
 
@@ -451,6 +492,11 @@ def test_quire_doctor_tries_the_layers() -> None:
 
 ENGINES: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "granitemoehybrid": {**MIXED, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "nemotron_h": {"moe_latent_size": 32, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
 }

@@ -106,12 +106,17 @@ def test_blocks_that_are_not_there_are_neither_read_nor_written() -> None:
     assert (sequences.cache.memory[0] == 255).all()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "kimi_linear"))],
+)
 def test_the_engine_gives_the_tokens_of_the_plain_kernels_whatever_is_around_a_request(
     architecture: str, tmp_path
 ) -> None:
     """With the prefix cache, which copies the head of a block."""
-    sizes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    if architecture == "kimi_linear":
+        sizes["mlp_layer_types"] = ["dense", "sparse"]
     folder = str(save_checkpoint(tmp_path, architecture, dtype=torch.float32, **sizes))
     config: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 20, "max_model_len": 32}
     plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", **config))

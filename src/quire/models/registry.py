@@ -13,6 +13,7 @@ from typing import Any
 from quire.errors import ConfigError, UnknownArchitectureError
 from quire.layers.delta_net import DeltaNetConfig
 from quire.layers.experts import ExpertsConfig
+from quire.layers.kimi_delta import KimiDeltaConfig
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
@@ -51,6 +52,7 @@ ARCHITECTURES = {
     "HYV3ForCausalLM": "quire.models.hy_v3",
     "KimiK25ForConditionalGeneration": "quire.models.kimi_k25",
     "Kimi_K25ForConditionalGeneration": "quire.models.kimi_k25",
+    "KimiLinearForCausalLM": "quire.models.kimi_linear",
     "Lfm2ForCausalLM": "quire.models.lfm2",
     "Lfm2MoeForCausalLM": "quire.models.lfm2_moe",
     "LlamaForCausalLM": "quire.models.llama",
@@ -147,7 +149,11 @@ def build_model(
     notes = [note, _own_code_note(checkpoint.config)]
     checkpoint = of_numbers(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
-    if config.recurrent is not None and kernels.reads_spans and not isinstance(config.recurrent, DeltaNetConfig):
+    if (
+        config.recurrent is not None
+        and kernels.reads_spans
+        and not isinstance(config.recurrent, DeltaNetConfig | KimiDeltaConfig)
+    ):
         raise ConfigError("models with short convolutions or Mamba layers run on a CPU alone so far; set device to cpu")
     if config.layer.index is not None and kernels.reads_spans:
         raise ConfigError("models with sparse attention run on a CPU alone so far; set device to cpu")

@@ -31,8 +31,11 @@ from quire.parallel.group import Gather, Group, OneRank, Split, share
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROUTER = ".gate.weight"
-RECURRENT = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight", ".in_proj_dt.weight", ".conv1d.weight")
-"""What a recurrent layer's decays, betas and convolution are made of: few numbers, of which small errors add up."""
+RECURRENT = (
+    *("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight", ".in_proj_dt.weight"),
+    *(f"self_attn.{name}_proj.weight" for name in ("f_a", "f_b", "g_a", "g_b", "b")),
+)
+"""What a recurrent layer's decays, betas and gates are made of: few numbers, of which small errors add up."""
 INDEXER = tuple(f".indexer.{name}.weight" for name in ("wq_b", "wk", "weights_proj"))
 """What chooses positions: a small error would change which."""
 BY_HEADS = ".kv_b_proj.weight"
@@ -307,10 +310,10 @@ class WeightsUnder:
 
 
 def is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor stays as it is in a quantized model: norms, biases, routers, `BY_HEADS`, `RECURRENT`, `INDEXER`,
-    embedding tables."""
+    """Whether a tensor stays as it is in a quantized model: what is no matrix, routers, `BY_HEADS`, `RECURRENT`,
+    `INDEXER`, embedding tables."""
     plain = ROUTER, BY_HEADS, *RECURRENT, *INDEXER
-    return len(shape) == 1 or name in (EMBEDDING, PER_LAYER_TABLE) or name.endswith(plain)
+    return len(shape) != 2 or name in (EMBEDDING, PER_LAYER_TABLE) or name.endswith(plain)
 
 
 def _how(name: str, quantization: Quantization) -> Quantization:
