@@ -21,7 +21,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError
 from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
-from quire.models.registry import load_model
+from quire.models.registry import check_ranks, load_model
 from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
 from quire.ops.mamba import MambaWeights
@@ -575,6 +575,15 @@ def test_ranks_change_nothing(ranks: dict[str, Any], folder: str, alone: dict[in
     with contextlib.closing(product.engine_of({"model": folder, "threads": 1}, product.PART[0], **ranks)) as engine:
         assert product.run(engine, ORDER) == alone
         assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
+
+
+def test_ranks_that_would_cut_a_head_or_a_group_are_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "nemotron_h")
+    for size in (1, 2, 4):
+        check_ranks(folder, size)  # ranks may share a group
+    edit_json(folder / "config.json", {"mamba_num_heads": 6, "n_groups": 3})
+    with pytest.raises(ConfigError, match=r"and the 6 heads and 3 groups of its recurrent layers; allowed: 1$"):
+        check_ranks(folder, 2)
 
 
 def test_plain_torch_changes_nothing_either(folder: str) -> None:
