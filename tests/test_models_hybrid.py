@@ -24,6 +24,8 @@ from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import check_ranks, load_model
 from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
+from quire.ops.experts import LoopedExperts
+from quire.ops.linear import Product
 from quire.ops.mamba import MambaWeights
 from quire.ops.recurrent import RecurrentCache, RecurrentShape
 from quire.ops.short_conv import ConvShape, ShortConvWeights
@@ -470,6 +472,36 @@ def test_rows_of_a_block_can_be_copied(kind: str, name: str) -> None:
     spare.copy([(before, spare.num_blocks - 1, 9)])
     sequences.cache, sequences.tables[0, 2] = spare, spare.num_blocks - 1
     assert torch.equal(sequences.step([(0, 41, 64)])[0], expected[41:])
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_squared_relu_is_exact_and_keeps_what_is_not_a_number(dtype: torch.dtype, name: str) -> None:
+    x = (3 * drawn(torch.Generator().manual_seed(0), 4, 37)).to(dtype)
+    x[1, 36] = torch.nan
+    found = choose_kernels(name).relu2(x)
+    expected = x.double().relu().square().to(dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", [None, Quantization("int8"), Quantization("int4", 32)], ids=str)
+@pytest.mark.parametrize("name", library.usable())
+def test_experts_without_a_gate_are_those_one_by_one(name: str, how: Quantization | None) -> None:
+    kernels, generator = choose_kernels(name), torch.Generator().manual_seed(0)
+
+    def products(outputs: int, inputs: int) -> list[Product]:
+        weights = [drawn(generator, outputs, inputs) / 8 for _ in range(4)]
+        if how is None:
+            return [kernels.pack([weight.bfloat16()]) for weight in weights]
+        return [kernels.pack_quantized(kernels.quantize(weight, how)) for weight in weights]
+
+    up, down = products(96, 64), products(64, 96)
+    x, weights = drawn(generator, 30, 64).bfloat16(), drawn(generator, 30, 2).abs()
+    ids = torch.tensor([sorted(random.Random(row).sample(range(4), 2)) for row in range(30)])
+    found = kernels.experts(up, down, None, "relu2")(x, ids, weights)
+    assert torch.equal(found, LoopedExperts(up, down, None, "relu2")(x, ids, weights))
+    with pytest.raises(ValueError, match="are not experts' gate_up and down"):
+        kernels.experts(up, down)
 
 
 def test_trees_and_inputs_of_other_widths_are_refused() -> None:
