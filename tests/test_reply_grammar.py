@@ -20,6 +20,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar.grammars import Grammars
 from quire.models.hub import ASSETS
+from quire.server.chat_reply import deltas
 from quire.text.chat_template import ChatTemplate, check_messages
 from quire.text.detokenizer import Detokenizer
 from quire.text.reply import Reply
@@ -214,6 +215,67 @@ def test_every_way_to_cut_a_reply_gives_the_same(name: str) -> None:
     assert len(whole.tool_calls) == 2 and whole.content.startswith("Let me look.")
     assert all(read([text[:cut], text[cut:]]) == whole for cut in range(len(text)))
     assert read([*text]) == whole
+
+
+def _tokens(tokenizer: Tokenizer, text: str, luck: random.Random) -> list[int]:
+    """Some tokens that spell it, often parts of characters; special tokens stay whole."""
+    vocabulary = tokenizer.vocabulary(tokenizer.vocab_size)
+    by_start: dict[int, list[int]] = {}
+    for id in vocabulary.texts:
+        by_start.setdefault(vocabulary.tokens[id][0], []).append(id)
+    named = sorted(filter(None, vocabulary.specials), key=len, reverse=True)
+    ids, rest = [], text.encode()
+    while rest:
+        special = next((name for name in named if rest.startswith(name.encode())), None)
+        if special is not None:
+            ids.append(vocabulary.specials[special])
+        else:
+            most = luck.choice((1, 2, 9))
+            fits = [id for id in by_start[rest[0]] if rest.startswith(vocabulary.tokens[id])]
+            ids.append(luck.choice([id for id in fits if len(vocabulary.tokens[id]) <= most]))
+        rest = rest[len(vocabulary.tokens[ids[-1]]) :]
+    return ids
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "kimi_k2"])
+def test_every_way_to_cut_a_reply_into_tokens_and_chunks_gives_the_same(name: str, marked: bool) -> None:
+    """As clients see it: what the deltas of a stream add up to."""
+    syntax = KNOWN[name]
+    assert syntax.tools is not None and syntax.reasoning is not None
+    tokenizer = marked_tokenizer(markers_of(syntax) if marked else [])
+    texts = {"weather": frozenset({"city", "unit"}), "weather_note": frozenset({"text"})}
+    form = ReplyForm(syntax, tools=texts, in_reasoning=True)
+    calls = [
+        ("weather", {"city": 'A "b"\\ \né→', "days": 3, "unit": "C", "where": [1.5, -2]}),
+        ("weather_note", {"text": "} , ] 🙂"}),
+    ]
+    written = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(calls)) + syntax.tools.end
+    text = f"Hm… 🙂 é\n{syntax.reasoning.end}\n\nLet me look: ±.\n\n{written}"
+
+    def joined(luck: random.Random) -> tuple[Any, ...]:
+        parser = ReplyParser(form, tokenizer.special_texts)
+        detokenizer = Detokenizer(tokenizer, SamplingParams(), parser)
+        ids, told, sent = _tokens(tokenizer, text, luck), [], 0
+        while ids:
+            size = luck.choice((1, 1, 2, 5, 50))
+            detokenizer.push(ids[:size])
+            ids = ids[size:]
+            if not ids:
+                detokenizer.finish()
+            told += deltas(parser.events[sent:])
+            sent = len(parser.events)
+        content, reasoning = ("".join(one.get(key, "") for one in told) for key in ("content", "reasoning"))
+        arguments, names = ["", ""], []
+        for one in told:
+            for call in one.get("tool_calls", ()):
+                names += [call["function"]["name"]] if "name" in call["function"] else []
+                arguments[call["index"]] += call["function"]["arguments"]
+        return content, reasoning, names, arguments
+
+    whole = joined(random.Random(0))
+    assert whole[:3] == ("Let me look: ±.", "Hm… 🙂 é", ["weather", "weather_note"])
+    assert [json.loads(one) for one in whole[3]] == [arguments for _, arguments in calls]
+    assert all(joined(random.Random(seed)) == whole for seed in range(1, 30))
 
 
 def test_a_tool_that_is_not_there_is_never_called() -> None:

@@ -128,7 +128,7 @@ def test_plain_requests_beside_constrained_ones_get_the_tokens_that_they_get_alo
 
 
 def test_requests_with_a_schema_survive_the_engine(server):
-    """The last test: it kills the engine under a stream, which goes on where it was."""
+    """It kills the engine under a stream, which goes on where it was."""
     fields = {"structured_outputs": {"regex": "([a-z]{5} ){60}"}, "temperature": 1, "max_tokens": 600}
     expected = text_of(server, **fields)
     body = {"model": "demo", "prompt": "Once", "seed": 5, **fields}
@@ -183,3 +183,30 @@ def test_what_was_found_is_told_and_bad_tools_are_refused(server):
             assert status == 400 and "uniqueItems" in json.loads(data)["error"]["message"]
         else:
             assert status == 200 and "odd" in headers["x-quire-loosened"]
+
+
+def test_a_call_goes_on_where_it_was_when_the_engine_dies(server):
+    words = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{5}$"}, "minItems": 40, "maxItems": 40}
+    parameters = {"type": "object", "properties": {"words": words}, "required": ["words"]}
+    tool = {
+        "type": "function",
+        "function": {"name": "say", "parameters": {**parameters, "additionalProperties": False}},
+    }
+    body = {
+        "model": "demo", "messages": [{"role": "user", "content": "Who?"}], "seed": 5, "max_tokens": 900,
+        "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False,
+    }  # fmt: skip
+    status, _, data = server.post("/v1/chat/completions", body)
+    [whole] = json.loads(data)["choices"]
+    assert status == 200 and whole["finish_reason"] == "tool_calls"
+    [call] = whole["message"]["tool_calls"]
+    assert len(json.loads(call["function"]["arguments"])["words"]) == 40
+    ids, arguments = [], ""
+    with server.stream("/v1/chat/completions", body) as stream:
+        for number, chunk in enumerate(stream.chunks()):
+            if number == 8:
+                server.kill("engine")
+            for piece in chunk["choices"][0]["delta"].get("tool_calls", ()):
+                ids += [piece["id"]] if "id" in piece else []
+                arguments += piece["function"]["arguments"]
+    assert (ids, arguments) == ([call["id"]], call["function"]["arguments"])
