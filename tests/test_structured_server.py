@@ -141,6 +141,22 @@ def test_requests_with_a_schema_survive_the_engine(server):
     assert text == expected
 
 
+def test_structural_tags_come_through_every_door(server):
+    tag = {"type": "tag", "begin": "<p>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</p>"}
+    new = {"type": "structural_tag", "format": {**tag, "content": {"type": "json_schema", "json_schema": SCHEMA}}}
+    texts = {
+        text_of(server, response_format=new),
+        text_of(server, structured_outputs={"structural_tag": new}),
+        text_of(server, structured_outputs={"structural_tag": json.dumps(new)}),
+    }
+    assert len(texts) == 1 and is_person(texts.pop().removeprefix("<p>").removesuffix("</p>"))
+    old = {"structures": [{"begin": "<p>", "schema": SCHEMA, "end": "</p>"}], "triggers": ["<p>"]}
+    status, answer = completion(server, response_format={"type": "structural_tag", **old}, max_tokens=5)
+    assert status == 200, answer
+    status, answer = completion(server, response_format={"type": "structural_tag", "format": {"type": "token"}})
+    assert status == 400 and "'token'" in answer["error"]["message"]
+
+
 # -- tools ---------------------------------------------------------------------------------------------------------
 
 TOOLS: list[Any] = [

@@ -15,10 +15,11 @@ are text; where they hold the text of a special token, that token stands there.
     {"type": "triggered_tags", "triggers": ["..."], "tags": [tag, ...]}
     {"type": "tags_with_separator", "tags": [tag, ...], "separator": "..."}
 
-The last two may have "at_least_one" and "stop_after_first", true or false. The older spelling, `{"structures":
-[{"begin", "schema", "end"}], "triggers": [...]}`, is taken, too. Of Quire's own: `then` of triggered tags, what follows
-the only tag (with `stop_after_first`); and `not_first` of text, markers with which it does not begin, whatever white
-space is before them.
+The last two may have "at_least_one" and "stop_after_first", true or false; `any_text` and `triggered_tags` may have
+"excludes", texts that do not come in the free text. The older spelling, `{"structures": [{"begin", "schema", "end"}],
+"triggers": [...]}`, is taken, too. Whatever else others have is refused by name. Of Quire's own: `then` of triggered
+tags, what follows the only tag (with `stop_after_first`); and `not_first` of text, markers with which it does not
+begin, whatever white space is before them.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ Format = Mapping[str, Any]
 
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "const_string": {"value": str},
-    "json_schema": {"json_schema": (dict, bool), "whitespace_pattern": str, "disable_any_whitespace": bool},
+    "json_schema": {
+        "json_schema": (dict, bool),
+        "style": str,
+        "whitespace_pattern": str,
+        "disable_any_whitespace": bool,
+    },
     "regex": {"pattern": str},
     "grammar": {"grammar": str},
-    "any_text": {"not_first": list},
+    "any_text": {"excludes": list, "not_first": list},
     "sequence": {"elements": list},
     "or": {"elements": list},
     "optional": {"content": dict},
@@ -54,11 +60,17 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "at_least_one": bool,
         "stop_after_first": bool,
         "then": dict,
+        "excludes": list,
         "not_first": list,
     },
     "tags_with_separator": {"tags": list, "separator": str, "at_least_one": bool, "stop_after_first": bool},
 }
-_MAY_LACK = {"at_least_one", "stop_after_first", "then", "not_first", "whitespace_pattern", "disable_any_whitespace"}
+_MAY_LACK = frozenset(
+    {
+        *("at_least_one", "stop_after_first", "then", "excludes", "not_first"),
+        *("style", "whitespace_pattern", "disable_any_whitespace"),
+    }
+)
 
 
 def structural_tag_grammars(
@@ -77,12 +89,8 @@ def structural_tag_grammars(
     Raises:
         SamplingParamsError: it is not valid.
     """
-    try:
-        told = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SamplingParamsError(f"the structural tag is not valid JSON: {error}") from None
     lark = _Lark(specials, whitespace, grammar)
-    start = lark.format(_root(told), "", 0)
+    start = lark.format(root_format(text), "", 0)
     rules = "\n".join([f"start: {start or EMPTY}", *lark.rules])
     if not lark.grammars:
         return rules
@@ -90,20 +98,40 @@ def structural_tag_grammars(
     return json.dumps({"grammars": [{"lark_grammar": rules}, *named]})
 
 
-def _root(told: Any) -> Any:
-    if isinstance(told, dict) and isinstance(told.get("structures"), list):
-        tags = []
-        for index, each in enumerate(told["structures"]):
-            if not isinstance(each, dict) or not {"begin", "schema", "end"} >= each.keys() >= {"begin", "end"}:
-                raise _refused(f"structures[{index}]", "must be an object with begin, schema and end")
-            content = {"type": "json_schema", "json_schema": each.get("schema", True)}
-            tags.append({"type": "tag", "begin": each["begin"], "content": content, "end": each["end"]})
-        return {"type": "triggered_tags", "triggers": told.get("triggers"), "tags": tags}
-    if not isinstance(told, dict) or told.get("type", "structural_tag") != "structural_tag" or "format" not in told:
+def root_format(text: str) -> Any:
+    """The format of a structural tag in either spelling; what is in it is not looked at.
+
+    Raises:
+        SamplingParamsError: it is no structural tag.
+    """
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SamplingParamsError(f"the structural tag is not valid JSON: {error}") from None
+    fields = next(({name} for name in ("format", "structures") if isinstance(told, dict) and name in told), set())
+    if not fields or told.get("type", "structural_tag") != "structural_tag":
         raise SamplingParamsError('a structural tag must be {"type": "structural_tag", "format": {...}}')
-    if unknown := told.keys() - {"type", "format"}:
+    if unknown := told.keys() - fields - {"type", *(["triggers"] if "structures" in fields else [])}:
         raise SamplingParamsError(f"a structural tag has the unknown field {sorted(unknown)[0][:80]!r}")
-    return told["format"]
+    if "format" in fields:
+        return told["format"]
+    if not isinstance(told["structures"], list):
+        raise _refused(".structures", "must be a list")
+    tags = [_old_tag(each, f".structures[{index}]") for index, each in enumerate(told["structures"])]
+    return {"type": "triggered_tags", "triggers": told.get("triggers"), "tags": tags}
+
+
+def _old_tag(given: Any, where: str) -> Format:
+    if not isinstance(given, dict) or not {"begin", "schema", "end"} >= given.keys() >= {"begin", "end"}:
+        raise _refused(where, "must be an object with begin, schema and end")
+    schema = given.get("schema", True)
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise _refused(where, f"has a schema that is not valid JSON: {error}") from None
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": given["begin"], "content": content, "end": given["end"]}
 
 
 EMPTY = '""'
@@ -128,7 +156,7 @@ class _Lark:
             raise SamplingParamsError(f"a structural tag has at most {MAX_DEPTH} levels and {MAX_FORMATS} formats")
         kind = _checked(given, where)
         if kind == "any_text":
-            return self._until(end, given.get("not_first", ()))
+            return self._until(end, given)
         if kind == "regex":
             return self._regex(given["pattern"], end)
         if kind in ("sequence", "or"):
@@ -183,15 +211,15 @@ class _Lark:
             raise _refused(f"{where}.tags", "is empty")
         rules = {trigger: self._rule(self._either(body)) for trigger, body in bodies.items() if body}
 
-        def one_tag(not_first: Sequence[str] = ()) -> str:
-            return self._either([self._join(self._until(one, not_first), rule) for one, rule in rules.items()])
+        def one_tag(text: Format) -> str:
+            return self._either([self._join(self._until(one, text), rule) for one, rule in rules.items()])
 
-        not_first = given.get("not_first", ())
-        first, text = one_tag(not_first), self._until("", not_first)
+        later = {"excludes": given.get("excludes", [])}
+        first, text = one_tag(given), self._until("", given)
         if given.get("stop_after_first"):
             then = self.format(given["then"], f"{where}.then", depth) if "then" in given else ""
             return self._either([self._join(first, then), *([] if given.get("at_least_one") else [text])])
-        more = self._join(first, f"{self._rule(one_tag())}*", self._until(""))
+        more = self._join(first, f"{self._rule(one_tag(later))}*", self._until("", later))
         return self._either([more, *([] if given.get("at_least_one") else [text])])
 
     def _separated(self, given: Format, where: str, depth: int) -> str:
@@ -206,11 +234,14 @@ class _Lark:
 
     # -- text ------------------------------------------------------------------------------------------------------
 
-    def _until(self, end: str, not_first: Sequence[str] = ()) -> str:
-        """Any text up to where `end` stands for the first time, and that; with no end, the rest of the reply."""
-        guards = [self._parts(marker)[0] for marker in not_first]
-        text = " & ".join([TEXT, *[f"~/(?s:\\s*{_pattern(one)}.*)/" for one in guards if isinstance(one, str)]])
-        return self._up_to(text, end)
+    def _until(self, end: str, given: Format) -> str:
+        """Any text up to where `end` stands for the first time, and that; with no end, the rest of the reply. `given`
+        says what is not in it, and what it does not begin with."""
+        guards = [("\\s*", marker) for marker in given.get("not_first", ())]
+        guards += [(".*", text) for text in given.get("excludes", ())]
+        parts = [(before, self._parts(marker)[0]) for before, marker in guards]
+        nots = [f"~/(?s:{before}{_pattern(one)}.*)/" for before, one in parts if isinstance(one, str)]
+        return self._up_to(" & ".join([TEXT, *nots]), end)
 
     def _regex(self, pattern: str, end: str) -> str:
         """What matches as a whole, and does not hold the text after it."""
@@ -290,6 +321,11 @@ def _checked(given: Any, where: str) -> str:
             raise _refused(where, f"has {str(name)[:80]!r}, which {kind} does not have, or not with such a value")
     for name in fields.keys() - given.keys() - _MAY_LACK:
         raise _refused(where, f"lacks {name!r}")
+    for name in ("excludes", "not_first"):
+        if not all(isinstance(one, str) and one for one in given.get(name, ())):
+            raise _refused(f"{where}.{name}", "must be a list of texts that are not empty")
+    if given.get("style", "json") != "json":
+        raise _refused(where, f"has the style {given['style'][:80]!r}; only JSON is written here")
     return kind
 
 

@@ -107,10 +107,13 @@ _CHOICES: Schema = _list({"type": "string", "minLength": 1}, MAX_CHOICES, "The a
 FORMATS: dict[str, Schema] = {
     "response_format": _schema(
         "object",
-        "What the answer must look like: text, any JSON object, or JSON that meets a schema. All of the schema is "
-        "enforced, or it is refused.",
+        "What the answer must look like: text, any JSON object, JSON that meets a schema, or a structural tag. All of "
+        "it is enforced, or it is refused.",
         properties={
-            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+            "format": {"type": "object", "description": "Of a structural tag, as vLLM and XGrammar spell it."},
+            "structures": {"type": "array", "description": "Of a structural tag in its older spelling."},
+            "triggers": {"type": "array", "items": {"type": "string"}, "description": "The same."},
             "json_schema": {
                 "type": "object",
                 "required": ["schema"],

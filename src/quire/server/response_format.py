@@ -20,7 +20,7 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 GRAMMARS = {"ebnf": "grammar", "grammar": "grammar", "regex": "regex", "json_schema": "json"}
 """SGLang's and llama.cpp's."""
 
-FORMATS = "text", "json_object", "json_schema"
+FORMATS = "text", "json_object", "json_schema", "structural_tag"
 
 
 def read_structured_outputs(given: BodyFields) -> StructuredOutputsParams | None:
@@ -77,6 +77,8 @@ def _format_fields(value: Any) -> dict[str, Any] | None:
     kind = value.get("type")
     if kind not in FORMATS:
         raise wrong_value("response_format.type", kind, f"one of {', '.join(FORMATS)}")
+    if kind == "structural_tag":
+        return {"structural_tag": value}
     _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format")
     if kind == "text":
         return None

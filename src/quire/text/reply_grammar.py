@@ -16,6 +16,7 @@ import msgspec
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import ANNOTATIONS, check_schema
+from quire.grammar.structural_tag import root_format
 from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ToolSyntax
 
 MAX_TOOLS = 256
@@ -265,12 +266,10 @@ def _content(wanted: StructuredOutputsParams) -> Format:
             return _either([_text(one) for one in wanted.choice or ()])
         case "grammar":
             return {"type": "grammar", "grammar": wanted.grammar}
-    try:
-        return dict(json.loads(str(wanted.structural_tag))["format"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise SamplingParamsError(
-            "a structural tag beside reasoning or tools must have a format", param="structured_outputs"
-        ) from None
+    format = root_format(str(wanted.structural_tag))
+    if not isinstance(format, dict):
+        raise SamplingParamsError("the structural tag's format must be an object", param="structured_outputs")
+    return format
 
 
 def _schema(text: str) -> Any:

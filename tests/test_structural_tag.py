@@ -1,0 +1,142 @@
+"""Structural tags as users spell them: which texts are of one, which spellings there are, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import SamplingParamsError
+from quire.grammar.grammars import Grammars
+from quire.models.hub import ASSETS
+from quire.text.reply_formats import KNOWN
+from quire.text.reply_grammar import ReplyRequest, reply_grammar
+from quire.text.reply_syntax import ReplyForm
+from quire.text.tokenizer import Tokenizer
+
+AGE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"age": {"type": "integer"}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+ANY = {"type": "any_text"}
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def tag(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tag", "begin": f"<{name}>", "content": content, "end": f"</{name}>"}
+
+
+JSON = {"type": "json_schema", "json_schema": AGE}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag("f=a", JSON), tag("f=b", text("x"))]}
+A, B = '<f=a>{"age": 3}</f=a>', "<f=b>x</f=b>"
+OLD = {"structures": [{"begin": "<f=a>", "schema": AGE, "end": "</f=a>"}], "triggers": ["<f="]}
+
+# A format, texts that are of it, and texts that are not even the beginning of one, or end too early.
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (text("abc"), ["abc"], ["ab", "abd", "abcd"]),
+    (JSON, ['{"age": -5}'], ['{"age": "x"}', "{}", '{"age": 5']),
+    ({"type": "regex", "pattern": "[a-c]{2}"}, ["ab"], ["a", "ad", "abc"]),
+    ({"type": "grammar", "grammar": 'root ::= "x" ("y" | "z")'}, ["xy", "xz"], ["x", "xx"]),
+    (ANY, ["", "anything <at> all"], []),
+    ({**ANY, "excludes": ["<", "no"]}, ["yes > n o"], ["a < b", "oh no"]),
+    ({"type": "sequence", "elements": [text("a"), ANY]}, ["a", "abc"], ["b"]),
+    ({"type": "or", "elements": [text("a"), text("bc")]}, ["a", "bc"], ["b", "abc"]),
+    ({"type": "optional", "content": text("a")}, ["", "a"], ["aa"]),
+    ({"type": "star", "content": text("a")}, ["", "aaa"], ["b"]),
+    ({"type": "plus", "content": text("a")}, ["a", "aa"], [""]),
+    (tag("t", ANY), ["<t>hm</t>", "<t></t>"], ["<t>hm", "<t>hm</t>more", "hm"]),
+    (TRIGGERED, ["", "well", A, f"so {A} and {B}!", f"{A}{A}"], ["<f=c>", "so <f=a>{}", f"{A}<f=b>y"]),
+    ({**TRIGGERED, "at_least_one": True}, [f"so {A} and"], ["", "well"]),
+    ({**TRIGGERED, "stop_after_first": True}, ["well", f"so {A}"], [f"so {A} and"]),
+    ({**TRIGGERED, "excludes": ["!"]}, [f"so {A} and"], ["so!", f"{A} and!"]),
+    (
+        {"type": "tags_with_separator", "tags": TRIGGERED["tags"], "separator": ", "},
+        ["", A, f"{A}, {B}, {A}"],
+        [f"{A}{B}", "well", f"{A}, "],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(ASSETS / "demo")
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+
+
+def is_of(grammars: Grammars, tokenizer: Tokenizer, form: StructuredOutputsParams, output: str) -> bool:
+    """Whether a reply may be this text, and end there."""
+    matcher = grammars.matcher(form, [0])
+    ids = tokenizer.encode(output, add_special_tokens=False)
+    for token in ids:
+        if not matcher.mask()[token >> 5] >> (token & 31) & 1:
+            return False
+        matcher.append(token)
+    return bool(matcher.mask()[0] & 1)
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"), CASES, ids=[f"{i}-{case[0]['type']}" for i, case in enumerate(CASES)]
+)
+def test_each_format_takes_its_texts_and_no_others(
+    grammars: Grammars, tokenizer: Tokenizer, format: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    form = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": format})
+    assert [one for one in good if not is_of(grammars, tokenizer, form, one)] == []
+    assert [one for one in bad if is_of(grammars, tokenizer, form, one)] == []
+
+
+def test_the_older_spelling_means_the_same(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    as_text = {**OLD, "structures": [{**OLD["structures"][0], "schema": json.dumps(AGE)}]}
+    for told in (OLD, {"type": "structural_tag", **OLD}, as_text, json.dumps(OLD)):
+        form = StructuredOutputsParams(structural_tag=told)  # type: ignore[arg-type]
+        assert is_of(grammars, tokenizer, form, f"so {A} and {A}")
+        assert not is_of(grammars, tokenizer, form, "so <f=a>{}</f=a>") and not is_of(
+            grammars, tokenizer, form, "<f=b>"
+        )
+
+
+@pytest.mark.parametrize("told", [OLD, {"type": "structural_tag", "format": TRIGGERED}], ids=["older", "format"])
+def test_beside_reasoning_it_means_what_comes_after(grammars: Grammars, tokenizer: Tokenizer, told: Any) -> None:
+    wanted = ReplyRequest(structured=StructuredOutputsParams(structural_tag=told))
+    form = reply_grammar(ReplyForm(KNOWN["hermes"], in_reasoning=True), wanted).structured
+    assert form is not None
+    assert is_of(grammars, tokenizer, form, f"<f=c> hm</think>\n\nso {A}")
+    assert not is_of(grammars, tokenizer, form, "hm</think>\n\n<f=c>")
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": "other", "format": ANY}, "must be"),
+    ({"type": "structural_tag"}, "must be"),
+    ({"format": ANY, "triggers": []}, "unknown field 'triggers'"),
+    ({**OLD, "at_least_one": True}, "unknown field 'at_least_one'"),
+    ({"structures": [{"begin": "<a>", "end": "</a>", "other": 1}], "triggers": ["<"]}, r"structures\[0\]"),
+    ({"structures": [{"begin": "<a>", "end": "</a>", "schema": "{"}], "triggers": ["<"]}, "not valid JSON"),
+    ({"structures": [], "triggers": ["<"]}, "tags is empty"),
+    ({"format": {"type": "qwen_xml_parameter", "json_schema": AGE}}, "type 'qwen_xml_parameter'"),
+    ({"format": {"type": "token", "token": 5}}, "type 'token'"),
+    ({"format": {**JSON, "style": "qwen_xml"}}, "style 'qwen_xml'"),
+    ({"format": {**tag("t", ANY), "end": ["</t>", "</u>"]}}, "has 'end'"),
+    ({"format": {**ANY, "max_tokens": 5}}, "has 'max_tokens'"),
+    ({"format": {**ANY, "excludes": [""]}}, "excludes must be"),
+    ({"format": {**TRIGGERED, "triggers": []}}, "triggers must be"),
+    ({"format": {**TRIGGERED, "triggers": ["<g"]}}, "begins with none of the triggers"),
+    ({"format": {"type": "json_schema", "json_schema": {"uniqueItems": True}}}, "uniqueItems"),
+    ({"format": {"type": "or", "elements": []}}, "choice of nothing"),
+]
+
+
+@pytest.mark.parametrize(("told", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_what_is_not_honoured_is_refused_by_name(grammars: Grammars, told: Any, says: str) -> None:
+    with pytest.raises(SamplingParamsError, match=says):
+        grammars.compile(StructuredOutputsParams(structural_tag=told))
