@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 import torch
 
+from quire.bench.ceilings import of_state
 from quire.ops import RaggedBatch, choose_kernels
 from quire.ops.mamba import MambaWeights
-from quire.ops.states import TILE, DeltaNetWeights, StateCache, StateShape
+from quire.ops.states import DeltaNetWeights, StateCache, StateShape
 
 SHAPES = {
     "qwen3.5-0.8b": StateShape(18, 16, 16, 128, 128, 4, torch.bfloat16, 16),
@@ -80,26 +81,14 @@ def main() -> None:
         decode, fold = least(lambda: layers(PROMPT - 8, PROMPT - 7), 60), least(lambda: layers(PROMPT - 1, PROMPT), 60)
         prefill = least(lambda: layers(0, PROMPT), 3) / PROMPT
     each, mean = 1e6 / shape.layers, (15 * decode + fold) / 16 / shape.layers
-    state, num_bytes, operations = work(shape, 1 if name in MAMBA else 2)
+    num_bytes, operations = of_state(shape, 1 if name in MAMBA else 2)
+    state = 4 * shape.heads * shape.key_dim * shape.value_dim
     print(f"{shape.layers} layers of {state / 2**20:.1f} MiB of state")
     print(f"a sum reads {read / 1e9:.1f} GB/s, a product of fp32 has {matrix / 1e9:.0f} GFLOP/s")
     print(f"a decoded token: {decode * each:.0f} us a layer, {fold * each:.0f} in the step that ends a tile")
     reading, computing = num_bytes / read / mean, operations / matrix / prefill * shape.layers
     print(f"of the speed at which memory is read: {reading:.0%} (states alone: {state / read / mean:.0%})")
     print(f"a token of a prompt: {prefill * each:.1f} us a layer, {computing:.0%} of fp32")
-
-
-def work(shape: StateShape, vectors: int) -> tuple[float, float, float]:
-    """Of a layer: bytes of a state, bytes that a decoded token reads or writes on average, operations of a prompt's.
-
-    Args:
-        vectors: of a token, with which states and rows are multiplied.
-    """
-    numbers, rows = shape.heads * shape.key_dim * shape.value_dim, (TILE - 1) / 2
-    row = shape.key_heads * shape.key_dim + shape.heads * (shape.value_dim + shape.decay_dim)
-    num_bytes = 4 * (numbers * (1 + 1 / TILE) + rows * row + shape.taps * shape.channels)
-    in_tile = 2 * vectors * shape.heads * rows * (shape.key_dim + shape.value_dim)
-    return 4 * numbers, num_bytes, 2 * (vectors + 1) * numbers + in_tile
 
 
 if __name__ == "__main__":

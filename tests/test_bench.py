@@ -26,6 +26,8 @@ from quire.models.model import ModelSizes
 from quire.models.random_checkpoint import SHAPES, model_config, random_checkpoint, weight_bytes, write_checkpoint
 from quire.models.registry import load_model, read_config
 from quire.ops import Quantization
+from quire.ops.states import StateShape
+from tests.oracle import save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,19 @@ def test_a_step_of_one_token_reads_the_experts_that_it_is_sent_to() -> None:
     assert work.step(1, 100).num_bytes == 2 * (rest + 8 * 8 * expert)
     assert work.step(1, 0).products == 2 * (rest + 8 * 8 * expert)
     assert work.weights_read(32) == pytest.approx(2 * (rest + 8 * 16 * expert), rel=1e-6)
+
+
+def test_recurrent_layers_read_states_and_attend_to_nothing(tmp_path: Path) -> None:
+    model = load_model(save_checkpoint(tmp_path, "qwen3_5_text"))
+    work = Work.of(model, 512)
+    assert (work.windows, work.kv_bytes) == ((None,), 512), "one layer of three"
+    assert work.attention_ops == 2 * 2 * model.config.layer.num_heads * model.config.layer.head_dim
+    [shape] = [shape for shape in model.kv_shapes() if isinstance(shape, StateShape)]
+    states = 2 * shape.heads * shape.key_dim * shape.value_dim  # of both
+    more = work.step(3, 100).num_bytes - work.step(2, 100).num_bytes - 100 * 512
+    assert 4 * states * 17 / 16 < more == work.state_bytes < 3 * 4 * states
+    assert work.state_ops > 2 * 3 * states
+    assert work.prompts(1, 50).attention - work.prompts(1, 49).attention == 50 * work.attention_ops + work.state_ops
 
 
 def test_latent_attention_multiplies_with_the_rows_of_the_cache(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from quire.bench.cells import Cell, Timing, shape_of
+from quire.layers.mamba import MambaConfig
 from quire.models.model import ModelSizes
 from quire.ops.memory import huge
+from quire.ops.states import TILE, StateShape
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -133,10 +135,12 @@ class Work:
         kv_bytes: of one token's keys and values in one layer.
         attention_ops: operations of one token against one earlier one in one layer; of latent attention, in its
             absorbed form.
-        windows: per layer, how many tokens back it sees; None where all.
+        windows: per layer with attention, how many tokens back it sees; None where all.
         int8_products: the products with weights are those of 8-bit integers.
         expert_bytes: of the weights, those of experts that tokens are sent to.
         expert_share: of a layer's experts, those that one token is sent to.
+        state_bytes: of what a request's recurrent layers read and write for a decoded token, on average.
+        state_ops: operations of theirs for a token, beside products with weights.
     """
 
     weight_bytes: int
@@ -148,6 +152,8 @@ class Work:
     int8_products: bool = False
     expert_bytes: int = 0
     expert_share: float = 1.0
+    state_bytes: int = 0
+    state_ops: int = 0
 
     @classmethod
     def of(cls, model: ModelSizes, kv_bytes_per_token: int) -> Work:
@@ -155,16 +161,24 @@ class Work:
         config = model.config
         table = config.vocab_size * config.layer.hidden_size
         tables = table if config.tie_word_embeddings else 2 * table
+        others = [index for index in range(model.num_layers) if index not in config.recurrent_layers]
+        attending = [index for index in others if config.layer_at(index).attends]
+        width = model.attention_width
+        if config.layer.latent is None:
+            width = sum(2 * config.layer_at(index).head_dim for index in attending) // len(attending)
+        state_bytes, state_ops = _of_states(model)
         return cls(
             weight_bytes=model.weight_bytes,
             body_parameters=model.active_parameters - tables,
             head_parameters=table,
-            kv_bytes=kv_bytes_per_token // model.num_layers,
-            attention_ops=2 * config.layer.num_heads * model.attention_width,
-            windows=model.windows,
+            kv_bytes=kv_bytes_per_token // len(attending),
+            attention_ops=2 * config.layer.num_heads * width,
+            windows=tuple(model.windows[index] for index in attending),
             int8_products=model.quantization is not None,
             expert_bytes=model.expert_bytes,
             expert_share=config.routing.top_k / config.routing.num_experts if config.routing else 1.0,
+            state_bytes=state_bytes,
+            state_ops=state_ops,
         )
 
     def weights_read(self, tokens: int) -> int:
@@ -182,14 +196,40 @@ class Work:
         """Of a step that decodes one token for each of `batch` requests."""
         seen = batch * self.seen(context)
         products = 2 * batch * (self.body_parameters + self.head_parameters)
-        return Cost(self.weights_read(batch) + seen * self.kv_bytes, products, seen * self.attention_ops)
+        num_bytes = self.weights_read(batch) + seen * self.kv_bytes + batch * self.state_bytes
+        return Cost(num_bytes, products, seen * self.attention_ops + batch * self.state_ops)
 
     def prompts(self, batch: int, prompt: int) -> Cost:
         """Of computing `batch` whole prompts, with one sampled token each, in one step."""
         products = 2 * batch * (prompt * self.body_parameters + self.head_parameters)
         seen = batch * sum(self.seen(context) for context in range(1, prompt + 1))
-        num_bytes = self.weights_read(batch * prompt) + batch * self.seen(prompt) * self.kv_bytes
-        return Cost(num_bytes, products, seen * self.attention_ops)
+        num_bytes = self.weights_read(batch * prompt) + batch * (self.seen(prompt) * self.kv_bytes + self.state_bytes)
+        return Cost(num_bytes, products, seen * self.attention_ops + batch * prompt * self.state_ops)
+
+
+def _of_states(model: ModelSizes) -> tuple[int, int]:
+    """Bytes and operations of a token in all recurrent layers: see `of_state`. Short convolutions have hardly any."""
+    shapes = [shape for shape in model.kv_shapes() if isinstance(shape, StateShape)]
+    vectors = 1 if isinstance(model.config.recurrent, MambaConfig) else 2
+    works = [(shape.layers, *of_state(shape, vectors)) for shape in shapes]
+    return sum(each * size for each, size, _ in works), sum(each * operations for each, _, operations in works)
+
+
+def of_state(shape: StateShape, vectors: int) -> tuple[int, int]:
+    """Bytes that one layer reads and writes for a decoded token, and operations for any, on average.
+
+    A decoded token reads a state, the rows of its tile (half of them on average) and the convolution's weights; the
+    last of a tile writes a state. Each is multiplied with a state, and added to one; in its tile it meets half of the
+    others.
+
+    Args:
+        vectors: of a token, with which states and rows are multiplied: 2 by the delta rule, 1 in Mamba 2.
+    """
+    numbers, rows = shape.heads * shape.key_dim * shape.value_dim, (TILE - 1) / 2
+    row = shape.key_heads * shape.key_dim + shape.heads * (shape.value_dim + shape.decay_dim)
+    num_bytes = 4 * (numbers * (1 + 1 / TILE) + rows * row + shape.taps * shape.channels)
+    in_tile = 2 * vectors * shape.heads * rows * (shape.key_dim + shape.value_dim)
+    return round(num_bytes), round(2 * (vectors + 1) * numbers + in_tile)
 
 
 def work_of(llm: LLM) -> Work:
