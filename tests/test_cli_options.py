@@ -15,21 +15,23 @@ import pytest
 
 from quire.cli.main import main
 from quire.cli.options import (
-    LLAMA_CPP_FLAGS,
     CommandParser,
     Given,
     add_engine_options,
     add_sampling_options,
     add_server_options,
     given_options,
+    option_names,
     parse_value,
     read_environment,
     sampling_params,
+    unknown_variables,
 )
 from quire.config import PRESETS, EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, SamplingParamsError
+from quire.other_options import OTHER_OPTIONS
 from quire.server.config import ServerConfig
 from quire.speculate.config import SpeculativeConfig
 from quire.vllm_options import VLLM_OPTIONS
@@ -101,6 +103,7 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "speculative_acceptance": ("rejection", "rejection"),
 }
 SAMPLING_VALUES: dict[str, tuple[str, Any]] = {
+    "thinking_token_budget": ("64", 64),
     "n": ("3", 3),
     "temperature": ("0.7", 0.7),
     "top_p": ("0.9", 0.9),
@@ -515,14 +518,75 @@ def test_variables_of_the_environment_are_options_below_the_file_and_flags(
 
 
 def test_flags_of_llama_cpp_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "demo", "--ctx-size", "4096"]) == 2
-    assert "llama.cpp's --ctx-size is --max-model-len here" in capsys.readouterr().err
+    for flag in ("-ngl", "--n-gpu-layers", "--gpu-layers"):
+        assert main(["serve", "demo", flag, "99"]) == 2
+        assert f"unknown option {flag}; llama.cpp's {flag} is --device here: a model is on" in capsys.readouterr().err
+    assert main(["serve", "demo", "-fa"]) == 2
+    assert "llama.cpp's -fa: leave it out" in capsys.readouterr().err
     assert main(["serve", "demo", "--predict", "5"]) == 2  # of 'quire generate' alone
     assert "llama.cpp" not in capsys.readouterr().err
+    assert main(["serve", "demo", "-xyz"]) == 2
+    assert "unknown option -xyz" in capsys.readouterr().err
 
 
-def test_every_flag_that_llama_cpps_are_answered_with_is_there() -> None:
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["-c", "4096"], {"max_model_len": 4096}),
+        (["--ctx-size=4096"], {"max_model_len": 4096}),
+        (["--ctx_size", "0"], {"max_model_len": None}),
+        (["--num-ctx", "512"], {"max_model_len": 512}),
+        (["-t", "3", "-np", "2"], {"threads": 3, "max_num_seqs": 2}),
+        (["-n", "-1", "--temp", "0.5"], {"max_tokens": None, "temperature": 0.5}),
+        (["--predict=-2"], {"max_tokens": None}),
+        (["-n", "7", "-m", "folder"], {"max_tokens": 7, "model": "folder"}),
+    ],
+)
+def test_flags_of_other_engines_that_mean_the_same_are_taken(flags: list[str], expected: dict[str, Any]) -> None:
+    args = parse("demo", *flags, "--", "-c", "0")
+    assert {name: value for name, value in vars(args).items() if name in expected} == expected
+    assert args.words == ["demo", "-c", "0"], "what stands behind -- is no flag"
+
+
+def test_in_python_options_of_other_engines_are_explained() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'n_ctx'; llama.cpp's n_ctx is max_model_len here"):
+        EngineConfig.from_options({"model": "demo", "n_ctx": 4096})
+    with pytest.raises(ConfigError, match=r"llama.cpp's flash_attn: leave it out"):
+        EngineConfig.from_options({"model": "demo", "flash_attn": True})
+
+
+def test_what_other_options_are_answered_with_is_there() -> None:
     from quire.cli.completion import options_of_commands
 
-    options = options_of_commands()
-    assert {*LLAMA_CPP_FLAGS.values()} <= {*options["serve"], *options["generate"]}
+    flags = {flag for options in options_of_commands().values() for flag in options}
+    for name, option in OTHER_OPTIONS.items():
+        assert option.ours is None or "--" + option.ours.replace("_", "-") in flags, name
+        assert option.ours is not None or option.why is not None, name
+
+
+def test_commands_of_other_engines_are_taken_or_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("quire.cli.chat.run", lambda args: asked.extend(args.words) or 0)
+    assert main(["run", "demo"]) == 0 and asked == ["demo"]
+    monkeypatch.undo()
+    assert main(["run", "demo", "a prompt"]) == 2
+    assert "one answer is 'quire generate demo --chat PROMPT'" in capsys.readouterr().err
+    assert main(["pull", "org/name"]) == 2
+    assert "a model is downloaded when it is first used" in capsys.readouterr().err
+
+
+def test_a_variable_that_is_no_option_is_named_with_the_nearest() -> None:
+    environment = {
+        "QUIRE_MAX_MODEL_LENGTH": "5",
+        "QUIRE_XYZZY": "1",
+        "QUIRE_MAX_MODEL_LEN": "5",
+        "QUIRE_KERNELS": "native",
+        "QUIRE_SERVICE_HOST": "10.0.0.1",
+        "QUIRE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "PATH": "",
+    }
+    first, second = unknown_variables(option_names(), environment)
+    assert "QUIRE_MAX_MODEL_LENGTH is no option, and is ignored; did you mean QUIRE_MAX_MODEL_LEN?" in first
+    assert "QUIRE_XYZZY is no option, and is ignored; 'quire serve --help-all' lists" in second

@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quire.devices import find_device
 from quire.errors import ConfigError
+from quire.other_options import OTHER_OPTIONS, explained
 from quire.speculate.config import SpeculativeConfig
 from quire.vllm_options import translated
 
@@ -506,7 +507,9 @@ class EngineConfig:
 
 
 def unknown_option(name: str, known: list[str]) -> str:
-    """The message for an option that does not exist, with the nearest one that does."""
+    """The message for an option that does not exist, with the nearest one, or what another engine's is here."""
+    if (other := OTHER_OPTIONS.get(name)) and (other.ours is None or other.ours in known):
+        return f"unknown option {name!r}; {explained(name, name, other.ours)}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown option {name!r}; {hint}"

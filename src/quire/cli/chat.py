@@ -25,7 +25,7 @@ WAIT_SECONDS, MAX_WAIT_SECONDS = 120.0, 86_400.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire chat`."""
     parser.usage = "quire chat MODEL [options]\n       quire chat --url URL [--api-key KEY] [--model NAME] [options]"
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="folder, org/name to download, or 'demo'")
+    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name to download, or 'demo'")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_detail_options(parser, "no notes")
     group = parser.add_argument_group("tools")
@@ -49,9 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves."""
-    if args.name and hasattr(args, "model"):
-        raise ConfigError(f"the model is named twice, {args.name!r} and --model {args.model!r}; give one of them")
-    given = given_options(args, args.name, sampling=True)
+    name, *prompts = args.words or [None]
+    if name and hasattr(args, "model"):
+        raise ConfigError(f"the model is named twice, {name!r} and --model {args.model!r}; give one of them")
+    if prompts:
+        raise ConfigError(
+            f"a chat reads messages from the terminal, but {prompts[0]!r} was given, too; one answer is "
+            f"'quire generate {name} --chat PROMPT'"
+        )
+    given = given_options(args, name, sampling=True)
 
     from quire.cli.conversation import Chat
     from quire.cli.inputs import need_stdin
@@ -128,8 +134,9 @@ def _local(args: argparse.Namespace, given: Given, tools: list[Tool]) -> Iterato
 
 @contextmanager
 def _remote(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
-    if args.name:
-        raise ConfigError(f"{args.name!r} names a model to load here, but --url a server; use --model {args.name}")
+    if args.words:
+        name = args.words[0]
+        raise ConfigError(f"{name!r} names a model to load here, but --url a server; use --model {name}")
     for name in [*(["preset"] if given.preset else []), *given.engine]:
         if name != "model":
             raise ConfigError(f"{name} is an option of the engine, which with --url is the server's; set it there")

@@ -19,6 +19,7 @@ from typing import Protocol, cast
 
 from quire.cli.options import CommandParser
 from quire.errors import ConfigError, QuireError, RequestError
+from quire.other_options import OTHER_COMMANDS
 
 COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
@@ -126,6 +127,10 @@ def _dispatch(arguments: list[str]) -> int:
     if name == "--version":
         print(f"quire {version('quire')}")
         return 0
+    if name == "run":  # as `ollama run`
+        name = "chat"
+    if name in OTHER_COMMANDS and name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}; what it does elsewhere is here {OTHER_COMMANDS[name]}")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"

@@ -3,7 +3,7 @@
 An option exists once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
 `--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order: flag, YAML key,
 environment (`QUIRE_MAX_NUM_SEQS`, for `quire serve`), preset, default. vLLM's names and values are taken as well, and
-are Quire's from here on.
+are Quire's from here on; so are those names of llama.cpp's and Ollama's that mean the same.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import yaml
 from quire.config import PRESETS, EngineConfig, unknown_option
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, SamplingParamsError
+from quire.other_options import OTHER_OPTIONS, explained, flags_of
 from quire.server.config import ServerConfig
 from quire.vllm_options import VLLM_OPTIONS, translated
 
@@ -39,27 +40,6 @@ COMMON_OPTIONS = frozenset(
     | {"tensor_parallel_size", "speculative_config", "host", "port", "api_key", "max_tokens", "temperature", "seed"}
 )
 """Those of them that `--help` shows."""
-
-
-LLAMA_CPP_FLAGS = {
-    "--ctx-size": "--max-model-len",
-    "--parallel": "--max-num-seqs",
-    "--n-gpu-layers": "--device",
-    "--gpu-layers": "--device",
-    "--cache-type-k": "--kv-cache-dtype",
-    "--cache-type-v": "--kv-cache-dtype",
-    "--model-draft": "--speculative-config",
-    "--draft-max": "--speculative-config",
-    "--batch-size": "--max-num-batched-tokens",
-    "--ubatch-size": "--max-num-batched-tokens",
-    "--predict": "--max-tokens",
-    "--n-predict": "--max-tokens",
-    "--repeat-penalty": "--repetition-penalty",
-    "--temp": "--temperature",
-    "--alias": "--served-model-name",
-    "--api-key-file": "--api-key",
-}
-"""llama.cpp's flags, and ours that do the same; their values are spelt otherwise, so they are named and not taken."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -99,15 +79,15 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             ConfigError: a flag does not exist (the message names the nearest one) or has no valid value.
         """
-        given = [_with_dashes(argument) for argument in arguments]
+        known = list(self._option_string_actions)
+        given = _translated([_with_dashes(argument) for argument in arguments], known)
         before = given[: given.index("--")] if "--" in given else given
         if {"-h", "--help", "--help-all"} & {*before}:
             print(self.help_text("--help-all" in before), end="")
             raise SystemExit(0)
-        known = list(self._option_string_actions)
-        for argument in given[: given.index("--")] if "--" in given else given:
+        for argument in before:
             flag = argument.partition("=")[0]
-            if re.fullmatch(r"--[a-z][a-z0-9-]*", flag) and flag not in known:
+            if re.fullmatch(r"--?[a-z][a-z0-9-]*", flag) and flag not in known:
                 raise ConfigError(_unknown_flag(flag, known, self.prog))
         return self.parse_intermixed_args(given)
 
@@ -118,9 +98,34 @@ def _with_dashes(argument: str) -> str:
     return match[0].replace("_", "-") + argument[match.end() :] if match else argument
 
 
+_OTHER_FLAGS = {flag: name for name in OTHER_OPTIONS for flag in flags_of(name)}
+
+
+def _translated(given: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Arguments in which flags of other engines that mean the same have become Quire's, with their values."""
+    result: list[str] = []
+    values: Mapping[str, str] = {}  # of the flag before, whose value stands alone
+    for index, argument in enumerate(given):
+        if argument == "--":
+            return [*result, *given[index:]]
+        flag, equals, value = argument.partition("=")
+        option = None if flag in known else OTHER_OPTIONS.get(_OTHER_FLAGS.get(flag, ""))
+        if option is None or option.why is not None or _flag(option.ours or "") not in known:
+            result.append(values.get(argument, argument))
+            values = {}
+        elif equals:
+            result.append(f"{_flag(option.ours or '')}={option.values.get(value, value)}")
+        else:
+            result.append(_flag(option.ours or ""))
+            values = option.values
+    return result
+
+
 def _unknown_flag(flag: str, known: list[str], prog: str) -> str:
-    if (ours := LLAMA_CPP_FLAGS.get(flag, "")) in known:
-        return f"unknown option {flag}; llama.cpp's {flag} is {ours} here"
+    if (name := _OTHER_FLAGS.get(flag)) is not None:
+        ours = OTHER_OPTIONS[name].ours
+        if ours is None or _flag(ours) in known:
+            return f"unknown option {flag}; {explained(name, flag, ours and _flag(ours))}"
     near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
     return f"unknown option {flag}; " + (f"did you mean {near[0]}?" if near else f"see '{prog} --help'")
 
@@ -130,7 +135,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     vLLM's names of these and of what else the parser has.
     """
     group = parser.add_argument_group(
-        "engine options", "vLLM's names and values are taken too, such as --no-enable-prefix-caching."
+        "engine options",
+        "vLLM's names are taken too, such as --no-enable-prefix-caching, and those of llama.cpp that mean the same.",
     )
     group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags win over it")
     group.add_argument(
@@ -437,6 +443,30 @@ def read_environment(known: Sequence[str], environment: Mapping[str, str] = os.e
             raise ConfigError(f"in the environment, {variable}: {error}") from error
         found[name] = tuple(value) if isinstance(value, list) and _takes_texts(hints[name]) else value
     return found
+
+
+KUBERNETES = re.compile(r"QUIRE_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)")
+"""What Kubernetes puts into pods beside a service named quire."""
+
+BUILD_VARIABLES = {"QUIRE_KERNELS"}
+"""What `setup.py` reads, and images may still have."""
+
+
+def unknown_variables(known: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What is to be said of variables that look like options and are none; they change nothing."""
+    variables = {"QUIRE_" + name.upper() for name in known} | BUILD_VARIABLES
+    told = []
+    for variable in sorted(environment):
+        if variable.startswith("QUIRE_") and variable not in variables and not KUBERNETES.fullmatch(variable):
+            near = difflib.get_close_matches(variable, sorted(variables), n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]}?" if near else "'quire serve --help-all' lists all options"
+            told.append(f"the environment variable {variable} is no option, and is ignored; {hint}")
+    return told
+
+
+def option_names() -> list[str]:
+    """Names of all options of the engine and the server."""
+    return [field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)]
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:

@@ -10,7 +10,14 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from quire.cli.options import Given, add_engine_options, add_server_options, given_options
+from quire.cli.options import (
+    Given,
+    add_engine_options,
+    add_server_options,
+    given_options,
+    option_names,
+    unknown_variables,
+)
 from quire.config import EngineConfig
 from quire.devices import count_gpus
 from quire.errors import ConfigError, QuireError
@@ -46,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
     with listen(options.server.host, options.server.port) as listener:
         log.configure(options.server.log_format, options.server.debug)
+        for text in unknown_variables(option_names()):
+            logger.warning(text)
         screen = make_screen(options, listener, given.preset_options)
         try:
             return asyncio.run(Supervisor(options, listener, screen, began).run())

@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Literal
 
 from quire.cli.options import Given
-from quire.cli.terminal import loading, note, print_table
 from quire.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ def start(given: Given, say: Detail = "all") -> LLM:
     Raises:
         ConfigError, CheckpointError: and what derives from them, when it cannot start.
     """
+    from quire.cli.terminal import loading, note, print_table  # rich: not for --help
+
     config = EngineConfig.from_options(given.engine, given.preset)  # before torch is imported: a mistake shows at once
     if given.preset and say == "all":
         settings = ", ".join(f"{name}={value}" for name, value in given.preset_options.items())
