@@ -26,6 +26,7 @@ HERE = {
     "determinism": r"one result: True",
     "score": r"perplexity \d+\.\d\d over 29 tokens",
     "schema": r"temperature 2: \{'name': '(Ada|Grace)', 'born': 1\d\d\d, ",
+    "tool": r"temperature\(\{'city': '(Oslo|Rome)', 'unit': '[CF]'\}\) is \d+(\.\d)? [CF]\nand then it says: '",
     "load_or_compute": r"loaded: .* 1488 were there\n",
     "chunked_prefill": r"2048 tokens a step: 1 steps .*\nat most 64 tokens a step: 24 steps",
 }
