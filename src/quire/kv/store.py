@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from quire.errors import ConfigError, QuireError
 from quire.kv import wire
-from quire.kv.directory.agent import MOST_RETRY_SECONDS, RETRY_SECONDS
-from quire.kv.directory.base import DirectoryError, Node
+from quire.kv.agent import Agent, Changed, Locate
+from quire.kv.directory.base import Node
 from quire.kv.disk import Ended
 from quire.kv.host import CHECK_BYTES, HostTier
 from quire.kv.mailbox import STORE_NUMBERS, Dropped, Located, Mailbox, Nodes, Released, Wanted
@@ -62,16 +61,6 @@ class BlockStore(Protocol):
         """Ask no more."""
 
 
-class _Changed(NamedTuple):
-    came: list[bytes]
-    went: list[bytes]
-
-
-class _Locate(NamedTuple):
-    number: int
-    hashes: list[bytes]
-
-
 class _Pull(NamedTuple):
     number: int
     blocks: Sequence[tuple[int, bytes]]
@@ -91,7 +80,7 @@ class _Remove(NamedTuple):
     hashes: list[bytes]
 
 
-class StoreAgent:
+class StoreAgent(Agent):
     """What speaks with a store for an engine; it takes the places of `DirectoryAgent`, `NodeReaders` and `Exporter`.
 
     Args:
@@ -113,36 +102,24 @@ class StoreAgent:
     def __init__(
         self, store: BlockStore, where: str, tier: HostTier, mailbox: Mailbox, puts: bool = True, reads: bool = True
     ) -> None:
-        self._store, self._where, self._tier, self._mailbox = store, where, tier, mailbox
+        super().__init__(store, "KV store", "KV blocks are computed meanwhile", mailbox)
+        self._store, self._where, self._tier = store, where, tier
         self._puts, self._reads = puts, reads
-        self.ready, self.problem = False, ""
         self._bad = 0
         self._waiting: dict[bytes, None] = {}  # to be put
         self._putting: tuple[int, list[bytes]] | None = None  # what the engine was asked for: the number, and names
         self._told = 0  # of these
-        self._lookups: list[_Locate] = []
         self._pulls: list[_Pull] = []
         self._next = STORE_NUMBERS
-        self._outbox, self._inbox = Mailbox(), deque[Any]()
-        self._stopping = False
-        self.nodes: dict[str, Node] = {}
-        try:
-            self._connect()
-        except DirectoryError as error:
-            self._lost(error)
-        self._thread = threading.Thread(target=self._run, name="quire-store", daemon=True)
-        self._thread.start()
+        self._inbox = deque[Any]()
+        self._start()
 
     # -- the engine's side -----------------------------------------------------------------------------------
 
     def changed(self, came: list[bytes], went: list[bytes]) -> None:
         """Blocks that the engine has from now on, and those that it has not any more."""
         if self._puts:
-            self._outbox.post(_Changed(came, went))
-
-    def locate(self, number: int, hashes: list[bytes]) -> None:
-        """Ask which of a chain of blocks are there; `Located` tells."""
-        self._outbox.post(_Locate(number, hashes))
+            self._outbox.post(Changed(came, went))
 
     def pull(self, number: int, blocks: Sequence[tuple[int, bytes]], node: Node | None) -> None:
         """Have blocks read into slots; `Ended` tells."""
@@ -182,39 +159,11 @@ class StoreAgent:
         self._outbox.post(done)
         done.wait()
 
-    def close(self) -> None:
-        """Say no more."""
-        if not self._stopping:
-            self._stopping = True
-            self._outbox.post(None)
-            self._thread.join()
-            self._outbox.close()
-            self._store.close()
-
     # -- the thread's ----------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        pause = RETRY_SECONDS
-        while not self._stopping:
-            try:
-                if not self.ready:
-                    self._connect()
-                self._advance()
-                pause = RETRY_SECONDS
-            except (DirectoryError, ConfigError) as error:
-                self._lost(error)
-                self._rest(pause)
-                pause = min(2 * pause, MOST_RETRY_SECONDS)
-            except Exception:
-                logger.exception("what speaks with the KV store has met an error, and goes on")
-                self._lost(DirectoryError("an error here"))
-                self._rest(pause)
 
     def _connect(self) -> None:
         self._store.connect()
-        if self.problem:
-            logger.info("the KV store answers again")
-        self.ready, self.problem = True, ""
+        self._found()
         self._tell_nodes()
 
     def _tell_nodes(self) -> None:
@@ -243,11 +192,11 @@ class StoreAgent:
         while self._inbox:
             news = self._inbox.popleft()  # one that meets an error is the only one that is lost
             match news:
-                case _Changed(came, went):
+                case Changed(came, went):
                     self._waiting |= dict.fromkeys(came)
                     for each in (*went, *islice(list(self._waiting), max(0, len(self._waiting) - MOST_WAITING))):
                         self._waiting.pop(each, None)
-                case _Locate():
+                case Locate():
                     self._lookups.append(news)
                 case _Pull():
                     self._pulls.append(news)
@@ -313,31 +262,17 @@ class StoreAgent:
             seconds = time.monotonic() - begin
             self._mailbox.post(Ended("gone" if self.ready else "read", pull.number, count, seconds, seconds))
 
+    def _give_up(self) -> None:
+        self._tell_nodes()
+
+    def _answer_nothing(self) -> None:
+        super()._answer_nothing()
+        self._give_up_pulls()
+
     def _give_up_pulls(self) -> None:
         for pull in self._pulls:
             self._mailbox.post(Ended("read", pull.number, 0, 0.0))
         self._pulls.clear()
-
-    # -- when it does not answer ---------------------------------------------------------------------------------
-
-    def _lost(self, error: QuireError) -> None:
-        if not self.problem:
-            logger.warning("%s; KV blocks are computed meanwhile", error)
-        self.ready, self.problem = False, str(error)
-        self._tell_nodes()
-        self._answer_nothing()
-
-    def _rest(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not self._stopping and (left := end - time.monotonic()) > 0:
-            self._take_in(left)
-            self._answer_nothing()
-
-    def _answer_nothing(self) -> None:
-        for number, _ in self._lookups:
-            self._mailbox.post(Located(number, None))
-        self._lookups.clear()
-        self._give_up_pulls()
 
 
 def _packed(tier: HostTier, slot: int) -> bytes:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from quire.errors import ConfigError, QuireError
-from quire.kv.directory.base import Directory, DirectoryError, Node
+from quire.errors import QuireError
+from quire.kv.agent import Agent, Changed, Locate
+from quire.kv.directory.base import Directory, Node
 from quire.kv.mailbox import Located, Mailbox, Nodes
 
 logger = logging.getLogger(__name__)
@@ -29,26 +29,13 @@ REFRESH_SECONDS = 900.0
 BATCH = 512
 """Blocks of one call, which delays lookups by about 2 ms."""
 
-RETRY_SECONDS, MOST_RETRY_SECONDS = 0.2, 2.0
-"""Between attempts to reach a directory: at first, and after many that failed."""
-
-
-class _Changed(NamedTuple):
-    came: list[bytes]
-    went: list[bytes]
-
-
-class _Locate(NamedTuple):
-    number: int
-    hashes: list[bytes]
-
 
 class _Withdraw(NamedTuple):
     node: str
     hashes: list[bytes]
 
 
-class DirectoryAgent:
+class DirectoryAgent(Agent):
     """Keeps this node's entries, and asks about others'.
 
     Args:
@@ -70,63 +57,30 @@ class DirectoryAgent:
     def __init__(
         self, directory: Directory, name: str, address: str, mailbox: Mailbox, lease: float = LEASE_SECONDS
     ) -> None:
-        self._directory, self._mailbox, self._lease = directory, mailbox, lease
+        meanwhile = "KV blocks of nodes that are known are read on, and others are computed"
+        super().__init__(directory, "KV directory", meanwhile, mailbox)
+        self._directory, self._lease = directory, lease
         self._node = Node(name, secrets.token_hex(8), address)
-        self.ready, self.problem = False, ""
-        self.nodes: dict[str, Node] = {}
         self._held: set[bytes] = set()
         self._changed: dict[bytes, bool] = {}  # what is not told yet, and whether it is held
-        self._lookups: list[_Locate] = []
         self._stale: list[_Withdraw] = []
         self._renew = self._refresh = 0.0
-        self._outbox = Mailbox()
-        self._stopping = False
-        try:
-            directory.check()
-            self._join()
-        except DirectoryError as error:
-            self._lost(error)
-        self._thread = threading.Thread(target=self._run, name="quire-directory", daemon=True)
-        self._thread.start()
+        self._start()
 
     # -- the engine's side -----------------------------------------------------------------------------------
 
     def changed(self, came: list[bytes], went: list[bytes]) -> None:
         """Blocks that this node holds from now on, and those that it does not any more."""
-        self._outbox.post(_Changed(came, went))
-
-    def locate(self, number: int, hashes: list[bytes]) -> None:
-        """Ask who holds a chain of blocks; `Located` tells, soon or late."""
-        self._outbox.post(_Locate(number, hashes))
+        self._outbox.post(Changed(came, went))
 
     def withdraw(self, node: str, hashes: Sequence[bytes]) -> None:
         """A node does not hold what it published."""
         self._outbox.post(_Withdraw(node, list(hashes)))
 
-    def close(self) -> None:
-        """Say no more; the others see at once that this node is gone."""
-        self._stopping = True
-        self._outbox.post(None)
-        self._thread.join()
-        self._outbox.close()
-        self._directory.close()
-
     # -- the thread's ----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        pause = RETRY_SECONDS
-        while not self._stopping:
-            try:
-                self._advance()
-                pause = RETRY_SECONDS
-            except (DirectoryError, ConfigError) as error:
-                self._lost(error)
-                self._rest(pause)
-                pause = min(2 * pause, MOST_RETRY_SECONDS)
-            except Exception:
-                logger.exception("what speaks with the KV directory has met an error, and goes on")
-                self._lost(DirectoryError("an error here"))
-                self._rest(pause)
+    def _leave(self) -> None:
+        """The others see at once that this node is gone."""
         if self.ready and self._node.address:
             try:
                 self._directory.leave(self._node)
@@ -136,7 +90,7 @@ class DirectoryAgent:
     def _advance(self) -> None:
         """Be there, answer, and tell one batch of what has changed."""
         now = time.monotonic()
-        if not self.ready or now >= self._renew:
+        if now >= self._renew:
             self._join()
         if now >= self._refresh:
             self._tell_all()
@@ -150,6 +104,10 @@ class DirectoryAgent:
             del self._lookups[0]
         self._tell()
 
+    def _connect(self) -> None:
+        self._directory.check()
+        self._join()
+
     def _join(self) -> None:
         """Renew the lease; where the directory has lost this node, all is told again."""
         if self._node.address and not self._directory.join(self._node, self._lease):
@@ -158,9 +116,7 @@ class DirectoryAgent:
             self._tell_all()
         self._know({node.name: node for node in self._directory.nodes() if node.name != self._node.name})
         self._renew = time.monotonic() + self._lease / 3
-        if self.problem:
-            logger.info("the KV directory answers again")
-        self.ready, self.problem = True, ""
+        self._found()
 
     def _know(self, nodes: dict[str, Node]) -> None:
         """These others are there."""
@@ -194,10 +150,10 @@ class DirectoryAgent:
     def _take_in(self, wait_seconds: float) -> None:
         for news in self._outbox.take(wait_seconds):
             match news:
-                case _Changed(came, went):
+                case Changed(came, went):
                     self._mark(came, True)
                     self._mark(went, False)
-                case _Locate():
+                case Locate():
                     self._lookups.append(news)
                 case _Withdraw():
                     self._stale.append(news)
@@ -207,21 +163,5 @@ class DirectoryAgent:
             self._changed |= dict.fromkeys(blocks, held)
             (self._held.update if held else self._held.difference_update)(blocks)
 
-    def _lost(self, error: QuireError) -> None:
-        """The directory does not answer: nobody waits for it."""
-        if not self.problem:
-            logger.warning("%s; KV blocks of nodes that are known are read on, and others are computed", error)
-        self.ready, self.problem = False, str(error)
+    def _give_up(self) -> None:
         self._stale.clear()
-        self._answer_nothing()
-
-    def _rest(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not self._stopping and (left := end - time.monotonic()) > 0:
-            self._take_in(left)
-            self._answer_nothing()
-
-    def _answer_nothing(self) -> None:
-        for number, _ in self._lookups:
-            self._mailbox.post(Located(number, None))
-        self._lookups.clear()
