@@ -67,11 +67,12 @@ def main() -> None:
     def layers(start: int, end: int) -> None:
         count, none = end - start, torch.zeros(end - start, dtype=torch.int64)
         batch = RaggedBatch(none, torch.arange(start, end), none, [0, count], [end], table, shape.block_size)
+        inputs, rates = x[:count], ab[:count, : decays if name in MAMBA else shape.rates].contiguous()
         for layer in range(shape.layers):
             if name in MAMBA:
-                kernels.mamba(x[:count], ab[:count, :decays], of_mamba, cache, batch, layer)
+                kernels.mamba(inputs, rates, of_mamba, cache, batch, layer)
             else:
-                kernels.delta_net(x[:count], ab[:count], weights, cache, batch, layer)
+                kernels.delta_net(inputs, rates, weights, cache, batch, layer)
 
     with kernels.threads(1), torch.inference_mode():
         layers(0, PROMPT)
