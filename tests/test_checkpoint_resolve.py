@@ -120,6 +120,21 @@ def test_a_hub_that_does_not_answer_is_reported_as_such(tmp_path: Path, monkeypa
         resolve("org/name", endpoint="http://127.0.0.1:9", cache_dir=tmp_path)
 
 
+def test_without_the_hub_what_its_cache_has_is_found_and_else_said_what_to_do(tmp_path: Path) -> None:
+    kept = tmp_path / "models--org--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(COMMIT)
+    (kept / "snapshots" / COMMIT).mkdir(parents=True)
+    (kept / "snapshots" / COMMIT / "config.json").write_text("{}")
+    nowhere = "http://127.0.0.1:9"
+    folder = resolve("org/name", endpoint=nowhere, cache_dir=tmp_path, weights=False)
+    assert folder == kept / "snapshots" / COMMIT
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"has nothing of it.* the hub cannot be reached.* config.json here"
+    ):
+        resolve("org/other", endpoint=nowhere, cache_dir=tmp_path, weights=False)
+
+
 @pytest.mark.parametrize("name", ["", "demo2", "/no/such/folder", "a/b/c", "../x", "org/", "org/na me", "org/-"])
 def test_what_is_neither_a_folder_nor_a_name_on_the_hub_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

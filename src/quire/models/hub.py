@@ -79,10 +79,10 @@ def _expanded(model: str) -> Path:
 
 
 def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None, weights: bool) -> Path:
-    from huggingface_hub import (
-        snapshot_download,
-    )  # only here: importing it costs time that folders need not pay
+    from huggingface_hub import constants, snapshot_download  # only here: folders need not pay for importing it
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    at = f" at revision {revision!r}" if revision else ""
     try:
         folder = snapshot_download(
             model,
@@ -92,8 +92,16 @@ def _download(model: str, revision: str | None, endpoint: str | None, cache_dir:
             allow_patterns=WANTED_FILES,
             ignore_patterns=UNWANTED_FILES if weights else [*UNWANTED_FILES, "*.safetensors"],
         )
+    except LocalEntryNotFoundError as error:
+        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{error.__cause__ or error}"[:200]
+        needed = "a folder with its config.json" if not weights else "its folder"
+        raise CheckpointNotFoundError(
+            f"no checkpoint {model!r}: there is no folder {Path(model).absolute()}, the hub's cache "
+            f"({cache_dir or constants.HF_HUB_CACHE}) has nothing of it, and downloading it{at} failed, "
+            f"since the hub cannot be reached ({' '.join(offline.split())}). "
+            f"Copy {needed} here and give that, or try again with a network."
+        ) from error
     except Exception as error:  # whatever the hub, the network or the disk did, the checkpoint is not here
-        at = f" at revision {revision!r}" if revision else ""
         reason = " ".join(str(error).split())[:300]
         raise CheckpointNotFoundError(
             f"no checkpoint {model!r}: there is no folder {Path(model).absolute()}, and downloading it{at} "
