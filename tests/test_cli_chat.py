@@ -136,7 +136,7 @@ def test_reset_and_system_start_anew(chat: Chat) -> None:
 
 def test_retry_edit_and_undo_change_the_last_turn(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     chat.take("/retry")
-    assert "nothing was said yet" in capsys.readouterr().err
+    assert "there is no message yet" in capsys.readouterr().err
     chat.take("first")
     first = list(chat.messages)
     chat.take("def f(x):")
@@ -155,7 +155,7 @@ def test_retry_edit_and_undo_change_the_last_turn(chat: Chat, capsys: pytest.Cap
     assert chat.messages == first
     chat.take("/undo")
     assert chat.messages == []
-    assert "Taken back: class A:" in capsys.readouterr().err
+    assert "Removed: class A:" in capsys.readouterr().err
 
 
 def test_edit_opens_an_editor_with_the_message(

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 HELP = """\
 /retry           answer the last message again
 /edit            change the last message, in $EDITOR or here; or /edit TEXT
-/undo            take back the last message and its answer
+/undo            remove the last message and its answer
 /set NAME VALUE  change a sampling parameter, as in /set temperature 0.7;
                  the value none goes back to the default
 /set             show what is set
-/system TEXT     set the system message, and start anew
+/system TEXT     set the system message and start a new conversation
 /reset           forget the conversation
 /save FILE       write the conversation to a file; /load FILE goes on with it
 /reasoning       show what the model thought before its last answer;
@@ -170,12 +170,16 @@ class Chat:
 
     def _reset(self, _: str) -> None:
         self._forget()
-        tell("The conversation starts anew.")
+        tell("Started a new conversation.")
 
     def _set_system(self, text: str) -> None:
         self.system = text or None
         self._forget()
-        tell("The system message is set; the conversation starts anew." if text else "There is no system message now.")
+        tell(
+            "The system message is set; this is a new conversation."
+            if text
+            else "There is no system message now; this is a new conversation."
+        )
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
@@ -206,7 +210,7 @@ class Chat:
         for index in range(len(self.messages) - 1, -1, -1):
             if self.messages[index]["role"] == "user":
                 return self.messages[:index], self.messages[index]["content"]
-        raise ConfigError("nothing was said yet")
+        raise ConfigError("there is no message yet")
 
     def _retry(self, _: str) -> None:
         before, text = self._last_turn()
@@ -225,14 +229,14 @@ class Chat:
     def _undo(self, _: str) -> None:
         self.messages, text = self._last_turn()
         self._failed = None
-        tell(f"Taken back: {_shortened(text)}")
+        tell(f"Removed: {_shortened(text)}")
 
     def _reasoning(self, text: str) -> None:
         if text in ("on", "off"):
             self._unfold = text == "on"
             tell("Reasoning is shown as it comes." if self._unfold else "Reasoning is folded into one line.")
         elif text:
-            raise ConfigError(f"/reasoning {text!r} means nothing; it may be on, off, or nothing")
+            raise ConfigError(f"/reasoning {text!r} is not known; it may be on, off, or left out")
         else:
             thought = self.last.reply.reasoning if self.last else ""
             tell(visible(thought.strip()) or "The last answer came without reasoning.")
@@ -277,7 +281,7 @@ class Chat:
         self.messages, self.fields, self._failed, self.last = messages, saved.sampling, None, None
         first = messages[0] if messages else {}
         self.system = first["content"] if first.get("role") == "system" else None
-        tell(f"The conversation of {len(messages)} messages goes on.")
+        tell(f"Loaded a conversation of {len(messages)} messages.")
 
     # -- answers -------------------------------------------------------------------------------------------
 
@@ -299,7 +303,7 @@ class Chat:
             turn.append(_message_of(answer, calls))
             if not self._run_calls(calls, turn):
                 self._keep([*before, *turn, {"role": "assistant", "content": "", INTERRUPTED: True}])
-                tell("(interrupted; what was called stays in the conversation, /undo takes it back)")
+                tell("(interrupted; what was called stays in the conversation, /undo removes it)")
                 return
         kept = bool(answer.reply.content) or answer.reason == "stop" or len(turn) > 1
         if kept:
@@ -334,7 +338,7 @@ class Chat:
         if answer.reason == "error":
             tell(f"error: {answer.error}")
         elif answer.reason == "abort" and kept:
-            tell("(interrupted; what came stays in the conversation: /retry answers anew, /undo takes it back)")
+            tell("(interrupted; what came stays in the conversation: /retry answers anew, /undo removes it)")
         elif answer.reason == "abort":
             tell("(interrupted before any text came: nothing of it stays; /retry asks again)")
         elif answer.reason == "length" and used is not None and context is not None and used >= context:

@@ -1,4 +1,4 @@
-"""Look at this machine: what Quire uses of it, whether its kernels keep their promise, and what is missing.
+"""Check this machine: what Quire uses of it, whether its kernels keep their promise, and what is missing.
 
 --full tries every kernel, which takes some seconds more. The exit code is 1 if something that Quire needs is missing or
 the self-test fails."""

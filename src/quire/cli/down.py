@@ -1,4 +1,4 @@
-"""End a cluster that 'quire up FILE' runs, from any terminal. Running requests may end first."""
+"""Stop a cluster that 'quire up FILE' started, from any terminal. Running requests may finish first."""
 
 from __future__ import annotations
 

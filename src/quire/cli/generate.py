@@ -1,8 +1,8 @@
 """Complete prompts.
 
 The first argument is the model unless --model names it; the others are prompts. Without any, the prompt is read
-from standard input. Texts go to standard output, those of several prompts each under a heading and behind its
-prompt; progress and notes go to standard error, in one line each unless -v asks for all of them."""
+from standard input. Text goes to standard output; with several prompts, each under a heading and after its prompt.
+Progress and a line on what was decided and what it took go to standard error; -v shows all of that."""
 
 from __future__ import annotations
 

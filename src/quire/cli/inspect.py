@@ -1,4 +1,4 @@
-"""Look at a model before it is loaded: what it is, whether Quire runs it, and what memory it takes.
+"""Describe a model without loading it: what it is, whether Quire runs it, and how much memory it needs.
 
 MODEL is a folder, which may have config.json alone, or a name on the hub, of which only small files are downloaded. No
 weights are read. Memory for weights and KV is counted; a step's intermediate results come on top."""

@@ -50,8 +50,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog=prog, description=description, allow_abbrev=False, formatter_class=formatter, add_help=False
         )
-        self.add_argument("-h", "--help", action="store_true", help="show this, and leave")
-        self.add_argument("--help-all", action="store_true", help="show all options, and leave")
+        self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+        self.add_argument("--help-all", action="store_true", help="show all options and exit")
 
     def help_text(self, all_options: bool) -> str:
         """The help; unless all are wanted, with the common ones alone of the options that come from dataclasses."""

@@ -1,4 +1,4 @@
-"""Bring ranks of this machine to an engine on another one, and wait for the next engine when it ends.
+"""Join an engine on another machine with ranks on this one, and wait for the next engine when it ends.
 
 The engine is started with '--nnodes', '--master-addr' and '--token-file'; that file is the same on all machines. The
 engine's options come from there; the checkpoint is read here, and must be the same."""
