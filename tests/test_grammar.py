@@ -239,6 +239,24 @@ def test_schemas_that_explode_are_refused(grammars: Grammars) -> None:
         grammars.compile(StructuredOutputsParams(json={"enum": [f"x{i}" for i in range(100_000)]}))
 
 
+def test_references_have_a_depth(grammars: Grammars) -> None:
+    """The library follows them one within another, and would end the process."""
+
+    def chain(length: int, kind: str) -> dict[str, Any]:
+        def link(index: int) -> dict[str, Any]:
+            to = {"$ref": f"#/$defs/a{(index + 1) % length}"}
+            if kind == "objects":
+                return {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, to]}}}
+            return {"type": "array", "items": to}
+
+        return {"$defs": {f"a{index}": link(index) for index in range(length)}, "$ref": "#/$defs/a0"}
+
+    for kind, works, fails in (("objects", 300, 400), ("arrays", 450, 2000)):
+        grammars.compile(StructuredOutputsParams(json=chain(works, kind)))
+        with pytest.raises(SamplingParamsError, match="leads on; at most"):
+            grammars.compile(StructuredOutputsParams(json=chain(fails, kind)))
+
+
 def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
     inner = {"properties": {str(number): {} for number in range(9000)}}
     with pytest.raises(SamplingParamsError, match="make the names shorter"):
@@ -246,7 +264,10 @@ def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
     with pytest.raises(SamplingParamsError, match="the key 'k49999' twice"):
         check_schema("{" + ",".join(f'"k{number}":1' for number in range(50_000)) + ',"k49999":2}')
     links = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(9000)}
-    check_schema(json.dumps({"$defs": {**links, "9000": {}}, "$ref": "#/$defs/0"}))
+    with pytest.raises(SamplingParamsError, match="leads on; at most"):
+        check_schema(json.dumps({"$defs": {**links, "9000": {}}, "$ref": "#/$defs/0"}))
+    wide = {"$defs": {str(number): {"type": "null"} for number in range(9000)}}
+    check_schema(json.dumps({**wide, "anyOf": [{"$ref": f"#/$defs/{number}"} for number in range(9000)]}))
 
 
 def test_a_form_that_nothing_meets_is_refused(grammars: Grammars) -> None:

@@ -19,6 +19,10 @@ MAX_DEPTH = 64
 MAX_SCHEMAS = 20_000
 """Schemas in one, all together."""
 
+MAX_LEVELS = 1_000
+"""Of schemas within schemas, where `$ref` leads on from one to the next: the library goes down all of them, one call
+within another, and a stack of 8 MiB ends after some 2,000."""
+
 MAX_POINTERS = 16 << 20
 """Characters of the JSON pointers to them, all together: each holds the names of all properties that lead to it."""
 
@@ -84,16 +88,34 @@ def check_schema(text: str) -> None:
     if schema is False:
         raise SamplingParamsError("nothing meets the JSON Schema false")
     found: dict[str, Any] = {}
-    _walk(schema, found)
-    for pointer, each in found.items():
-        if isinstance(each, dict) and "$ref" in each:
-            _target(each["$ref"], pointer, found)
+    parents = _walk(schema, found)
+    referring = ((pointer, each) for pointer, each in found.items() if isinstance(each, dict) and "$ref" in each)
+    targets = {_target(each["$ref"], pointer, found) for pointer, each in referring}
     _check_cycles(found)
+    _check_levels(found, parents, targets)
 
 
-def _walk(root: Any, found: dict[str, Any]) -> None:
-    """All schemas in a schema, by their JSON pointers."""
+def _check_levels(found: Mapping[str, Any], parents: dict[str, str], targets: set[str]) -> None:
+    """However references lead on, each is gone down once within the others; one that leads nowhere is the last."""
+    heights = dict.fromkeys(found, 1)
+    leads_on = {pointer: isinstance(each, dict) and "$ref" in each for pointer, each in found.items()}
+    for pointer in reversed(parents):  # the inner ones first
+        above = parents[pointer]
+        heights[above] = max(heights[above], heights[pointer] + 1)
+        leads_on[above] |= leads_on[pointer]
+    leading = [heights[target] for target in targets if leads_on[target]]
+    levels = heights[""] + sum(leading) + max((heights[one] for one in targets if not leads_on[one]), default=0)
+    if levels > MAX_LEVELS:
+        raise SamplingParamsError(
+            f"the JSON Schema has {levels} levels, in {len(leading)} schemas from which $ref leads on; at most "
+            f"{MAX_LEVELS} are allowed: make it smaller"
+        )
+
+
+def _walk(root: Any, found: dict[str, Any]) -> dict[str, str]:
+    """All schemas in a schema, by their JSON pointers; returns the pointer to the one that each is right within."""
     waiting, size = [("", root, 0)], 0
+    parents: dict[str, str] = {}
     while waiting:
         pointer, schema, depth = waiting.pop()
         if depth > MAX_DEPTH:
@@ -111,6 +133,8 @@ def _walk(root: Any, found: dict[str, Any]) -> None:
             if size > MAX_POINTERS:
                 raise _refused(pointer, "has many schemas below properties with long names; make the names shorter")
             waiting.append((f"{pointer}/{place}", each, depth + 1))
+            parents[f"{pointer}/{place}"] = pointer
+    return parents
 
 
 def _check_keywords(schema: dict[str, Any], pointer: str) -> None:
