@@ -224,6 +224,7 @@ def test_reasoning_and_tool_calls_of_a_server_are_those_of_a_model_here(
     first, second = server.seen
     assert first["tools"][0]["function"]["name"] == "add"
     assert (first["tool_choice"], second["tool_choice"]) == ("required", "auto")
+    assert first["parallel_tool_calls"] is False and "parallel_tool_calls" not in second
     user, called, *results = second["messages"]
     assert user["content"] == "What is 1 + 2?" and called["content"] is None
     assert called["reasoning_content"] == "I addI add"

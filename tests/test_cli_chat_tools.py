@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import sys
@@ -179,7 +178,6 @@ def test_all_names_what_is_offered(file: Callable[[str], str]) -> None:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM("demo", max_model_len=512, tool_format="hermes") as engine:
-        engine.add_chat = functools.partial(engine.add_chat, parallel_tool_calls=False)  # type: ignore[method-assign]
         yield engine
 
 

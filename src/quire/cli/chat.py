@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tool-choice",
         choices=("auto", "required"),
         default="auto",
-        help="required: the first answer to a message calls one (default: auto, the model decides)",
+        help="required: the first answer to a message makes one call (default: auto, the model decides)",
     )
     group = parser.add_argument_group("a model on a server")
     group.add_argument("--url", metavar="URL", help="talk to the server there, as in http://127.0.0.1:8000")

@@ -198,7 +198,7 @@ class RemoteTalker:
         request = _encoded(
             {
                 **fields,
-                **({"tools": use.tools, "tool_choice": use.choice} if use.tools else {}),
+                **use.fields,
                 "model": self.model,
                 "messages": messages,
                 "stream": True,

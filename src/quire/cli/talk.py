@@ -27,11 +27,19 @@ class ToolUse(NamedTuple):
 
     Attributes:
         tools: as OpenAI spells them.
-        choice: "auto", "required" or "none".
+        choice: "auto", "required" (exactly one call) or "none".
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     choice: str = "auto"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As OpenAI spells them; empty where there are no tools."""
+        if not self.tools:
+            return {}
+        one = {"parallel_tool_calls": False} if self.choice == "required" else {}
+        return {"tools": self.tools, "tool_choice": self.choice, **one}
 
 
 NO_TOOLS = ToolUse()
@@ -103,8 +111,7 @@ class LocalTalker:
         self.context: int | None = llm.max_model_len
 
     def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show, use: ToolUse = NO_TOOLS) -> Answer:
-        tools = {"tools": use.tools, "tool_choice": use.choice} if use.tools else {}
-        request = self.llm.add_chat(messages, sampling_params(fields), **tools)  # type: ignore[arg-type]
+        request = self.llm.add_chat(messages, sampling_params(fields), **use.fields)
         shown = 0
         with _interrupt() as interrupted:
             while True:
