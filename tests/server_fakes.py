@@ -42,6 +42,7 @@ from quire.text.reply_formats import KNOWN
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
 from quire.text.reply_syntax import ReplyForm, ReplySyntax
 from quire.text.tokenizer import RenderedChat
+from quire.tls import ServerCertificate
 
 VOCAB_SIZE = 300
 
@@ -454,15 +455,23 @@ class AppThread:
 
     Attributes:
         port: where it listens, on 127.0.0.1. url: the same for clients.
+        certificate: with one it speaks https. listener: in place of a port of its own.
         at_end: what the app needs when it has served, by itself or since it was told to end.
     """
 
-    def __init__(self, app: Callable[[], ASGIApp], at_end: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self,
+        app: Callable[[], ASGIApp],
+        at_end: Callable[[], Awaitable[None]] | None = None,
+        certificate: ServerCertificate | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._make_app = app
         self._at_end = at_end
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._certificate = certificate
+        self._socket = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = int(self._socket.getsockname()[1]) if listener is None else 0
+        self.url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._up = threading.Event()
 
@@ -488,7 +497,7 @@ class AppThread:
     def _run(self) -> None:
         async def serve() -> None:
             self.loop = asyncio.get_running_loop()
-            self.server = make_server(self._make_app(), graceful_seconds=1)
+            self.server = make_server(self._make_app(), graceful_seconds=1, certificate=self._certificate)
             serving = asyncio.create_task(self.server.serve(sockets=[self._socket]))
             while not self.server.started and not serving.done():
                 await asyncio.sleep(0.005)

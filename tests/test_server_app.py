@@ -402,7 +402,7 @@ def test_also_errors_before_the_router_carry_an_id(keyed: Site) -> None:
 
 
 def test_pages_may_load_nothing_from_elsewhere(site: Site) -> None:
-    for path in ("/docs", "/static/docs/docs.js"):
+    for path in ("/", "/static/docs/index.html", "/static/docs/docs.js"):
         answer = site.http.get(path)
         assert answer.status_code == 200
         policy = answer.headers["content-security-policy"]
@@ -452,7 +452,7 @@ def test_while_loading_health_tells_the_phase_and_the_api_asks_to_come_again() -
             assert (error["type"], error["code"]) == ("service_unavailable", "model_loading")
             assert "40 %" in error["message"]
         for path in ("/live", "/version", "/server_info", "/metrics", "/docs", "/openapi.json"):
-            assert site.http.get(path).status_code == 200, path
+            assert site.http.get(path, follow_redirects=True).status_code == 200, path
         assert site.http.get("/nothing").status_code == 404
         assert b'reason="not_ready"} 3.0' in site.http.get("/metrics").content
 
@@ -654,14 +654,15 @@ def test_every_reference_in_the_openapi_document_leads_somewhere(keyed: Site) ->
 
 
 def test_the_docs_page_and_all_that_it_loads_come_from_this_server(site: Site) -> None:
-    page = site.http.get("/docs")
+    page = site.http.get("/docs", follow_redirects=True)
     assert page.headers["content-type"].startswith("text/html")
     loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
     assert len(loaded) >= 3
     for url in loaded:
         if not url.startswith("data:"):
-            assert url.startswith("/static/docs/")
-            assert site.http.get(url).status_code == 200
+            found = page.url.join(url)
+            assert found.path.startswith("/static/docs/")
+            assert site.http.get(found).status_code == 200
     assert re.search(r"<script(?! src=)", page.text) is None  # the policy allows no inline script
 
 

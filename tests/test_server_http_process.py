@@ -24,6 +24,8 @@ import quire
 from quire.ipc import wire
 from quire.ipc.board import PULSE, Board
 from quire.server.config import HttpStart, ServerConfig
+from quire.tls import client_context
+from tests.certificates import make_certificate, needs_openssl
 from tests.server_fakes import engine_info, wait_until
 
 KEY = "sk-very-secret"
@@ -36,7 +38,10 @@ class Parent:
     def __init__(self, **options: Any) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="quire-test-"))
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        scheme, trust = "http", None
+        if "ssl_certfile" in options:
+            scheme, trust = "https", client_context(options["ssl_certfile"])
+        self.url = f"{scheme}://127.0.0.1:{self.listener.getsockname()[1]}"
         self.control = self.router(wire.control_address(self.directory))
         self.board = Board.create(wire.board_path(self.directory, 0, 1))
         self.own_board = Board.create(wire.http_board_path(self.directory, 3))
@@ -59,7 +64,9 @@ class Parent:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(start))
         self.process.stdin.close()
-        self.http = httpx2.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+        self.http = httpx2.Client(
+            base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60, verify=trust or True
+        )
 
     def router(self, address: str) -> zmq.Socket[bytes]:
         router = zmq.Context.instance().socket(zmq.ROUTER)
@@ -127,6 +134,18 @@ def test_it_answers_at_once_and_the_rest_follows(parent: Parent) -> None:
     assert [answer.status_code for answer in answers] == [503, 401]
     hello = parent.hello()
     assert (hello.worker, hello.pid) == (3, parent.process.pid)
+
+
+@needs_openssl
+def test_with_a_certificate_it_speaks_https_from_the_beginning(tmp_path: Path) -> None:
+    files = make_certificate(tmp_path)
+    parent = Parent(ssl_certfile=str(files.cert), ssl_keyfile=str(files.key))
+    try:
+        assert parent.http.get("/live").json() == {"status": "ok"}
+        parent.get_ready()
+        assert parent.http.post("/tokenize", json={"prompt": "Hello"}).status_code == 200
+    finally:
+        parent.end()
 
 
 def test_no_key_is_in_its_arguments_or_environment(parent: Parent) -> None:

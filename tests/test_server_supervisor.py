@@ -710,7 +710,7 @@ def test_the_url_is_one_that_works_on_this_machine(host: str, shown: str, loopba
         raise
     with listener:
         port = listener.getsockname()[1]
-        assert url_of(listener) == shown.format(port)
+        assert url_of(listener, ServerConfig()) == shown.format(port)
         assert is_loopback(listener) is loopback
         address = ("::1" if ":" in host else "127.0.0.1", port)
         socket.create_connection(address, timeout=5).close()

@@ -78,6 +78,7 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     # what changes nothing here
     "disable_custom_all_reduce": _any(bool),
     "disable_log_stats": _any(bool),
+    "enable_ssl_refresh": _any(bool),  # a certificate is read again when it changes
     "disable_uvicorn_access_log": _any(bool),
     "prefix_caching_hash_algo": _any(str),
     "served_model_name": _any(str),  # without a server
@@ -108,6 +109,8 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "runner": _only(str, "auto", "generate", why="models that generate text are there"),
     "seed": _only(int, 0, why="a seed is given with each request: SamplingParams(seed=...), or the field of that name"),
     "skip_tokenizer_init": _off("a checkpoint without a tokenizer takes token ids"),
+    "ssl_ca_certs": _only(str, why="clients are known by their API keys, and not by certificates"),
+    "ssl_cert_reqs": _only(int, 0, why="clients are known by their API keys, and not by certificates"),
     "swap_space": _only(float, 0, why=_NO_SWAP),
     "task": _only(str, "auto", "generate", why="models that generate text are there"),
     "tokenizer": _only(str, why=_OWN),

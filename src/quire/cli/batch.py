@@ -34,6 +34,7 @@ from quire.errors import BatchError, ConfigError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
 from quire.server.batch_lines import run as run_batch
 from quire.server.config import read_keys
+from quire.tls import CACERT
 
 CONCURRENCY = 128
 BUSY = (429, 502, 503)
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="FILE", help="the file of requests, and the file of answers")
     parser.add_argument("--url", help="a server that is there already, such as http://127.0.0.1:8000")
     parser.add_argument("--api-key", help="its key, or @FILE")
+    parser.add_argument("--cacert", metavar="FILE", help=CACERT)
     parser.add_argument("--model", help="a folder, org/name, or 'demo' (default: what the first request names)")
     parser.add_argument(
         "--concurrency", type=int, default=CONCURRENCY, help=f"requests at a time (default: {CONCURRENCY})"
@@ -105,7 +107,7 @@ async def _run(args: argparse.Namespace, options: list[str], requests: Requests,
             url, key = args.url, read_keys([args.api_key], "api_key")[0] if args.api_key else ""
             if url is None:
                 url, key = await stack.enter_async_context(_server(args.model or _first_model(requests), options))
-            asker = await stack.enter_async_context(contextlib.aclosing(_Asker(url, key)))
+            asker = await stack.enter_async_context(contextlib.aclosing(_Asker(url, key, args.cacert)))
             try:
                 return await run_batch(requests, answers, asker.post, args.concurrency, tell)
             except* BatchError as errors:
@@ -162,13 +164,13 @@ class _Body:
 class _Asker:
     """Asks a server, again where it is busy or away for a while."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, cacert: str | None = None) -> None:
         from quire.bench.serve.http_client import HttpClient, parse_url
 
         origin, self._path = parse_url(url)
         self._path = self._path.removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = HttpClient(origin, {"user-agent": "quire-batch", **headers})
+        self._client = HttpClient(origin, {"user-agent": "quire-batch", **headers}, cacert=cacert)
 
     async def aclose(self) -> None:
         await self._client.close()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from quire.cli.options import Given, add_engine_options, add_sampling_options, given_options
 from quire.cli.start import add_detail_options, detail, start
 from quire.errors import ConfigError
+from quire.tls import CACERT
 
 if TYPE_CHECKING:
     from quire.cli.talk import Talker
@@ -38,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="required: the first answer to a message makes one call (default: auto, the model decides)",
     )
     group = parser.add_argument_group("a model on a server")
-    group.add_argument("--url", metavar="URL", help="talk to the server there, as in http://127.0.0.1:8000")
+    group.add_argument("--url", metavar="URL", help="talk to the server there, http://127.0.0.1:8000 or unix:PATH")
     group.add_argument("--api-key", metavar="KEY", help="the server's key, or @FILE that holds it")
+    group.add_argument("--cacert", metavar="FILE", help=CACERT)
     group.add_argument(
         "--wait", metavar="SECONDS", type=float, help=f"wait for a server that is loading (default: {WAIT_SECONDS:g})"
     )
@@ -101,7 +103,7 @@ def _tools(args: argparse.Namespace) -> list[Tool]:
 def _talker(args: argparse.Namespace, given: Given, tools: list[Tool]) -> Iterator[Talker]:
     """What answers: a server's model, or one that is loaded here."""
     if args.url is None:
-        for flag, value in (("--api-key", args.api_key), ("--wait", args.wait)):
+        for flag, value in (("--api-key", args.api_key), ("--cacert", args.cacert), ("--wait", args.wait)):
             if value is not None:
                 raise ConfigError(f"{flag} is about a server; name it with --url, or leave {flag} out")
         with _local(args, given, tools) as local:
@@ -153,7 +155,7 @@ def _remote(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
     keys = ServerConfig(api_key=read_keys((args.api_key,) if args.api_key is not None else ())).api_key
     if len(keys) > 1:
         raise ConfigError(f"--api-key {args.api_key} holds {len(keys)} keys; a chat sends one")
-    talker = RemoteTalker(args.url, keys[0] if keys else None, given.engine.get("model"), wait)
+    talker = RemoteTalker(args.url, keys[0] if keys else None, given.engine.get("model"), wait, args.cacert)
     try:
         if not args.quiet:
             context = "" if talker.context is None else f", context {talker.context:,} tokens"

@@ -15,11 +15,13 @@ from urllib.parse import urlsplit
 import httpx2
 import msgspec
 
+from quire.bench.serve.http_client import unix_path
 from quire.cli.report import rate
 from quire.cli.talk import NO_TOOLS, Answer, Messages, Show, ToolUse
 from quire.cli.terminal import loading, note, visible
 from quire.errors import ConfigError, PromptTooLongError, RemoteError, RequestError
 from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
+from quire.tls import client_context, why_untrusted
 
 MAX_BODY_BYTES = 1 << 20
 """An answer that is no stream and longer than this is none that we asked for."""
@@ -110,17 +112,26 @@ class RemoteTalker:
         api_key: sent with every request.
         model: its name there; None takes the first that the server names.
         wait: seconds to wait for a server that is still loading.
+        cacert: see `quire.tls.client_context`.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is none, or the file holds no certificates.
         RemoteError: the server cannot be reached, refuses, is not ready in time, or has no such model.
     """
 
     more_context = "the server's --max-model-len sets its size"
     refused: tuple[str, ...] = ("logprobs", "prompt_logprobs")  # a chat does not show them
 
-    def __init__(self, url: str, api_key: str | None = None, model: str | None = None, wait: float = 120.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        model: str | None = None,
+        wait: float = 120.0,
+        cacert: str | None = None,
+    ) -> None:
         self.url = _base(url)
+        self._trust = _trust(self.url, cacert)
         self._wait = wait
         self._told: set[str] = set()  # fields that the server ignores, as far as it was said
         self._answers = self._tokens = 0
@@ -137,11 +148,13 @@ class RemoteTalker:
             raise
 
     def _connect(self) -> httpx2.Client:
+        uds = unix_path(self.url)
         return httpx2.Client(
-            base_url=self.url,
+            base_url=self.url if uds is None else "http://localhost",
             headers=self._headers,
             timeout=httpx2.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS),
-            verify=_trust(self.url),
+            verify=self._trust,
+            transport=None if uds is None else httpx2.HTTPTransport(uds=uds, verify=self._trust),
             trust_env=False,  # no proxy but one that was asked for
         )
 
@@ -274,6 +287,8 @@ class RemoteTalker:
         try:
             yield
         except httpx2.ConnectError as error:
+            if (untrusted := why_untrusted(error)) is not None:
+                raise RemoteError(f"no connection to {self.url}: {untrusted}") from error
             reason = visible(str(error)) or "no connection"
             raise RemoteError(f"no server answers at {self.url} ({reason}); is 'quire serve' running there?") from error
         except httpx2.TimeoutException as error:
@@ -340,7 +355,9 @@ def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
 
 
 def _base(url: str) -> str:
-    """The server's address without `/v1`. Raises ConfigError."""
+    """The server's address without `/v1`; a Unix socket's as it is. Raises ConfigError."""
+    if unix_path(url) is not None:
+        return url
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -351,9 +368,9 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _trust(url: str) -> ssl.SSLContext | bool:
+def _trust(url: str, cacert: str | None) -> ssl.SSLContext:
     """Whose certificates count. Without TLS none are read: that takes longer than all else at the start."""
-    return True if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return client_context(cacert) if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _encoded(request: Mapping[str, Any]) -> bytes:

@@ -33,16 +33,17 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.serve_screen import OPEN_TO_ALL
     from quire.cli.terminal import note
     from quire.router.run import Router
-    from quire.server.processes import is_loopback, listen, url_of
+    from quire.server.processes import is_loopback, listening, url_of
     from quire.server.transport import raise_file_limit
 
     raise_file_limit()
-    with listen(config.host, config.port) as listener:
+    with listening(config) as listener:
         log.configure(config.log_format, config.debug)
         given = [*config.server, *config.prefill_server]
         count = sum(map(is_server, given))
-        more = "".join(f" and those of {masked(url)}" for url in given if not is_server(url))
-        note(f"listening on {url_of(listener)}, in front of {count} server{'s' * (count != 1)}{more} (Ctrl-C to stop)")
+        more = "".join(f" and those of {masked(one)}" for one in given if not is_server(one))
+        url = url_of(listener, config)
+        note(f"listening on {url}, in front of {count} server{'s' * (count != 1)}{more} (Ctrl-C to stop)")
         if not config.api_key and not is_loopback(listener):
             note(OPEN_TO_ALL)
 

@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
 
     from quire import log
     from quire.cli.serve_screen import make_screen
-    from quire.server.processes import listen
+    from quire.server.processes import listening
     from quire.server.supervisor import Supervisor
 
-    with listen(options.server.host, options.server.port) as listener:
+    with listening(options.server) as listener:
         log.configure(options.server.log_format, options.server.debug)
         for text in unknown_variables(option_names()):
             logger.warning(text)

@@ -51,7 +51,8 @@ class TextScreen:
     @_unless_nobody_reads()
     def listening(self) -> None:
         """See `quire.server.supervisor.Screen`."""
-        note(f"listening on {url_of(self._listener)}, loading {self._options.engine.model} (Ctrl-C to stop)")
+        url = url_of(self._listener, self._options.server)
+        note(f"listening on {url}, loading {self._options.engine.model} (Ctrl-C to stop)")
         if self._preset_options:
             note("the preset sets " + ", ".join(f"{name}={value}" for name, value in self._preset_options.items()))
 
@@ -92,7 +93,7 @@ class JsonScreen:
 
     def listening(self) -> None:
         """See `quire.server.supervisor.Screen`."""
-        url = url_of(self._listener)
+        url = url_of(self._listener, self._options.server)
         log.event(logger, "listening", f"listening on {url}", url=url, preset=dict(self._preset_options))
         if is_open_to_all(self._options, self._listener):
             log.event(logger, "open_to_all", OPEN_TO_ALL, level=logging.WARNING)
@@ -105,7 +106,7 @@ class JsonScreen:
 
     def ready(self, info: EngineInfo, seconds: float) -> None:
         """See `quire.server.supervisor.Screen`."""
-        options, url = self._options, url_of(self._listener)
+        options, url = self._options, url_of(self._listener, self._options.server)
         log.event(
             logger,
             "started",
@@ -147,7 +148,7 @@ def start_rows(
         ("HTTP processes", f"{server.api_workers}, tokenizers of each: {server.tokenizer_workers}"),
         ("model's name", ", ".join(options.model_names)),
         ("API keys", str(len(server.api_key)) if server.api_key else "none: requests need no key"),
-        ("URL", f"{url_of(listener)}/v1"),
+        ("URL", url if (url := url_of(listener, server)).startswith("unix:") else f"{url}/v1"),
         ("ready after", f"{seconds:.1f} s"),
     ]
 

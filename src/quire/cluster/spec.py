@@ -47,7 +47,7 @@ class Member:
         arguments: of the command `quire`; of `redis-server` for "redis".
         files: text by file name; they are written, for this user's eyes alone, into the cluster's folder on its
             machine before it starts. Arguments and files name that "{folder}".
-        host, port: where it listens.
+        host, port, scheme: where it listens, and what it speaks there.
     """
 
     name: str
@@ -55,12 +55,13 @@ class Member:
     arguments: tuple[str, ...]
     host: str
     port: int
+    scheme: str = "http"
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def url(self) -> str:
         """Where it is reached."""
-        return f"{'redis' if self.kind == 'redis' else 'http'}://{host_and_port(self.host, self.port)}"
+        return f"{self.scheme}://{host_and_port(self.host, self.port)}"
 
 
 class Servers(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -175,6 +176,11 @@ def _check(path: Path, cluster: ClusterFile) -> None:
 
 
 def _check_options(where: str, options: Mapping[str, Any]) -> None:
+    for name in ("uds", "ssl_certfile", "ssl_keyfile", "root_path"):
+        if name in options:
+            raise ConfigError(
+                f"{where}: options must not have {name}: the router finds servers by port, over plain HTTP"
+            )
     for name in ("port", "host", "kv_role", "role", "model"):
         if name in options:
             raise ConfigError(
@@ -264,6 +270,7 @@ def _redis(cluster: ClusterFile) -> Member:
         files={"redis.conf": "\n".join(lines) + "\n"},
         host=cluster.host,
         port=cluster.redis_port,
+        scheme="redis",
     )
 
 
@@ -276,6 +283,7 @@ def _member(name: str, kind: str, command: str, options: Mapping[str, Any], key:
         files={f"{name}.yaml": yaml.safe_dump(dict(options), sort_keys=False)} | _key_file(options, key),
         host=options["host"],
         port=options["port"],
+        scheme="https" if options.get("ssl_certfile") else "http",
     )
 
 

@@ -28,6 +28,7 @@ from quire.server.body import check_media_type
 from quire.server.context import stop_error
 from quire.server.errors import ApiError, invalid
 from quire.server.hosts import HostPolicy
+from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import send_error, send_json
 from quire.server.transport import read_body
 
@@ -47,12 +48,12 @@ TEXT_PATHS = (
 PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Answered by any server."""
 ANSWER_SECONDS = 60.0
-RESPONSES = "/v1/responses/"
+RESPONSES, MODELS = "/v1/responses/", "/v1/models/"
 DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"
 LIFE = "/router/requests/"
 MAX_JOIN_BYTES = 4096
 
-_PREFIXES = {"/admin/": "/admin", LIFE: "/router/status", RESPONSES: "/v1/responses"}
+_PREFIXES = {"/admin/": "/admin", LIFE: "/router/status", RESPONSES: "/v1/responses", MODELS: "/v1/models/{name}"}
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -82,7 +83,8 @@ def create_app(site: Site) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=list(EXPOSED_HEADERS),
         )
-    return EdgeMiddleware(app, site)
+    app = EdgeMiddleware(app, site)
+    return app if config.root_path is None else PrefixMiddleware(app, config.root_path)
 
 
 class RouterApp:
@@ -123,6 +125,8 @@ class RouterApp:
         """Routes that end with a name."""
         if method == "GET" and path.startswith(LIFE):
             return self._life
+        if method == "GET" and path.startswith(MODELS):
+            return self._model
         if path.startswith(RESPONSES) and method in ("GET", "POST", "DELETE"):
             return self._response
         if method != "POST":
@@ -199,11 +203,21 @@ class RouterApp:
     # -- how things stand ----------------------------------------------------------------------------------
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cards: dict[str, Any] = {}
+        await send_json(send, {"object": "list", "data": list(self._cards().values())})
+
+    async def _model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cards, name = self._cards(), scope["path"].removeprefix(MODELS)
+        if name not in cards:
+            raise ApiError(404, f"no server has this model; there are: {', '.join(cards)}", code="model_not_found")
+        await send_json(send, cards[name])
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """What servers tell of their models, by name."""
+        cards: dict[str, dict[str, Any]] = {}
         for server in self._site.servers.by_name.values():
             for name, card in server.models.items() if server.is_up else ():
                 cards.setdefault(name, {key: value for key, value in card.items() if key != "checkpoint"})
-        await send_json(send, {"object": "list", "data": list(cards.values())})
+        return cards
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 while there is a server that takes requests."""

@@ -10,7 +10,7 @@ from quire.config import option, unknown_option
 from quire.errors import ConfigError
 from quire.kv.directory import masked
 from quire.router.upstream import Address
-from quire.server.config import KEY_OPTIONS, ServerConfig, check_door, read_keys
+from quire.server.config import KEY_OPTIONS, ServerConfig, check_certificates, check_door, check_place, read_keys
 from quire.server.meeting import SCHEMES
 
 MAX_SERVERS = 1024
@@ -54,6 +54,11 @@ class RouterConfig:
     )
     host: str = _as_served("host")
     port: int = _as_served("port", 8080)
+    uds: str | None = _as_served("uds")
+    ssl_certfile: str | None = _as_served("ssl_certfile")
+    ssl_keyfile: str | None = _as_served("ssl_keyfile")
+    root_path: str | None = _as_served("root_path")
+    cacert: str | None = _as_served("cacert")
     api_key: tuple[str, ...] = _as_served("api_key")
     metrics_key: tuple[str, ...] = _as_served("metrics_key")
     allowed_host: tuple[str, ...] = _as_served("allowed_host")
@@ -110,6 +115,7 @@ class RouterConfig:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         given: dict[str, Any] = dict(options)
+        check_place(given)
         for name in given:
             if name not in names:
                 raise ConfigError(unknown_option(name, names))
@@ -120,4 +126,6 @@ class RouterConfig:
             [given["server_key"]] = read_keys((given["server_key"],), "server_key")[:1]
         for name, value in given.items():
             given[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**given)
+        config = cls(**given)
+        check_certificates(config)
+        return config

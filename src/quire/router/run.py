@@ -16,7 +16,7 @@ from quire.router.metrics import RouterMetrics
 from quire.router.servers import Servers
 from quire.router.site import Site
 from quire.server.auth import Tenants
-from quire.server.config import open_traces
+from quire.server.config import certificate_of, open_traces
 from quire.server.transport import HttpServer, make_server
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ LAST_WORDS_SECONDS = 4.0
 def make_site(config: RouterConfig) -> Site:
     """The parts of a router, with the servers that were given."""
     key = config.server_key or (config.api_key[0] if config.api_key else "")
-    servers = Servers(config.policy, key)
+    servers = Servers(config.policy, key, cacert=config.cacert)
     for url in filter(is_server, config.server):
         servers.add(url)
     for url in filter(is_server, config.prefill_server):
@@ -60,7 +60,7 @@ class Router:
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks = await begin(sources_of(self._config), site.servers)
-            self._http = make_server(create_app(site))
+            self._http = make_server(create_app(site), certificate=certificate_of(self._config))
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)

@@ -99,11 +99,11 @@ class Server:
         num_requests, num_failures: since the router started.
     """
 
-    def __init__(self, url: str, role: Role, origin: Origin) -> None:
+    def __init__(self, url: str, role: Role, origin: Origin, cacert: str | None = None) -> None:
         self.address = Address(url)
         self.name = self.address.name
         self.role, self.origin = role, origin
-        self.upstream = Upstream(self.address)
+        self.upstream = Upstream(self.address, cacert)
         self.engines = [Engine(self.name)]
         self.state: State = "new"
         self.reason = "not looked at yet"
@@ -172,9 +172,17 @@ class Servers:
 
     Args:
         key: what the router itself shows the servers; "" none.
+        cacert: see `quire.tls.client_context`.
     """
 
-    def __init__(self, policy: PolicyName = "cost", key: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        policy: PolicyName = "cost",
+        key: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        cacert: str | None = None,
+    ) -> None:
+        self._cacert = cacert
         self.by_name: dict[str, Server] = {}
         self.knowledge = Knowledge()
         self.bytes_per_token = BYTES_PER_TOKEN
@@ -199,7 +207,7 @@ class Servers:
             return found
         if found is not None:
             self.remove(name)
-        server = self.by_name[name] = Server(url, role, origin)
+        server = self.by_name[name] = Server(url, role, origin, self._cacert)
         server.heard_at = self.clock()
         self._looking[name] = asyncio.create_task(self._look_after(server))
         event(logger, "server_added", f"server {name} ({role}) was added", server=name, role=role, origin=origin)

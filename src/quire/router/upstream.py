@@ -8,13 +8,14 @@ bound.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from collections.abc import Iterable
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from quire.tls import client_context, why_untrusted
 
 CONNECT_SECONDS = 3.0
 UNREAD_BYTES = 256 << 10
@@ -223,11 +224,11 @@ class Answer(asyncio.Protocol):
 
 
 class Upstream:
-    """The connections to one server."""
+    """The connections to one server. `cacert`: who vouches for it; see `quire.tls.client_context`."""
 
-    def __init__(self, address: Address, context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, address: Address, cacert: str | None = None) -> None:
         self.address = address
-        self._context = context or (ssl.create_default_context() if address.tls else None)
+        self._context = client_context(cacert) if address.tls else None
         self._idle: list[Answer] = []
         self._busy: set[Answer] = set()
 
@@ -278,7 +279,8 @@ class Upstream:
         except TimeoutError:
             raise UpstreamError(f"no connection within {CONNECT_SECONDS:g} s") from None
         except OSError as error:
-            raise UpstreamError(f"no connection: {error.strerror or type(error).__name__}") from None
+            reason = why_untrusted(error) or error.strerror or type(error).__name__
+            raise UpstreamError(f"no connection: {reason}") from None
         return answer
 
     def release(self, answer: Answer) -> None:

@@ -30,6 +30,7 @@ from quire.server.context import AppContext, stop_error
 from quire.server.errors import ApiError, api_error
 from quire.server.hosts import HostPolicy
 from quire.server.openapi import openapi_document
+from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import error_reply, send_error
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def create_app(context: AppContext, generation: APIRouter | None = None) -> Fast
     app.include_router(generation, dependencies=gate)
     app.include_router(routes_info.operator_router(context), dependencies=gate)
     app.mount("/static", routes_info.static_files(), name="static")
-    app.openapi = lambda: openapi_document(app, context.tenants.count > 0)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi_document(app, context.tenants.count > 0, context.server.root_path)  # type: ignore[method-assign]
     _add_error_handlers(app, context)
     server = context.server
     policy = HostPolicy(server.host, server.allowed_host, server.cors_origin)
@@ -93,6 +94,8 @@ def create_app(context: AppContext, generation: APIRouter | None = None) -> Fast
     if server.cors_origin:
         _add_cors(app, server.cors_origin)
     app.add_middleware(EdgeMiddleware, context=context)
+    if server.root_path is not None:
+        app.add_middleware(PrefixMiddleware, root_path=server.root_path)
     return app
 
 

@@ -7,6 +7,7 @@ environment variable, and nothing secret on a command line.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ from quire.errors import ConfigError
 from quire.kv.directory import masked
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 from quire.server.meeting import SCHEMES, Meeting
+from quire.server.processes import MAX_SOCKET_PATH
+from quire.tls import CACERT, ServerCertificate, client_context
 from quire.vllm_options import translated
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ MAX_NAMES = 64
 _KEY = re.compile(r"[!-~]+")
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\s\x00-\x1f\x7f])?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+[^\s]*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
@@ -54,6 +58,18 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address or name to listen on; 0.0.0.0 or :: is every address of this machine")
     port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
+    uds: str | None = option(
+        None,
+        "path of a Unix socket to listen on, in place of a host and a port; whom it lets in, the umask says",
+    )
+    ssl_certfile: str | None = option(
+        None, "certificate for https, with those between it and its authority's (PEM); read again when it changes"
+    )
+    ssl_keyfile: str | None = option(None, "its private key (PEM); default: in the certificate's file, too")
+    root_path: str | None = option(
+        None, "path under which a proxy offers this server, such as /llm; whether the proxy takes it off or not"
+    )
+    cacert: str | None = option(None, CACERT)
     api_key: tuple[str, ...] = dataclasses.field(
         default=(), repr=False, metadata={"help": "a key that clients must send, or @FILE with one a line"}
     )
@@ -109,6 +125,8 @@ class ServerConfig:
                 f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
                 "any process silent for so long: give more, or 0 for never"
             )
+        if self.join is not None and self.uds is not None:
+            raise ConfigError("join needs a port that the router reaches: with uds there is none; leave one of them")
         if self.join is not None and not self.join.startswith(("http://", "https://", *SCHEMES)):
             raise ConfigError(
                 f"join={masked(self.join)!r} is not a router's URL; give one such as http://127.0.0.1:8080, or "
@@ -129,6 +147,7 @@ class ServerConfig:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         given = translated(options, names)
+        check_place(given)
         for name in given:
             if name not in names:
                 raise ConfigError(unknown_option(name, names))
@@ -138,7 +157,9 @@ class ServerConfig:
         for name in KEY_OPTIONS:
             if isinstance(given.get(name), tuple):
                 given[name] = read_keys(given[name], name)
-        return cls(**given)
+        config = cls(**given)
+        check_certificates(config)
+        return config
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """What `model`, as the engine's option has it, is called in requests; never empty.
@@ -156,6 +177,11 @@ class Door(Protocol):
     """What a server and a router have in common: where they listen, and who may come in."""
 
     host: str
+    uds: str | None
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
+    root_path: str | None
+    cacert: str | None
     api_key: tuple[str, ...]
     metrics_key: tuple[str, ...]
     allowed_host: tuple[str, ...]
@@ -178,6 +204,7 @@ def check_door(config: Any) -> None:
     door: Door = config
     if not door.host or any(char.isspace() or char in "[]/@" for char in door.host):
         raise ConfigError(f"host={door.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+    _check_transport(door)
     _check_keys("api_key", door.api_key)
     _check_keys("metrics_key", door.metrics_key)
     if door.metrics_key and not door.api_key:
@@ -188,6 +215,55 @@ def check_door(config: Any) -> None:
     _check_each("cors_origin", door.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
     if door.otlp_traces_endpoint is not None:
         _check_endpoint(door.otlp_traces_endpoint)
+
+
+def check_place(given: Mapping[str, Any]) -> None:
+    """Refuse two places to listen at, among options as they were given.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    if given.get("uds") is not None and (other := {"host", "port"} & given.keys()):
+        raise ConfigError(f"uds and {' and '.join(sorted(other))} are two places to listen at; give one of them")
+
+
+def check_certificates(config: Any) -> None:
+    """Read the files of certificates of a `Door`, to see whether they could be used.
+
+    Raises:
+        ConfigError: one could not.
+    """
+    certificate_of(config)
+    door: Door = config
+    if door.cacert is not None:
+        client_context(door.cacert)
+
+
+def certificate_of(config: Any) -> ServerCertificate | None:
+    """What a `Door` shows to clients, where https is spoken.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    door: Door = config
+    return None if door.ssl_certfile is None else ServerCertificate(door.ssl_certfile, door.ssl_keyfile)
+
+
+def _check_transport(door: Door) -> None:
+    """The socket's path, what is needed for TLS, and the path before all routes."""
+    if door.uds is not None and not 1 <= len(os.fsencode(door.uds)) <= MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"uds={door.uds!r} has {len(os.fsencode(door.uds))} bytes; the system takes paths of 1 to {MAX_SOCKET_PATH}"
+        )
+    if door.uds is not None and door.ssl_certfile is not None:
+        raise ConfigError("uds and ssl_certfile do not go together: what a Unix socket carries stays on this machine")
+    if door.ssl_keyfile is not None and door.ssl_certfile is None:
+        raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
+    if door.root_path is not None and not _ROOT_PATH.fullmatch(door.root_path):
+        raise ConfigError(
+            f"root_path={door.root_path!r} is not a path such as /llm: it begins with a slash, ends with none, and has "
+            "letters, digits and ._~- between them"
+        )
 
 
 def _check_endpoint(url: str) -> None:

@@ -91,17 +91,18 @@ class HostPolicy:
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
         if self._origins & {"*", *given[:1]}:
             return False
-        if given and not (len(given) == 1 and self._is_own(given[0], host)):
+        if given and not (len(given) == 1 and self._is_own(given[0], host, scope.get("scheme") == "https")):
             return True
         sites = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
         return any(site not in (b"same-origin", b"none") for site in sites)
 
-    def _is_own(self, origin: str, host: Host | None) -> bool:
+    def _is_own(self, origin: str, host: Host | None, tls: bool) -> bool:
         """Whether a page of this origin came from here: from the host that is asked, or from a name that was
-        allowed, behind which a proxy may have put another `Host`."""
+        allowed, behind which a proxy may have put another `Host`. Who speaks https here has no page under http; the
+        other way round, a proxy may speak https for this server."""
         found = _ORIGIN.fullmatch(origin)
         page = parse_host(found["host"].encode("latin-1")) if found else None
-        if found is None or page is None:
+        if found is None or page is None or (tls and found["scheme"].lower() != "https"):
             return False
         default = _DEFAULT_PORTS[found["scheme"].lower()]
         same = host is not None and page.name == host.name and (page.port or default) == (host.port or default)

@@ -13,7 +13,8 @@ from quire.errors import QuireError
 from quire.kv.directory import masked
 from quire.log import event
 from quire.server.meeting import SCHEMES, Meeting
-from quire.server.processes import host_and_port, url_of
+from quire.server.processes import Place, host_and_port, scheme_of, url_of
+from quire.tls import client_context, why_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +24,21 @@ ANSWER_SECONDS = 5.0
 JOINED = "joined"
 
 
-def url_for(router: str, listener: socket.socket) -> str:
-    """Where the router finds this server. One that listens everywhere is found where it would speak to the router."""
+def url_for(router: str, listener: socket.socket, place: Place) -> str:
+    """Where the router finds this server. One that listens everywhere is found where it would speak to the router, and
+    one that speaks https by the name that it was given, if it was, since certificates are for names."""
     host, port = listener.getsockname()[:2]
     parts = urlsplit(router)
     if host not in ("0.0.0.0", "::"):
-        return url_of(listener)
+        named = place.ssl_certfile is not None
+        return f"https://{host_and_port(place.host, port)}" if named else url_of(listener, place)
     try:
         with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
             probe.connect((parts.hostname, parts.port or 80))  # sends nothing
             host = probe.getsockname()[0]
     except OSError:
-        return url_of(listener)
-    return f"http://{host_and_port(host, port)}"
+        return url_of(listener, place)
+    return f"{scheme_of(place)}://{host_and_port(host, port)}"
 
 
 class Host(Protocol):
@@ -51,12 +54,18 @@ class Host(Protocol):
 class RouterHost:
     """A router, by its `/admin/join`."""
 
-    def __init__(self, router: str, key: str, url: str, role: str) -> None:
+    def __init__(self, router: str, key: str, url: str, role: str, cacert: str | None) -> None:
         import httpx2
 
         self._router, self._said, self._errors = router, {"url": url, "role": role}, httpx2.HTTPError
         headers = {"authorization": f"Bearer {key}"}
-        self._client = httpx2.AsyncClient(base_url=router.rstrip("/"), headers=headers, timeout=ANSWER_SECONDS)
+        self._client = httpx2.AsyncClient(
+            base_url=router.rstrip("/"),
+            headers=headers,
+            timeout=ANSWER_SECONDS,
+            verify=client_context(cacert),
+            trust_env=False,  # as everywhere: no proxy but one that was asked for
+        )
 
     async def say(self, leaves: bool) -> str:
         """See `Host`."""
@@ -65,7 +74,7 @@ class RouterHost:
             answer = await self._client.post("/admin/join", json={**self._said, "leaves": leaves})
             found = answer.json()
         except (self._errors, ValueError) as error:
-            return f"the router {router} cannot be reached ({type(error).__name__})"
+            return f"the router {router} cannot be reached ({why_untrusted(error) or type(error).__name__})"
         if answer.status_code in (401, 403):
             return f"the router {router} does not take this server's key: give both the same first --api-key"
         if answer.status_code != 200:
@@ -100,14 +109,17 @@ class RedisHost:
         self._meeting.close()
 
 
-async def keep_joined(router: str, key: str, url: str, role: str, leaving: Callable[[], bool]) -> None:
+async def keep_joined(
+    router: str, key: str, url: str, role: str, leaving: Callable[[], bool], cacert: str | None = None
+) -> None:
     """Join, and join again, in case the router was started anew; until `leaving` says so. Never raises.
 
     Args:
         router: its URL, or that of a Redis; both have been checked.
+        cacert: see `quire.tls.client_context`.
     """
     redis = router.startswith(SCHEMES)
-    host: Host = (RedisHost if redis else RouterHost)(router, key, url, role)
+    host: Host = RedisHost(router, key, url, role) if redis else RouterHost(router, key, url, role, cacert)
     what, told = masked(router) if redis else f"the router {router}", ""
     try:
         while not leaving():

@@ -42,10 +42,17 @@ _ANTHROPIC_ERROR_SCHEMA = {
 _KEY = {"type": "http", "scheme": "bearer", "description": "One of the server's API keys."}
 
 
-def openapi_document(app: FastAPI, keys: bool) -> dict[str, Any]:
-    """The document of this app's routes; made once, then kept. `keys`: the server has some, and wants one."""
+def openapi_document(app: FastAPI, keys: bool, root_path: str | None = None) -> dict[str, Any]:
+    """The document of this app's routes; made once, then kept.
+
+    Args:
+        keys: the server has some, and wants one.
+        root_path: where a proxy offers the routes.
+    """
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+        if root_path is not None:
+            document["servers"] = [{"url": root_path}]
         components = document.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own errors, which are never sent

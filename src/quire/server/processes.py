@@ -16,8 +16,9 @@ import tempfile
 import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -40,6 +41,83 @@ MAX_BACKOFF = 15.0
 
 
 # -- the listening socket -------------------------------------------------------------------------------------
+
+
+class Place(Protocol):
+    """Where a server or a router is to listen, and whether it speaks https there."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def uds(self) -> str | None: ...
+
+    @property
+    def ssl_certfile(self) -> str | None: ...
+
+
+@contextlib.contextmanager
+def listening(place: Place) -> Iterator[socket.socket]:
+    """A socket that listens there; a Unix socket's file is gone afterwards.
+
+    Raises:
+        ServerError: see `listen` and `listen_on_path`.
+    """
+    if place.uds is None:
+        with listen(place.host, place.port) as listener:
+            yield listener
+        return
+    with listen_on_path(place.uds) as listener:
+        inode = os.stat(place.uds).st_ino
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.stat(place.uds).st_ino == inode:  # else another server has taken the place
+                    os.unlink(place.uds)
+
+
+def listen_on_path(path: str) -> socket.socket:
+    """A Unix socket that listens at `path`. What a killed server has left there is replaced.
+
+    Raises:
+        ServerError: somebody answers there, it is no socket, or it cannot be made.
+    """
+    at = f"cannot listen on the Unix socket {path}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.lexists(path):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ServerError(f"{at}: there is something else of that name; remove it, or give another --uds")
+            if _answers(path):
+                raise ServerError(f"{at}: another program does; stop it, or give another --uds")
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ServerError(f"{at}: {error.strerror or error}") from error
+    except ServerError:
+        listener.close()
+        raise
+    return listener
+
+
+def _answers(path: str) -> bool:
+    """Whether a program listens on this Unix socket. Raises OSError where that cannot be known."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return True  # its backlog is full
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        return True
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -82,13 +160,22 @@ def _why_not(error: OSError, host: str, port: int) -> str:
             return f"cannot listen on {at}: {error.strerror or error}"
 
 
-def url_of(listener: socket.socket) -> str:
-    """Where a browser on this machine finds the server; "every address" is shown as the loopback's."""
+def url_of(listener: socket.socket, place: Place) -> str:
+    """Where a browser on this machine finds the server; "every address" is shown as the loopback's. Of a Unix socket
+    it is unix:PATH, which Quire's own clients take.
+    """
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified:
         host = "::1" if address.version == 6 else "127.0.0.1"
-    return f"http://{host_and_port(host, port)}"
+    return f"{scheme_of(place)}://{host_and_port(host, port)}"
+
+
+def scheme_of(place: Place) -> str:
+    """What URLs of this server begin with."""
+    return "http" if place.ssl_certfile is None else "https"
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -98,6 +185,8 @@ def host_and_port(host: str, port: int) -> str:
 
 def is_loopback(listener: socket.socket) -> bool:
     """Whether only this machine reaches the socket."""
+    if listener.family == socket.AF_UNIX:
+        return True
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from quire import __version__
@@ -288,7 +288,8 @@ def _add_documents(router: APIRouter) -> None:
 
     @router.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return _file("docs/index.html")
+        """The page loads its files from beside it; a relative URL is right under any prefix, too."""
+        return RedirectResponse("static/docs/index.html")
 
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:

@@ -148,7 +148,9 @@ class Supervisor:
 
         role = "prefill" if self.options.engine.kv_role == "prefill" else "serve"
         leaving = lambda: self._leaving  # noqa: E731
-        await keep_joined(router, self.options.server.api_key[0], url_for(router, self._listener), role, leaving)
+        server = self.options.server
+        url = url_for(router, self._listener, server)
+        await keep_joined(router, server.api_key[0], url, role, leaving, server.cacert)
 
     async def _clean_up(self) -> None:
         """End whatever is left of it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import socket
 from asyncio.events import TimerHandle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from quire.server.errors import ApiError
 from quire.server.hosts import parse_host
 from quire.server.request_log import log_unread, make_id, note_error, summary_of
 from quire.server.shares import Shares
+from quire.tls import ServerCertificate
 
 MAX_HEAD_BYTES = 32 * 1024
 """Of the request line and all headers together."""
@@ -46,6 +48,8 @@ LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20
 did, or `BODY_SECONDS` are over: so a client that sends before it reads finds the answer, and no reset connection."""
 STUCK_SECONDS = 120.0
 """A client that takes nothing for so long, while something waits to be sent to it, is given up."""
+REFRESH_TICKS = 600
+"""uvicorn's ticks, tenths of a second, between two looks at whether the certificate's files have changed."""
 SPARE_FILES = 64
 """File descriptors that connections leave for everything else."""
 
@@ -160,7 +164,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._closing = True
         self._stop_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # within TLS there is no end of one direction
+            self.transport.write_eof()
         self._linger()
 
     def _end(self) -> None:
@@ -415,9 +420,16 @@ def _no_room() -> ApiError:
 
 
 class HttpConfig(Config):
-    """uvicorn's, with whom to tell of what was refused before it was a request: its id and the error."""
+    """uvicorn's, with whom to tell of what was refused before it was a request (its id and the error), and a
+    certificate that may be renewed."""
 
     on_refused: Callable[[str, ApiError], None] = staticmethod(log_unread)
+    certificate: ServerCertificate | None = None
+
+    def load(self) -> None:
+        super().load()
+        if self.certificate is not None:
+            self.ssl = self.certificate.context
 
 
 class HttpServer(uvicorn.Server):
@@ -433,14 +445,42 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, for sockets that listen already; with a deadline for TLS handshakes, since a connection is not
+        counted before, and a look at the certificate now and then."""
+        await super().startup([])
+        self.started = False
+        loop, tls = asyncio.get_running_loop(), self.config.ssl
+        seconds = None if tls is None else HEAD_SECONDS
+        for listener in sockets or []:
+            server = await loop.create_server(
+                self._connection, sock=listener, ssl=tls, backlog=self.config.backlog, ssl_handshake_timeout=seconds
+            )
+            self.servers.append(server)
+        self.started = True
+
+    def _connection(self) -> BoundedProtocol:
+        return BoundedProtocol(self.config, self.server_state, self.lifespan.state)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second."""
+        if self.config.certificate is not None and counter % REFRESH_TICKS == 0:
+            self.config.certificate.refresh()  # here: handshakes must not see half of it
+        return await super().on_tick(counter)
+
     def stop_listening(self) -> None:
         """Take no new connections; those that are open stay."""
         for server in self.servers:
             server.close()
 
 
-def make_server(app: ASGIApp, graceful_seconds: int = 2) -> HttpServer:
-    """A uvicorn server for this app. `graceful_seconds`: how long open answers may take when it is told to leave."""
+def make_server(app: ASGIApp, graceful_seconds: int = 2, certificate: ServerCertificate | None = None) -> HttpServer:
+    """A uvicorn server for this app.
+
+    Args:
+        graceful_seconds: how long open answers may take when it is told to leave.
+        certificate: with one it speaks https.
+    """
     config = HttpConfig(
         app,
         http=BoundedProtocol,
@@ -453,4 +493,5 @@ def make_server(app: ASGIApp, graceful_seconds: int = 2) -> HttpServer:
         server_header=False,
         timeout_graceful_shutdown=graceful_seconds,
     )
+    config.certificate = certificate
     return HttpServer(config)

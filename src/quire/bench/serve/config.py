@@ -13,6 +13,7 @@ import msgspec
 from quire.bench.serve.http_client import parse_url
 from quire.config import check_field, option
 from quire.errors import ConfigError
+from quire.tls import CACERT
 
 MAX_TOKENS = 10_000_000
 """A length may be this large."""
@@ -82,11 +83,14 @@ class LoadConfig:
         ConfigError: an option has the wrong type, is out of range, or does not go with another one.
     """
 
-    url: str = dataclasses.field(metadata={"help": "the server, as in http://127.0.0.1:8000; /v1 is added"})
+    url: str = dataclasses.field(
+        metadata={"help": "the server, as in http://127.0.0.1:8000; /v1 is added; or unix:PATH"}
+    )
     model: str | None = option(None, "which model to ask for; default: the first that the server names")
     api_key: str | None = dataclasses.field(
         default=None, repr=False, metadata={"help": "the key to send, or @FILE with the key in its first line"}
     )
+    cacert: str | None = option(None, CACERT)
     endpoint: Literal["completions", "chat"] = option("completions", "/v1/completions or /v1/chat/completions")
     prompt_type: Literal["ids", "text"] | None = option(
         None, "prompts of token ids or of common words, about a token each; default: ids where the workload can"

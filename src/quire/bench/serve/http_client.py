@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from quire.errors import ConfigError, RemoteError
+from quire.tls import client_context, why_untrusted
 
 MAX_HEAD_BYTES = 256 << 10
 """An answer's status line and header may be this long."""
@@ -45,11 +45,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a server is: of a URL, all but the path."""
+    """Where a server is: of a URL, all but the path. `uds`: the path of its Unix socket, if that is where it is."""
 
     host: str
     port: int
     tls: bool
+    uds: str | None = None
 
     @property
     def name(self) -> str:
@@ -58,11 +59,13 @@ class Origin:
 
 
 def parse_url(url: str) -> tuple[Origin, str]:
-    """A base URL's origin, and its path without a slash at the end.
+    """A base URL's origin, and its path without a slash at the end. `unix:PATH` is a server's Unix socket.
 
     Raises:
         ConfigError: not an http or https URL with a host, or one with more than a path.
     """
+    if (uds := unix_path(url)) is not None:
+        return Origin("localhost", 80, tls=False, uds=uds), ""
     example = "give one such as http://127.0.0.1:8000"
     if re.search(r"[^!-~]", url):
         raise ConfigError(f"--url {url!r} holds a space or a character that is not ASCII; {example}")
@@ -79,6 +82,11 @@ def parse_url(url: str) -> tuple[Origin, str]:
     return Origin(host, port if port is not None else (443 if tls else 80), tls), parts.path.rstrip("/")
 
 
+def unix_path(url: str) -> str | None:
+    """Of the URL of a Unix socket, unix:PATH or unix://PATH, its path; None: it is another URL."""
+    return url.removeprefix("unix:").removeprefix("//") or None if url.startswith("unix:") else None
+
+
 class HttpClient:
     """Exchanges requests for answers with one server.
 
@@ -86,14 +94,17 @@ class HttpClient:
         origin: the server.
         headers: sent with every request; they must be printable ASCII.
         connect_timeout: seconds that opening a connection may take.
+        cacert: see `quire.tls.client_context`.
     """
 
-    def __init__(self, origin: Origin, headers: Mapping[str, str], connect_timeout: float = 10.0) -> None:
+    def __init__(
+        self, origin: Origin, headers: Mapping[str, str], connect_timeout: float = 10.0, cacert: str | None = None
+    ) -> None:
         self.origin = origin
         fixed = {"host": origin.name, "user-agent": "quire-bench"} | dict(headers)
         self._fixed = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
         self._connect_timeout = connect_timeout
-        self._tls = ssl.create_default_context() if origin.tls else None
+        self._tls = client_context(cacert) if origin.tls else None
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 
@@ -141,13 +152,15 @@ class HttpClient:
         loop, origin = asyncio.get_running_loop(), self.origin
         try:
             async with asyncio.timeout(self._connect_timeout):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self._open.add, self._gone), origin.host, origin.port, ssl=self._tls
-                )
+                make = lambda: _Connection(self._open.add, self._gone)  # noqa: E731
+                if origin.uds is not None:
+                    _, connection = await loop.create_unix_connection(make, origin.uds)
+                else:
+                    _, connection = await loop.create_connection(make, origin.host, origin.port, ssl=self._tls)
         except TimeoutError as error:
             raise HttpError("connect", f"no connection to {origin.name} in {self._connect_timeout:g} s") from error
         except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = why_untrusted(error) or getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise HttpError("connect", f"cannot connect to {origin.name}: {reason}") from error
         return connection
 

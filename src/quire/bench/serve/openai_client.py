@@ -234,7 +234,7 @@ class OpenAIClient:
         headers = {"accept": "text/event-stream"}
         if config.api_key is not None:
             headers["authorization"] = f"Bearer {config.api_key}"
-        self._http = HttpClient(origin, headers, config.connect_timeout)
+        self._http = HttpClient(origin, headers, config.connect_timeout, config.cacert)
         self._path = self.base + ("/chat/completions" if config.endpoint == "chat" else "/completions")
         self._timeout = config.timeout
         self._fields: dict[str, Any] = {

@@ -23,8 +23,8 @@ function duration(seconds) {
   return seconds < 1 ? `${(1000 * seconds).toFixed(1)} ms` : `${seconds.toFixed(2)} s`;
 }
 
-async function ask(path) {
-  const answer = await fetch(path, { headers: key ? { authorization: `Bearer ${key}` } : {} });
+async function ask(path) { // relative to the page: a proxy may put all of it below a path
+  const answer = await fetch(path.slice(1), { headers: key ? { authorization: `Bearer ${key}` } : {} });
   byId("login").hidden = answer.status !== 401 && answer.status !== 403;
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.error.message);

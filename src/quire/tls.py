@@ -1,0 +1,125 @@
+"""Certificates: what a server shows, and what clients of other servers trust."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.log import event
+
+logger = logging.getLogger(__name__)
+
+CACERT = "file of certificates (PEM) of authorities that vouch for https servers; default: the system's"
+"""What the option says, wherever it is."""
+
+
+class ServerCertificate:
+    """A server's certificate and key, read again when their files have changed, as those that ACME renews do.
+
+    Args:
+        certfile: the certificate, and those between it and the authority's, in PEM.
+        keyfile: its private key; None: it is in `certfile`, too.
+
+    Attributes:
+        context: for connections; TLS 1.2 or later.
+
+    Raises:
+        ConfigError: a file cannot be read, is not PEM, or certificate and key do not belong together.
+    """
+
+    def __init__(self, certfile: str, keyfile: str | None = None) -> None:
+        self._files = (certfile, keyfile)
+        self._seen = self._stamps()
+        self.context = _loaded(certfile, keyfile)
+
+    def refresh(self) -> None:
+        """Show what is in the files now to whoever connects from here on; files that will not do are left alone."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        self._seen = stamps
+        certfile, keyfile = self._files
+        try:
+            _loaded(certfile, keyfile)  # a context that a wrong file has been loaded into would not do any more
+            self.context.load_cert_chain(certfile, keyfile, "")
+        except (ConfigError, OSError) as error:
+            text = f"the certificate has changed, and cannot be used; the one before stays: {error}"
+            event(logger, "certificate_refused", text, level=logging.ERROR)
+        else:
+            event(logger, "certificate_renewed", f"the certificate in {certfile} was read again")
+
+    def _stamps(self) -> list[tuple[int, int] | None]:
+        return [_stamp(path) for path in self._files if path is not None]
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+def _loaded(certfile: str, keyfile: str | None) -> ssl.SSLContext:
+    certificates = _read(certfile, "ssl_certfile")
+    key = certificates if keyfile is None else _read(keyfile, "ssl_keyfile")
+    if "CERTIFICATE-----" not in certificates:
+        raise ConfigError(f"ssl_certfile={certfile} holds no certificate; it must be PEM (-----BEGIN CERTIFICATE-----)")
+    if "PRIVATE KEY-----" not in key:
+        where = f"ssl_keyfile={keyfile}" if keyfile is not None else f"ssl_certfile={certfile}, without an ssl_keyfile,"
+        raise ConfigError(f"{where} holds no private key; it must be PEM (-----BEGIN PRIVATE KEY-----)")
+    if "ENCRYPTED" in key:  # PKCS #8 and the older form both say so; OpenSSL would ask on the terminal
+        raise ConfigError(
+            f"the private key in {keyfile or certfile} is encrypted, and nobody could type its password at each start; "
+            "write it out, for this user's eyes alone: openssl pkey -in KEY -out NEW"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certfile, keyfile, "")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        reason = getattr(error, "reason", None)
+        if reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(
+                f"the private key in {keyfile or certfile} is not that of the first certificate in {certfile}, which "
+                "must be the server's own"
+            ) from error
+        raise ConfigError(f"ssl_certfile={certfile} with its key cannot be used: {reason or error}") from error
+    return context
+
+
+def _read(path: str, name: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}={path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def client_context(cacert: str | None = None) -> ssl.SSLContext:
+    """For https connections to servers, whose certificates are verified.
+
+    Args:
+        cacert: a file of certificates, in PEM, of the authorities that are trusted; None: the system's.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no certificates.
+    """
+    if cacert is not None:
+        _read(cacert, "cacert")
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cacert={cacert} is no file of certificates (PEM)") from error
+
+
+def why_untrusted(error: BaseException) -> str | None:
+    """What is wrong with a server's certificate, if that is what an error of a connection, or its cause, is about."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {found.verify_message}; name who vouches for it with --cacert FILE"
+        found = found.__cause__ or found.__context__
+    return None
