@@ -6,6 +6,7 @@ by its own `LIMITS`, and by what is refused before it is called.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import llguidance
@@ -32,6 +33,13 @@ LIMITS = llguidance.LLParserLimits(
 )
 """What compiling may take (some 20 ms of lexer), and a step (some 15 ms), and what a matcher may keep (some 40 MB). One
 that needs more fails its request."""
+
+
+MAX_RULES = 2_000
+"""Rules and groups of a user's grammar: the library goes down them one within another, and a stack of 8 MiB ends after
+some 3,000."""
+
+_RULE = re.compile(r"^[ \t]*[?!]?\w[^:\n]*:|\(", re.MULTILINE)
 
 
 def library_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
@@ -86,9 +94,15 @@ def _lark(text: str) -> str:
     if "%json" in text:
         raise SamplingParamsError("a grammar with %json is not supported: give the schema as structured_outputs.json")
     try:
-        return str(any_to_lark(text))
+        lark = str(any_to_lark(text))
     except Exception as error:  # whatever a converter finds in a user's text
         raise SamplingParamsError(f"the grammar cannot be read as GBNF: {in_words(str(error))}") from None
+    rules = len(_RULE.findall(lark))
+    if rules > MAX_RULES:
+        raise SamplingParamsError(
+            f"the grammar has {rules} rules and groups; at most {MAX_RULES} are allowed: make it smaller"
+        )
+    return lark
 
 
 def why_not(text: str) -> str:
