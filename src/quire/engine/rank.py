@@ -5,6 +5,7 @@ It computes the same plans as the first rank does, with its own part of the mode
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -179,6 +180,8 @@ def _load(start: RankStart, link: Link) -> ModelRunner | None:
     runner = start_runner(*starting, kv_key=begin.kv_key, host_fd=start.host_memory, grammars=grammars).runner
     if runner.mover is not None:
         runner.mover.on_prepared = lambda prepared: link.send(msgspec.msgpack.encode(prepared))
+    gc.collect()
+    gc.freeze()  # as the engine does, see there: all ranks wait for one that looks for garbage
     link.send(msgspec.msgpack.encode(Ready()))
     return runner
 
