@@ -1,10 +1,12 @@
 """Shared by all tests: one thread, since the tests' matrices are tiny and a second thread only waits; Triton's kernels
-in its interpreter, which must be chosen before they are imported; and of hypothesis the same examples in every run, on
-a machine that may be slow (fewer of them where they are run for each of many mutants). Ctrl-C is handled as in a
-terminal: a shell starts what it puts in the background with SIGINT ignored."""
+in its interpreter, which must be chosen before they are imported; no looking for garbage in what importing and
+collecting make, which stays; and of hypothesis the same examples in every run, on a machine that may be slow (fewer of
+them where they are run for each of many mutants). Ctrl-C is handled as in a terminal: a shell starts what it puts in
+the background with SIGINT ignored."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -16,6 +18,7 @@ import torch
 
 from tests.http_tools import ServeProcess
 
+gc.disable()  # until tests are collected: it is a third of what that takes
 torch.set_num_threads(1)
 os.environ["TRITON_INTERPRET"] = "1"
 if threading.current_thread() is threading.main_thread():
@@ -27,6 +30,15 @@ hypothesis.settings.register_profile(
     "mutants", hypothesis.settings.get_profile("quire"), max_examples=20, phases=[hypothesis.Phase.generate]
 )
 hypothesis.settings.load_profile("quire")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some libraries look at exit whether all of theirs is gone
 
 
 @pytest.fixture(scope="session")
