@@ -197,7 +197,12 @@ class FakeEngineClient:
         pass
 
     def prepare(
-        self, text: str | None, token_ids: list[int], params: SamplingParams, bad_words: Sequence[list[int]] = ()
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        bad_words: Sequence[list[int]] = (),
+        reply: object = None,
     ) -> Prepared:
         self._check_ready()
         assert self.info is not None

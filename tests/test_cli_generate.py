@@ -216,6 +216,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
     assert err == ""
 
 
+@pytest.mark.slow
 def test_it_works_without_asserts(expected: dict[str, str]) -> None:
     command = [sys.executable, "-O", "-m", "quire.cli.main", "generate", "demo", "--quiet", "--threads", "1", *FLAGS]
     done = subprocess.run(command, input=PROMPTS[0] + "\n", capture_output=True, text=True, timeout=120)

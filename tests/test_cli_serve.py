@@ -308,7 +308,7 @@ def is_ready(port: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", "<&- 2>&-"])
+@pytest.mark.parametrize("redirection", [pytest.param("2>&-", marks=pytest.mark.slow), "<&- 2>&-"])
 def test_a_server_without_standard_error_serves(redirection: str) -> None:
     line = f'exec "$0" -m quire.cli.main serve demo --threads 1 --port 0 {redirection}'
     with subprocess.Popen(["sh", "-c", line, sys.executable], stdout=subprocess.DEVNULL) as process:

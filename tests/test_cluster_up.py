@@ -113,6 +113,7 @@ def expected() -> dict[str, str]:
     return dict(zip([*PROMPTS, LONG], (output.outputs[0].text for output in outputs), strict=True))
 
 
+@pytest.mark.slow
 def test_one_door_answers_as_one_engine_does(cluster: Cluster, expected: dict[str, str]) -> None:
     assert {prompt: cluster.complete(prompt) for prompt in (PROMPTS[0], LONG)} == {
         prompt: expected[prompt] for prompt in (PROMPTS[0], LONG)

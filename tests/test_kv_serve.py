@@ -88,6 +88,7 @@ def test_a_proxy_of_vllms_may_stand_before_them(decode: ServeProcess, prefill: S
     assert here["choices"][0]["text"] == alone["choices"][0]["text"] and fetched(decode) > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [name for name in installed() if name != "shared_memory"])
 def test_every_transport_and_who_only_decodes_listens_for_nothing(key: str, transport: str) -> None:
     role = "--role", "prefill", "--cluster-key-file", key, "--kv-transport", transport
@@ -159,6 +160,7 @@ def test_twenty_times_kill_9_of_either_engine_under_load_and_every_stream_ends_r
             assert server.terminate() == 0 and not server.survivors()
 
 
+@pytest.mark.slow
 def test_an_engine_that_waits_for_another_one_rests(key: str) -> None:
     with ServeProcess("--role", "prefill", "--cluster-key-file", key) as prefill, decoding(key, prefill) as decode:
         ready(decode)

@@ -76,9 +76,13 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        ("qwen3_moe", {"async_scheduling": True}),
+        pytest.param("qwen3_moe", {"async_scheduling": True}, marks=pytest.mark.slow),
         ("deepseek_v3", {"speculative_config": NGRAM, "kv_cache_dtype": "int8"}),
-        ("mixtral", {"quantization": "int4", "quantization_group_size": 32, "speculative_config": NGRAM}),
+        pytest.param(
+            "mixtral",
+            {"quantization": "int4", "quantization_group_size": 32, "speculative_config": NGRAM},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("deepseek_v2", {"quantization": "int8", "async_scheduling": True}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"cpu_kernels": "torch"}, marks=pytest.mark.slow),
     ],
@@ -89,6 +93,7 @@ def test_models_and_options(architecture: str, options: dict[str, Any], tmp_path
     assert outcomes(folder, **options, enable_expert_parallel=True, data_parallel_size=2, eplb_interval=4) == one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_one_request_alone_needs_no_other(rounds: int, folder: str) -> None:
     """Replicas without requests take part in every step, hundreds of them, and again after a rest."""

@@ -20,7 +20,7 @@ __all__ = ["alone", "setting"]  # fixtures
 SMALL, LARGE = Switches(16, "radix", 40, True, overlap=True), Switches(32, "hash", 2048, False)
 FAST = {
     ("bfloat16", 2, LARGE),
-    ("int4 weights", 4, SMALL),
+    ("int4 weights", 2, SMALL),
     ("int8 cache", 2, LARGE),
     ("experts", 2, SMALL),
     ("latent attention", 4, LARGE),

@@ -92,7 +92,8 @@ def test_ranks_that_place_experts_differently_are_found_out() -> None:
 
 @pytest.mark.parametrize("setting", ["experts"], indirect=True)
 @pytest.mark.parametrize(
-    ("size", "stages", "redundant"), [(2, 1, 0), pytest.param(4, 1, 4, marks=pytest.mark.slow), (2, 2, 2)]
+    ("size", "stages", "redundant"),
+    [*(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1, 0), (4, 1, 4))), (2, 2, 2)],
 )
 def test_ranks_with_experts_of_their_own_change_nothing(
     setting: dict[str, Any], alone: Any, size: int, stages: int, redundant: int
@@ -112,9 +113,9 @@ def test_ranks_with_experts_of_their_own_change_nothing(
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        ("mixtral", {}),
+        pytest.param("mixtral", {}, marks=pytest.mark.slow),
         ("deepseek_v3", {"kv_cache_dtype": "int8"}),
-        ("qwen3_moe", {"quantization": "int4", "quantization_group_size": 32}),
+        pytest.param("qwen3_moe", {"quantization": "int4", "quantization_group_size": 32}, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", {"quantization": "int8"}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"cpu_kernels": "torch"}, marks=pytest.mark.slow),
     ],

@@ -70,6 +70,7 @@ def test_a_rank_that_hangs_is_given_up_after_the_deadline() -> None:
     assert all(other.poll() is not None for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "width", "rank", "overlap", "number"),
     [

@@ -270,9 +270,9 @@ def test_the_textbook_form_adds_twice_a_layer(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("architecture", "options", "sums"),
     [
-        ("llama", {"quantization": "int8"}, 0),
-        ("qwen2", {}, 4),
-        ("deepseek_v2", {}, 3),
+        pytest.param("llama", {"quantization": "int8"}, 0, marks=pytest.mark.slow),
+        pytest.param("qwen2", {}, 4, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", {}, 3, marks=pytest.mark.slow),
         ("qwen3_moe", {"enable_expert_parallel": True}, 2),
     ],
 )

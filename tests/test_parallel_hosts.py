@@ -149,6 +149,7 @@ def test_machines_change_nothing(sizes: dict[str, int], machines: list[Sequence[
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_experts_on_several_machines_move_and_change_nothing(token: Path, tmp_path: Path) -> None:
     folder = str(save_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2))
     params = SamplingParams(max_tokens=30, temperature=0.0, logprobs=1, ignore_eos=True)
@@ -193,6 +194,7 @@ def test_who_is_killed_on_another_machine_is_missed_at_once_and_the_machine_wait
                 assert llm.generate([PROMPT], SamplingParams(max_tokens=3))[0].finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow)],
@@ -220,6 +222,7 @@ def test_a_rank_that_is_killed_while_nothing_is_computed_is_missed(token: Path) 
                 time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param("rank", marks=pytest.mark.slow), "machine"])
 def test_who_hangs_on_another_machine_is_given_up_after_the_deadline(who: str, token: Path) -> None:
     with joined(token) as (options, [other]):
@@ -249,6 +252,7 @@ FIRST = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "state"),
     [
@@ -349,6 +353,7 @@ def test_another_checkpoint_is_refused(token: Path, tmp_path: Path) -> None:
         assert not other.children()
 
 
+@pytest.mark.slow
 def test_other_kernels_are_refused(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":  # it is read once, from the environment too
         pytest.skip("torch has no other kernels here")

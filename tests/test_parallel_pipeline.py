@@ -32,8 +32,9 @@ from tests.test_parallel_group import all_of, ranks
 
 __all__ = ["alone", "setting"]  # fixtures
 
-FAST = ("bfloat16", "experts")
+FAST = ("experts",)
 SLOW = (
+    "bfloat16",
     "int8 cache",
     "windows in some layers",
     "float32",
@@ -183,6 +184,7 @@ def test_as_many_steps_are_on_their_way_as_there_are_stages(monkeypatch: pytest.
     assert len(drains) < 10, "nothing stands still while there is something to do"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fewer_requests_than_stages_wait_for_their_own_tokens_alone(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -215,9 +217,6 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("where", "error", "more"),
     [
-        ("_slot", KeyboardInterrupt, {}),
-        ("_pass_on", MemoryError, {}),
-        ("_sample_all", MemoryError, {"async_scheduling": True}),
         ("_through_layers", MemoryError, {"async_scheduling": True}),
         *(
             pytest.param(where, error, more, marks=pytest.mark.slow)

@@ -308,6 +308,7 @@ def test_several_http_processes_share_the_port_the_metrics_and_the_aborts():
 # -- speculation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_drafts_change_no_answer_and_are_told_in_metrics_and_live_view(client):
     config = {"method": "ngram", "adaptive": False, "num_speculative_tokens": 3}
     options = {"model": "demo", "prompt": "x = 1\n" * 20, "max_tokens": 40, "temperature": 0.8, "seed": 5}

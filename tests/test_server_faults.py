@@ -73,6 +73,7 @@ def test_a_request_that_brings_the_engine_down_twice_ends_with_an_error_and_harm
         assert status == 500 and "error" in json.loads(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_streams_go_on_with_the_same_tokens_when_a_rank_dies_or_hangs(number):
     long = jobs(3, max_tokens=600)

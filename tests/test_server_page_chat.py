@@ -435,8 +435,14 @@ def violations(page: Page) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        (390, True),
+        (1400, False),
+        *(pytest.param(*view, marks=pytest.mark.slow) for view in ((390, False), (1400, True))),
+    ],
+)
 def test_axe_finds_nothing_serious(browser: Chromium, server: StandIn, width: int, dark: bool) -> None:
     page = opened(browser, server, width=width, height=900, dark=dark, touch=width < 500)
     assert violations(page) == []

@@ -125,6 +125,7 @@ def test_many_requests_with_one_prefix_are_not_all_left_to_the_replica_that_has_
     assert min(after - then for after, then in zip(served(server), before, strict=True)) >= 1
 
 
+@pytest.mark.slow
 def test_a_request_that_brings_its_engine_down_takes_no_other_one_with_it(server, expected):
     good, engines, before = Streams(server, jobs(4)), server.pids("engine"), restarts(server)
     with server.stream("/v1/completions", {**LONG, "prompt": [5] * 600 + [1234]}) as stream:
@@ -149,6 +150,7 @@ def test_streams_go_on_at_the_other_replica_when_one_is_killed(server, expected)
     assert sorted(after - then for after, then in zip(restarts(server), before, strict=True)) == [0, 1]
 
 
+@pytest.mark.slow
 def test_streams_wait_for_the_next_engine_when_all_are_killed(server, expected):
     streams, engines = Streams(server, jobs(4)), server.pids("engine")
     for pid in engines:

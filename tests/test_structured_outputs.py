@@ -100,7 +100,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("two ") else ()) for name in ENGINES]
+)
 def test_tokens_are_the_same_in_any_company(alone: list[Any], name: str) -> None:
     with LLM("demo", threads=1, check_invariants=True, **ENGINES[name]) as other:
         assert tokens_of(other, jobs()) == alone
