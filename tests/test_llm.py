@@ -8,6 +8,7 @@ import gc
 import inspect
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from quire.errors import (
     SamplingParamsError,
     TokenOutOfRangeError,
 )
+from quire.models.checkpoint import resolve
 from quire.ops.cpu.kernels import CpuKernels
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -587,3 +589,21 @@ def test_it_says_what_it_is_and_what_it_takes(llm):
 def test_an_unknown_sampling_parameter_names_the_nearest():
     with pytest.raises(TypeError, match="no parameter 'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=0.5)
+
+
+def test_a_chat_template_that_is_not_valid_stops_chats_alone(tmp_path):
+    folder = shutil.copytree(resolve("demo", None), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}")
+    with LLM(str(folder), threads=1) as llm:
+        assert [note for note in llm.notes if note.startswith("chats are refused: ")]
+        with pytest.raises(ChatTemplateError, match=re.escape(str(folder / "chat_template.jinja"))):
+            llm.chat([{"role": "user", "content": "x"}])
+        assert llm.generate("def f(", GREEDY)[0].outputs[0].finish_reason in ("stop", "length")
+
+
+def test_a_checkpoint_without_a_tokenizer_says_so_when_it_is_loaded(tmp_path):
+    folder = shutil.copytree(resolve("demo", None), tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    with LLM(str(folder), threads=1) as llm:
+        assert [note for note in llm.notes if note.startswith("the checkpoint has no tokenizer.json")]
+        assert llm.generate([5, 9], GREEDY)[0].outputs[0].token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from quire import LLM
 from quire.errors import ChatTemplateError, CheckpointError, TokenizerError, TokenizerFailedError
 from quire.models.hub import resolve
 from quire.text import tokenizer_trial
+from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_trial import TokenizerTrial
 from tests.http_tools import children_of
 from tests.oracle import save_checkpoint
@@ -77,10 +79,16 @@ def test_what_is_wrong_is_told_in_the_words_of_the_loading_process(folder: Path)
     ["{% if %}", "\ud800", "{% for i in x %}" * 30 + "{% endfor %}" * 30, "{{" + "(" * 500 + "1" + ")" * 500 + "}}"],
     ids=["syntax", "surrogate", "blocks", "brackets"],
 )
-def test_a_template_that_does_not_compile_is_named(folder: Path, source: str) -> None:
+def test_a_template_that_does_not_compile_stops_chats_alone_and_is_named(folder: Path, source: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(CHATML_CONFIG | {"chat_template": source}))
-    with pytest.raises(ChatTemplateError, match=rf"^the chat template in {folder}/tokenizer_config\.json "):
-        check(folder)
+    check(folder)
+    tokenizer = Tokenizer.load(folder)
+    told = f"the chat template in {folder}/tokenizer_config.json "
+    assert tokenizer.reply_syntax.described.startswith(f"chats are refused: {told}")
+    assert tokenizer.decode(tokenizer.encode("a text")) == "a text"
+    for _ in range(2):
+        with pytest.raises(ChatTemplateError, match=f"^{re.escape(told)}"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_loading_has_a_deadline(folder: Path, in_its_place: Callable[[str], None]) -> None:

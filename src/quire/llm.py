@@ -39,7 +39,7 @@ from quire.models.pooling import PoolingConfig
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
 from quire.text.reply_grammar import ReplyRequest, reply_request
-from quire.text.tokenizer import RenderedChat, Tokenizer
+from quire.text.tokenizer import NO_TOKENIZER, RenderedChat, Tokenizer
 from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
@@ -58,9 +58,10 @@ class LocalEngine:
         self.config = EngineConfig.from_options({"model": model, **options}, preset)
         self._engine = _load_engine(self.config, on_load)
         self.memory_plan: MemoryPlan = self._engine.memory_plan
-        self.notes: tuple[str, ...] = self._engine.notes
         self.threads: int = self._engine.threads
         self.tokenizer: Tokenizer | None = Tokenizer.load_if_present(self._engine.path, self.config.tool_format)
+        lacking = NO_TOKENIZER if self.tokenizer is None else self.tokenizer.reply_syntax.no_chats
+        self.notes: tuple[str, ...] = (*self._engine.notes, *filter(None, (lacking,)))
         loaded = self._engine.model
         self._frontend = Frontend(
             tokenizer=self.tokenizer,

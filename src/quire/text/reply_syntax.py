@@ -75,16 +75,24 @@ ID = "\0ID\0"
 
 
 class ReplySyntax(msgspec.Struct, frozen=True):
-    """All of it; the parts that a model does not have are None. `name` is what users may call it."""
+    """All of it; the parts that a model does not have are None.
+
+    Attributes:
+        name: what users may call it.
+        no_chats: why there are none, where what the checkpoint has for them cannot be used.
+    """
 
     name: str = "plain"
     reasoning: ReasoningSyntax | None = None
     tools: ToolSyntax | None = None
     content: ContentSyntax | None = None
+    no_chats: str = ""
 
     @property
     def described(self) -> str:
         """For people."""
+        if self.no_chats:
+            return self.no_chats
         tools = "no tool calls" if self.tools is None else f"tool calls in the format {self.name}"
         return tools + ("" if self.reasoning is None else f", reasoning from {self.reasoning.start}")
 

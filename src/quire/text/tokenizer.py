@@ -42,6 +42,9 @@ from quire.text.template_sandbox import SPECIAL_NAMES
 from quire.text.tokenizer_backend import Backend
 
 TOKENIZER_FILE = "tokenizer.json"
+NO_TOKENIZER = (
+    "the checkpoint has no tokenizer.json: prompts are token ids, and outputs have no text; chats are refused"
+)
 PRIVATE_USE = range(0xE000, 0xF900)
 PLAIN_TEXTS = ("a", "A", "0", ".")
 """One of these is in any vocabulary, nearly."""
@@ -87,7 +90,9 @@ class Tokenizer:
 
     Raises:
         TokenizerError: the source is not valid, or not safe to use.
-        ChatTemplateError: a template is not valid.
+
+    Attributes:
+        template_error: what is wrong with a template: chats are refused with it, all else works. None: nothing is.
     """
 
     def __init__(
@@ -113,10 +118,13 @@ class Tokenizer:
         self._unknown_id = self._find_unknown_id(model)
         self._control_ids = self.special_ids - {self._unknown_id}
         self.vocab_size = self._text.vocab_size
-        self._templates = {
-            key: ChatTemplate(text, self.special_tokens, template_name, tool_format)
-            for key, text in (templates or {}).items()
-        }
+        self.template_error: ChatTemplateError | None = None
+        self._templates: dict[str, ChatTemplate] = {}
+        try:
+            for key, text in (templates or {}).items():
+                self._templates[key] = ChatTemplate(text, self.special_tokens, template_name, tool_format)
+        except ChatTemplateError as error:
+            self.template_error = error
         self.byte_ids = self._find_byte_ids()
         self._anchor = self._find_anchor()
         self._anchor_length = len(self.decode(self._anchor, skip_special_tokens=False))
@@ -148,11 +156,15 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         template = "with a chat template" if self._templates else "without a chat template"
+        if self.template_error is not None:
+            template = "with a chat template that is not valid"
         return f"<Tokenizer {self._name!r}: {self.vocab_size:,} tokens, {template}>"
 
     @property
     def reply_syntax(self) -> ReplySyntax:
         """How the model writes its replies to chats with tools."""
+        if self.template_error is not None:
+            return ReplySyntax(no_chats=f"chats are refused: {self.template_error}")
         return self._template(with_tools=True).reply_syntax if self._templates else ReplySyntax()
 
     # --- text to ids --------------------------------------------------------------------------------------
@@ -358,6 +370,8 @@ class Tokenizer:
             raise ChatTemplateError("the messages use all private-use characters; remove some") from None
 
     def _template(self, with_tools: bool) -> ChatTemplate:
+        if self.template_error is not None:
+            raise ChatTemplateError(str(self.template_error)) from self.template_error
         if not self._templates:
             raise ChatTemplateError(
                 f"{self._name} has no chat template; render the prompt yourself, or add chat_template.jinja"

@@ -34,7 +34,7 @@ from quire.errors import (
 )
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.reply_syntax import ReplySyntax
-from quire.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from quire.text.tokenizer import NO_TOKENIZER, TOKENIZER_FILE, Tokenizer
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
@@ -140,7 +140,7 @@ def main() -> None:
         _limit_memory(start.memory_bytes)
         try:
             tokenizer = _load(Path(start.folder), start.tool_format)
-            syntax = ReplySyntax() if tokenizer is None else tokenizer.reply_syntax
+            syntax = ReplySyntax(no_chats=NO_TOKENIZER) if tokenizer is None else tokenizer.reply_syntax
         except QuireError as error:
             _send(connection, _refusal(error))
             return

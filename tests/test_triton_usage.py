@@ -1,0 +1,84 @@
+"""What compiled kernels take of a GPU (registers, spills, shared memory, matrix instructions), beside a table of it.
+
+    python -m tests.test_triton_usage            # compile everything again with the Triton that is installed, and write
+    PYTHONPATH=FOLDER python -m tests.test_triton_usage    # the same with another Triton, unpacked there
+
+A line of triton_usage.jsonl is a kernel as a launch of `launch_all` in a test module compiles it. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from tests.triton_compile import ARCHITECTURES, EACH_ARCHITECTURE, compile_all
+
+TABLE = Path(__file__).with_name("triton_usage.jsonl")
+MODULES = tuple(
+    path.stem.removeprefix("test_triton_")
+    for path in sorted(TABLE.parent.glob("test_triton_*.py"))
+    if "\ndef launch_all(" in path.read_text("utf-8")
+)
+KEPT = ("kernel", "registers", "stack", "shared", "warps", "matrix")
+SLACK = 64
+"""Bytes a thread that may be spilled where none were: no loop suffers from a few numbers that are kept outside it."""
+
+Usage = dict[str, Any]
+
+
+def compiled(module: str, arch: int) -> list[Usage]:
+    """What each kernel of the module's launches takes."""
+    return [{name: use[name] for name in KEPT} for use in compile_all(f"tests.test_triton_{module}", arch)]
+
+
+def table() -> dict[tuple[str, str, int], list[Usage]]:
+    """What is written, by version of Triton, module, and compute capability."""
+    found: dict[tuple[str, str, int], list[Usage]] = {}
+    for line in TABLE.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        key = (row.pop("triton"), row.pop("module"), row.pop("arch"))
+        found.setdefault(key, []).append(row)
+    return found
+
+
+@pytest.mark.slow
+@EACH_ARCHITECTURE
+@pytest.mark.parametrize("module", MODULES)
+def test_no_kernel_takes_much_more_than_the_table_says(module: str, arch: int) -> None:
+    written = table().get((triton.__version__, module, arch))
+    if written is None:
+        pytest.skip(f"triton_usage.jsonl has nothing of Triton {triton.__version__}")
+    found = compiled(module, arch)
+    assert [use["kernel"] for use in found] == [use["kernel"] for use in written], "write the table anew"
+    for now, before in zip(found, written, strict=True):
+        assert now["stack"] <= max(2 * before["stack"] - 1, before["stack"] + SLACK), (now, before)
+        assert now["shared"] <= before["shared"] * 1.5, (now, before)
+        assert now["matrix"] == before["matrix"], (now, before)
+
+
+def test_the_table_has_every_module_for_every_gpu_and_two_versions_of_triton() -> None:
+    versions = {version for version, _, _ in table()}
+    assert len(versions) >= 2
+    assert set(table()) == {
+        (version, module, arch) for version in versions for module in MODULES for arch in ARCHITECTURES
+    }
+
+
+def main() -> None:
+    others = {key: rows for key, rows in (table() if TABLE.exists() else {}).items() if key[0] != triton.__version__}
+    for module in MODULES:
+        for arch in ARCHITECTURES:
+            others[triton.__version__, module, arch] = compiled(module, arch)
+            print(triton.__version__, module, arch, flush=True)
+    with TABLE.open("w", encoding="utf-8") as file:
+        for (version, module, arch), rows in sorted(others.items()):
+            for row in rows:
+                file.write(json.dumps({"triton": version, "module": module, "arch": arch, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
