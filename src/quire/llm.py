@@ -60,7 +60,7 @@ class LocalEngine:
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.threads: int = self._engine.threads
         self.tokenizer: Tokenizer | None = Tokenizer.load_if_present(self._engine.path, self.config.tool_format)
-        lacking = NO_TOKENIZER if self.tokenizer is None else self.tokenizer.reply_syntax.no_chats
+        lacking = NO_TOKENIZER if self.tokenizer is None else self.tokenizer.no_chats
         self.notes: tuple[str, ...] = (*self._engine.notes, *filter(None, (lacking,)))
         loaded = self._engine.model
         self._frontend = Frontend(

@@ -161,10 +161,15 @@ class Tokenizer:
         return f"<Tokenizer {self._name!r}: {self.vocab_size:,} tokens, {template}>"
 
     @property
+    def no_chats(self) -> str:
+        """Why there are none although there is a template; "": nothing is wrong with it."""
+        return "" if self.template_error is None else f"chats are refused: {self.template_error}"
+
+    @property
     def reply_syntax(self) -> ReplySyntax:
         """How the model writes its replies to chats with tools."""
         if self.template_error is not None:
-            return ReplySyntax(no_chats=f"chats are refused: {self.template_error}")
+            return ReplySyntax(no_chats=self.no_chats)
         return self._template(with_tools=True).reply_syntax if self._templates else ReplySyntax()
 
     # --- text to ids --------------------------------------------------------------------------------------
