@@ -69,7 +69,7 @@ def test_rows_with_sinks_do_not_know_how_they_were_cut(kernels: Kernels) -> None
 @pytest.mark.parametrize("dtype, how, window", [(torch.float32, "auto", None), (torch.float16, "int8", 150)])
 def test_sinks_in_triton_are_the_references(dtype, how, window, monkeypatch: pytest.MonkeyPatch) -> None:
     """In spans with one split, with several, and with several side by side; however they are cut."""
-    monkeypatch.setattr(of_triton.attention, "SPLIT", of_triton.SPLIT)
+    monkeypatch.setattr(of_triton.splits, "SPLIT", of_triton.SPLIT)
     spans = [(290, 1), (0, 40), (100, 160)]
     requests = [Request(sum(span), (4, 2, 32), dtype, seed) for seed, span in enumerate(spans)]
     kv, tables = of_triton.stored(requests, 16, how)

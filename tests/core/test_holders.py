@@ -178,7 +178,7 @@ class PoolRun:
 
     def tell(self, node: PoolNode) -> None:
         """What has changed goes to the directory, mostly; and what is wanted is noted."""
-        came, went = node.published.changes(node.scheduler.kv.cache)
+        came, went = node.published.changes([node.scheduler.kv.cache])
         for name in came:
             self.directory.setdefault(name, set()).add(node.name)
         for name in went if self.rnd.random() < 0.9 else ():
