@@ -61,36 +61,59 @@ def test_the_choice_costs_nearly_the_least_and_every_cost_is_told(servers, token
     assert all(cost_of(tokens, one).total > 0 for one in servers)
 
 
-@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32))
-def test_equal_servers_share_evenly(count, use, seed):
-    """Requests for as much work each, at random times, at servers that have little to do, or too much."""
-    chance, rate, now = random.Random(seed), 1000.0, 0.0
-    loads = {f"s{index}": Load() for index in range(count)}
-    free_at = dict.fromkeys(loads, 0.0)  # when a server has computed what it was given
-    events: list[tuple[float, str, float, int, bool]] = []
-    chooser, given_to = Chooser(), Counter()
+def shares(count: int, use: float, seed: int, routers: int) -> list[int]:
+    """How many of 200 requests a server each one gets. Requests are as much work each, come at random times, and go to
+    a random one of the routers, to servers that have little to do, or too much. A router knows what it has sent itself,
+    and what servers told it a second ago of all that they have."""
+    chance, rate, now, told_at = random.Random(seed), 1000.0, 0.0, 0.0
+    names = [f"s{index}" for index in range(count)]
+    loads = [{name: Load() for name in names} for _ in range(routers)]
+    others = [dict.fromkeys(names, 0) for _ in range(routers)]
+    free_at = dict.fromkeys(names, 0.0)  # when a server has computed what it was given
+    events: list[tuple[float, int, str, float, int, bool]] = []
+    choosers, given_to = [Chooser() for _ in range(routers)], Counter(names)
     for _ in range(200 * count):
         now += chance.expovariate(use * count * rate / 200)
-        for at, name, sent, tokens, is_end in sorted(event for event in events if event[0] <= now):
-            loads[name].ended(tokens, has_begun=True) if is_end else loads[name].begun(sent, at, tokens)
+        for at, router, name, sent, tokens, is_end in sorted(event for event in events if event[0] <= now):
+            load = loads[router][name]
+            load.ended(tokens, has_begun=True) if is_end else load.begun(sent, at, tokens)
         events = [event for event in events if event[0] > now]
+        if now - told_at >= 1.0:
+            told_at, have = now, [{name: load.waiting + load.running for name, load in own.items()} for own in loads]
+            others = [{name: sum(one[name] for one in have) - own[name] for name in names} for own in have]
+        router = chance.randrange(routers) if routers > 1 else 0
         servers = [
             Candidate(
-                name=name, rate=rate, queued=load.queued, running=load.waiting + load.running, recent=load.recent(now)
+                name=name,
+                rate=rate,
+                queued=load.queued,
+                running=load.waiting + load.running + others[router][name],
+                recent=load.recent(now),
             )
-            for name, load in loads.items()
+            for name, load in loads[router].items()
         ]
         tokens = 200
-        name = chooser.choose(tokens, b"", servers).server
+        name = choosers[router].choose(tokens, b"", servers).server
         given_to[name] += 1
-        loads[name].sent(now, tokens)
+        loads[router][name].sent(now, tokens)
         free_at[name] = max(now, free_at[name]) + tokens / rate
         events += [
-            (free_at[name], name, now, tokens, False),
-            (free_at[name] + chance.random(), name, now, tokens, True),
+            (free_at[name], router, name, now, tokens, False),
+            (free_at[name] + chance.random(), router, name, now, tokens, True),
         ]
-    assert max(given_to.values()) <= 1.1 * 200
-    assert min(given_to.values()) >= 0.9 * 200
+    return [given_to[name] - 1 for name in names]
+
+
+@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32))
+def test_equal_servers_share_evenly(count, use, seed):
+    given = shares(count, use, seed, routers=1)
+    assert min(given) >= 0.9 * 200 and max(given) <= 1.1 * 200
+
+
+@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32))
+def test_routers_that_do_not_talk_share_servers_nearly_as_evenly(count, use, seed):
+    given = shares(count, use, seed, routers=2)
+    assert min(given) >= 0.8 * 200 and max(given) <= 1.2 * 200
 
 
 @given(
