@@ -4,8 +4,8 @@ prefix-hash, each without and with a pool of KV.
     python -m benchmarks.fleet --trace conversation_trace.jsonl [--speedup 8 16]
 
 The traces are those of the Mooncake project (kvcache-ai/Mooncake, FAST25-release/traces). Lengths, and the 512 tokens
-of one of their blocks, are divided by SCALE, since the demo model has a context of 2,048 tokens; times by --speedup, of
-which several are tried.
+of one of their blocks, are divided by --scale, since the demo model has a context of 2,048 tokens, and requests that do
+not fit are left out; times are divided by --speedup, of which several are tried.
 Every server has one thread and a pool of KV that holds a small part of the trace. All of them, the router and the
 client share this machine's cores, so latencies are those of a busy machine: compare rows, not machines.
 """
@@ -32,9 +32,10 @@ from typing import Any
 from benchmarks.common import Result, tell
 
 SCALE = 64
+CONTEXT = 2048
 SERVERS = 4
-KV_BLOCKS = 1024
-"""Of each server, of 16 tokens."""
+KV_TOKENS = 1 << 20
+"""Of each server, before they are divided as lengths are: a small part of the trace."""
 
 GOAL_MS = 250
 """A request is within the goal when its first token comes within so many milliseconds."""
@@ -79,17 +80,25 @@ def redis() -> Iterator[str]:
         running.wait()
 
 
-def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float, model: str, goal: int) -> dict[str, Any]:
+def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float, scale: float) -> dict[str, Any]:
     """One policy under the trace, with servers that know nothing yet: the report of `quire bench serve`."""
     with ExitStack() as stack:
-        options = ["--threads", "1", "--num-kv-blocks", str(KV_BLOCKS), "--max-num-seqs", "16", "--no-log-requests"]
+        options = [
+            "--threads",
+            "1",
+            "--num-kv-blocks",
+            str(round(KV_TOKENS / scale / 16)),
+            "--max-num-seqs",
+            "16",
+            "--no-log-requests",
+        ]
         if pool:
             key = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "key"
             key.write_text("0123456789abcdef" * 2)
             key.chmod(0o600)
             options += ["--kv-directory", stack.enter_context(redis()), "--cluster-key-file", str(key)]
             options += ["--role", "both", "--host-kv-memory", "64MiB"]
-        command = [*QUIRE, "serve", model, "--port", "0", *options]
+        command = [*QUIRE, "serve", "demo", "--port", "0", *options]
         urls = [stack.enter_context(process(command, r"http://127.0.0.1:\d+")) for _ in range(SERVERS)]
         for url in urls:
             wait_for(url)
@@ -98,8 +107,8 @@ def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float, m
         url = stack.enter_context(process(router, r"http://127.0.0.1:\d+"))
         wait_for(url)
         report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.json"
-        load = [*QUIRE, "bench", "serve", "--url", url, "--trace", trace, "--scale", str(SCALE), "--wait", "30"]
-        load += ["--num-requests", str(requests), "--speedup", str(speedup), "--goodput", f"ttft:{goal}"]
+        load = [*QUIRE, "bench", "serve", "--url", url, "--trace", trace, "--scale", str(scale), "--wait", "30"]
+        load += ["--num-requests", str(requests), "--speedup", str(speedup), "--goodput", f"ttft:{GOAL_MS}"]
         subprocess.run([*load, "--json", str(report)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         loaded = [tier_loads(each) for each in urls]
         found: dict[str, Any] = json.loads(report.read_text())["result"]
@@ -127,7 +136,21 @@ def tier_loads(url: str) -> int:
     )
 
 
-def run(trace: str, requests: int, speedups: Sequence[float], model: str = "demo", goal: int = GOAL_MS) -> Result:
+def that_fit(trace: str, scale: float, folder: Path) -> str:
+    """A copy of a trace without the requests that are longer than the model's context."""
+    lines = Path(trace).read_text("utf-8").splitlines()
+    fitting = [
+        line
+        for line, told in zip(lines, map(json.loads, lines), strict=True)
+        if (told["input_length"] + told["output_length"]) / scale < CONTEXT - 2
+    ]
+    tell(f"fleet: lengths divided by {scale:g}; {len(fitting):,} of {len(lines):,} requests fit")
+    copy = folder / Path(trace).name
+    copy.write_text("\n".join(fitting), "utf-8")
+    return str(copy)
+
+
+def run(trace: str, requests: int, speedups: Sequence[float], scale: float = SCALE) -> Result:
     result = Result(
         (
             "times divided by",
@@ -135,7 +158,7 @@ def run(trace: str, requests: int, speedups: Sequence[float], model: str = "demo
             "cached",
             "first token p50, ms",
             "p99, ms",
-            f"within {goal} ms",
+            f"within {GOAL_MS} ms",
             "from other places",
         )
     )
@@ -143,7 +166,7 @@ def run(trace: str, requests: int, speedups: Sequence[float], model: str = "demo
     for speedup, pool, policy in itertools.product(speedups, pools, POLICIES):
         name = f"{policy}, pool" if pool else policy
         tell(f"fleet: {Path(trace).stem}, times divided by {speedup:g}: {name}")
-        found = replay(policy, pool, trace, requests, speedup, model, goal)
+        found = replay(policy, pool, trace, requests, speedup, scale)
         if found["failed"]:
             raise RuntimeError(f"{found['failed']} requests failed: {found['failures']}")
         ttft = found["latencies"]["ttft"]
@@ -169,11 +192,11 @@ def main() -> None:
     parser.add_argument(
         "--speedup", type=float, nargs="+", default=[8.0, 16.0], help="divide its times by these (default: 8 and 16)"
     )
-    parser.add_argument("--model", default="demo", help="what the servers run (default: demo)")
-    parser.add_argument("--goal", type=int, default=GOAL_MS, help=f"of a first token, in ms (default: {GOAL_MS})")
+    parser.add_argument("--scale", type=float, default=SCALE, help=f"divide its lengths by this (default: {SCALE})")
     args = parser.parse_args()
-    tell(f"fleet: lengths divided by {SCALE}; {SERVERS} servers of one thread")
-    print(run(args.trace, args.requests, args.speedup, args.model, args.goal).table())
+    with tempfile.TemporaryDirectory() as folder:
+        trace = that_fit(args.trace, args.scale, Path(folder))
+        print(run(trace, args.requests, args.speedup, args.scale).table())
 
 
 if __name__ == "__main__":
